@@ -26,7 +26,7 @@ from router.core.state.generation import ClusterSnapshot
 from router.core.state.quarantine import Pair
 from router.live.dispatcher import WorkerDispatcher
 from router.live.metrics import RouterMetrics
-from router.server import FaceOptions, Faces
+from router.server import RouterServers, ServerOptions
 from router.text.tokenizer import TextTokenizer
 
 GOAL_MS = 5.0
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 class ServedRouter:
-    """A router's faces in a loop of their own thread, over workers that only the core knows."""
+    """A router's servers in a loop of their own thread, over workers that only the core knows."""
 
     def __init__(self, each: int) -> None:
         self._loop = uvloop.new_event_loop()
@@ -74,11 +74,13 @@ class ServedRouter:
         self._dispatcher = WorkerDispatcher()
         fill(self._dispatcher, each)
         tokenizer = TextTokenizer.load(checkpoint_path())
-        options = FaceOptions(
+        options = ServerOptions(
             host="127.0.0.1", http_port=0, grpc_port=0, max_body_bytes=2**20, cluster="bench"
         )
-        self._faces = Faces(self._dispatcher, checkpoint_path(), tokenizer, "bench", options)
-        _, internal = await self._faces.start()
+        self._servers = RouterServers(
+            self._dispatcher, checkpoint_path(), tokenizer, "bench", options
+        )
+        _, internal = await self._servers.start()
         self._url = f"http://127.0.0.1:{internal.http}/metrics"
 
     def scrape(self) -> int:
@@ -106,7 +108,7 @@ class ServedRouter:
         return (time.thread_time() - began_s) * 1e3
 
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._faces.stop(0.0), self._loop).result(60)
+        asyncio.run_coroutine_threadsafe(self._servers.stop(0.0), self._loop).result(60)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

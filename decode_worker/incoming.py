@@ -70,7 +70,8 @@ class IncomingHandoff:
     The first `held_tokens` tokens are cached here. `stopped` choices need no more tokens.
 
     `in_flight` counts the scatters, reads and digests that touch its blocks now. The prefill worker
-    is told of the pieces in `read` when none of the announced ones is `unread`.
+    is told of the pieces in `read` when none of the announced ones is `unread`. `prompt_tokens` are
+    with those emitted by earlier attempts.
     """
 
     message: Reserve
@@ -89,19 +90,14 @@ class IncomingHandoff:
     _by_read: dict[int, FetchPiece] = field(default_factory=dict)
     unread: int = 0
     read: list[int] = field(default_factory=list)
+    key: RequestKey = field(init=False)
+    choices: int = field(init=False)
+    prompt_tokens: int = field(init=False)
 
-    @property
-    def key(self) -> RequestKey:
-        return self.message.spec.key
-
-    @property
-    def choices(self) -> int:
-        return self.message.spec.sampling.n
-
-    @property
-    def prompt_tokens(self) -> int:
-        """With those emitted by earlier attempts."""
-        return self.message.spec.context_tokens
+    def __post_init__(self) -> None:
+        spec = self.message.spec
+        self.key, self.choices = spec.key, spec.sampling.n
+        self.prompt_tokens = spec.context_tokens
 
     @property
     def sender(self) -> Incarnation:

@@ -1,4 +1,4 @@
-"""What a decode worker knows of prefill workers' KV pools, and so how it takes a piece. Pure."""
+"""What a decode worker knows about prefill workers' KV, and how it takes each piece of it. Pure."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from kvrelay.types import Incarnation
 
 @dataclass(slots=True, kw_only=True)
 class PeerPools:
-    """`layout` is this worker's own, `slab_bytes` what one of its slabs holds, `offer` the codecs
-    that it allows; its `ranks` share the heads."""
+    """This worker has this `layout`, slabs of `slab_bytes`, and `ranks` that share the heads. It
+    allows the codecs of `offer`."""
 
     layout: KvLayout
     slab_bytes: int
@@ -35,7 +35,7 @@ class PeerPools:
     _facts: dict[Incarnation, KvFacts] = field(default_factory=dict)
     _costs: dict[Incarnation, LinkCost] = field(default_factory=dict)
     _choices: dict[Incarnation, CodecChoice] = field(default_factory=dict)
-    """As long as the facts and the cost are the same."""
+    """Kept while the facts and the cost stay the same."""
 
     def met(self, peer: Incarnation, facts: KvFacts) -> None:
         self._facts[peer] = facts
@@ -46,7 +46,7 @@ class PeerPools:
         self._choices.pop(peer, None)
 
     def forget_cost(self, peer: Incarnation) -> None:
-        """A direct read has failed: slabs, until the link is measured again."""
+        """A direct read has failed: pieces go through slabs until the link is measured again."""
         self._costs.pop(peer, None)
         self._choices.pop(peer, None)
 
@@ -55,7 +55,7 @@ class PeerPools:
         self.forget_cost(peer)
 
     def choice(self, peer: Incarnation) -> CodecChoice:
-        """The codec of the peer's slabs, so far as its hello and the link's cost tell."""
+        """The codec of the peer's slabs, by its hello and the cost of the link."""
         chosen = self._choices.get(peer)
         if chosen is None:
             chosen = self._choices[peer] = self._choose(peer)
@@ -68,20 +68,20 @@ class PeerPools:
         return choose_codec(facts.offer, self.offer, self._wire_layout(peer), self._costs.get(peer))
 
     def canary_distance(self, peer: Incarnation) -> float:
-        """How far digests of the peer's KV and of its copy here may be apart."""
+        """How far apart the digests of the peer's KV and of its copy here may be."""
         facts, own = self._facts.get(peer), self.layout.dtype
         return allowed_distance(facts.dtype if facts else own, own, codecs=bool(self.offer.codecs))
 
     def writes_of(
         self, peer: Incarnation, ahead: PiecesAhead, wanted: range, next_position: int
     ) -> tuple[SlabWrite, ...]:
-        """`wanted` are the tokens up to the prompt's end that are not held here. Raises PeerError
-        for a piece that this worker's cut of them has not."""
+        """Which bytes these pieces are. `wanted` are the tokens that are not held here. Raises
+        PeerError for a piece that is not in this worker's cut of them."""
         layout, size = self._wire_layout(peer), self.slab_bytes
         return check_cut(layout, ahead.piece, ahead.count, size, wanted, next_position)
 
     def _wire_layout(self, peer: Incarnation) -> KvLayout:
-        """Both sides make the same cut of it."""
+        """The layout that pieces are cut by, on both sides."""
         facts, own = self._facts.get(peer), self.layout.dtype
         dtype = wire_dtype(facts.dtype, own) if facts else own
         return self.layout if dtype == own else replace(self.layout, dtype=dtype)
@@ -89,9 +89,9 @@ class PeerPools:
     def ways(
         self, peer: Incarnation, ahead: PiecesAhead, writes: Sequence[SlabWrite], tables: Tables
     ) -> list[FetchPiece | SlabWrite]:
-        """How each piece comes: read where it lies, if that is possible and the faster way for so
-        many like it, else in a slab, as the link's codec writes it. Raises PeerError when the peer
-        has not named its blocks."""
+        """How each piece comes: it is read directly, if that is possible and faster; else it comes
+        through a slab, in the codec of the link. Raises PeerError when the peer has not named its
+        blocks."""
         target = Side(tables=tables, block_size=self.layout.block_size)
         sections = [section for write in writes for section in write.sections]
         assert holds(target, sections), f"{ahead.key} lacks blocks for {ahead.piece}"
@@ -118,7 +118,7 @@ class PeerPools:
         return ways
 
     def _is_readable(self, facts: KvFacts) -> bool:
-        """What is read where it lies is not converted."""
+        """A direct read converts nothing."""
         return bool(facts.region) and facts.dtype == self.layout.dtype
 
     def _source(self, facts: KvFacts, ahead: PiecesAhead, sections: Iterable[SlabSection]) -> Side:
@@ -132,6 +132,6 @@ class PeerPools:
 
 
 def _encoded(write: SlabWrite, codec: Codec) -> SlabWrite:
-    """Without the codec where that takes fewer bytes."""
+    """Without the codec, where that takes fewer bytes."""
     encoded = write.encoded(codec)
     return encoded if encoded.nbytes < write.nbytes else write

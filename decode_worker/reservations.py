@@ -54,11 +54,11 @@ from kvpool.core.transfer.messages import (
 )
 from kvpool.core.transfer.slabs import SlabId, SlabPool
 from kvpool.core.transfer.write import SlabWrite
-from kvrelay.errors import PeerError
-from kvrelay.messages import Lifetime, RequestFailed, Reserve
+from kvrelay.errors import FailureReason, PeerError
+from kvrelay.messages import Lifetime, LifetimeMoment, RequestFailed, Reserve
 from kvrelay.types import Incarnation, RequestKey, RequestSpec
 
-HandoffEvent = (
+IncomingEvent = (
     FromPeer
     | SlabScattered
     | PieceFetched
@@ -140,10 +140,11 @@ class Reservations:
             names=self.tables.names_of(spec),
             source=message.source,
         )
+        prompt_tokens = incoming.prompt_tokens
         if self.mode is not HandoffMode.PUSH:
-            if spec.context_tokens >= self.tables.total_tokens:
+            if prompt_tokens >= self.tables.total_tokens:
                 return None
-        elif not self._try_lease(incoming, incoming.names.full(spec.context_tokens), now_s):
+        elif not self._try_lease(incoming, incoming.names.full(prompt_tokens), now_s):
             return None
         self._incoming[spec.key] = incoming
         self.choices += spec.sampling.n
@@ -191,7 +192,7 @@ class Reservations:
 
     # --- events ---------------------------------------------------------------------------------
 
-    def on_handoff_event(self, event: HandoffEvent, now_s: float) -> list[Command]:
+    def on_incoming_event(self, event: IncomingEvent, now_s: float) -> list[Command]:
         match event:
             case FromPeer(peer=peer, message=message):
                 return self._on_message(peer, message, now_s)
@@ -329,7 +330,7 @@ class Reservations:
             return []
         if done.error is not None:
             cancel = self.cancel(done.key, done.error, now_s)
-            return [*cancel, _failed(done.key, "transfer_failed", done.error, now_s)]
+            return [*cancel, _failed(done.key, FailureReason.TRANSFER_FAILED, done.error, now_s)]
         incoming.landed += 1
         self.transfers += 1
         self.transfer_bytes += done.bytes
@@ -350,9 +351,8 @@ class Reservations:
 
     def _complete(self, incoming: IncomingHandoff) -> list[Command]:
         """When nothing is missing any more, it is checked, if it came with a digest, or joins."""
-        if not incoming.is_complete:
+        if incoming.commit is None or not incoming.is_complete:
             return []
-        assert incoming.commit is not None
         if (digest := incoming.commit.digest) is not None:
             return [incoming.begin_check(digest.start, self.tables.tables(incoming.holder))]
         self._end(incoming)
@@ -376,12 +376,12 @@ class Reservations:
         if problem is None:
             self.canaries_passed += 1
             incoming.pass_check()
-            checked = Emit(events=(Lifetime(key=key, at_s=now_s, name="kv_checked"),))
+            checked = Emit(events=(Lifetime(key=key, at_s=now_s, name=LifetimeMoment.KV_CHECKED),))
             return [checked, *self._complete(incoming)]
         self.canaries_mismatched += 1
         self._leave(incoming)
         answer = SendPeer(peer=incoming.sender, message=Committed(key=key))
-        return [answer, _failed(key, "kv_mismatch", problem, now_s)]
+        return [answer, _failed(key, FailureReason.KV_MISMATCH, problem, now_s)]
 
     def stop(self, key: RequestKey, choice: int) -> None:
         """A stop string ended this choice with its first token."""
@@ -454,7 +454,7 @@ class Reservations:
         for key in silent:
             cancels = self.cancel(key, reason, now_s)
             if cancels:
-                failures.append(_failure(key, "handoff_timeout", reason, now_s))
+                failures.append(_failure(key, FailureReason.HANDOFF_TIMEOUT, reason, now_s))
             commands += cancels
         return [*commands, Emit(events=tuple(failures))] if failures else commands
 
@@ -464,7 +464,7 @@ class Reservations:
         for incoming in lost:
             self._leave(incoming)
         commands = self.grants.peer_lost(peer)
-        failures = tuple(_failure(one.key, "peer_lost", reason, now_s) for one in lost)
+        failures = tuple(_failure(one.key, FailureReason.PEER_LOST, reason, now_s) for one in lost)
         return [*commands, Emit(events=failures)] if failures else commands
 
     def validate(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from decode_worker.admission import Admission
 from decode_worker.batch import Batch, Taken
-from decode_worker.reservations import HandoffEvent, Reservations
+from decode_worker.reservations import IncomingEvent, Reservations
 from decode_worker.sequence import Sequence
 from engine.core.step import (
     Command,
@@ -23,10 +23,12 @@ from engine.core.step import (
     scored_event,
 )
 from kvpool.core.fetch.pool_fetch import Restored
+from kvrelay.errors import FailureReason, RefusalReason
 from kvrelay.messages import (
     Abort,
     Generate,
     Lifetime,
+    LifetimeMoment,
     Released,
     Reserve,
     Reserved,
@@ -39,7 +41,7 @@ from kvrelay.types import RequestKey
 
 Ask = Reserve | Generate
 StepEvent = StepWanted | StepBehindWanted | StepDone | Restored
-DecodeEvent = Reserve | Generate | Abort | Stop | StepEvent | HandoffEvent
+DecodeEvent = Reserve | Generate | Abort | Stop | StepEvent | IncomingEvent
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +76,7 @@ class DecodeScheduler:
             case Stop():
                 commands = self._stop(event, now_s)
             case _:
-                commands = self.reservations.on_handoff_event(event, now_s)
+                commands = self.reservations.on_incoming_event(event, now_s)
                 if self.reservations.arrived:
                     commands += self._join_arrived(now_s)
         if self.asking:
@@ -100,7 +102,7 @@ class DecodeScheduler:
             key = arrived.spec.key
             self.batch.join(arrived, now_s)
             ended = self.batch.running_set.released_if_done(key, now_s)
-            committed = Lifetime(key=key, at_s=now_s, name="handoff_committed")
+            committed = Lifetime(key=key, at_s=now_s, name=LifetimeMoment.HANDOFF_COMMITTED)
             commands += [arrived.answer, Emit(events=(committed, *ended))]
         return commands
 
@@ -126,7 +128,7 @@ class DecodeScheduler:
         if (taken := self._try_take(message, now_s)) is not None:
             return [taken]
         if self._waits_behind(message) or not self.admission.may_reclaim(message.spec):
-            return [self._refused(message.spec.key, "kv_exhausted", now_s)]
+            return [self._refused(message.spec.key, RefusalReason.KV_EXHAUSTED, now_s)]
         self.asking.append(message)
         return []
 
@@ -140,7 +142,7 @@ class DecodeScheduler:
     def _reclaim(self, message: Ask, now_s: float) -> Emit:
         while (taken := self._try_take(message, now_s)) is None:
             if self._waits_behind(message) or not self.admission.try_reclaim():
-                return self._refused(message.spec.key, "kv_exhausted", now_s)
+                return self._refused(message.spec.key, RefusalReason.KV_EXHAUSTED, now_s)
         return taken
 
     def _try_take(self, message: Ask, now_s: float) -> Emit | None:
@@ -275,7 +277,7 @@ class DecodeScheduler:
             self.asking = [ask for ask in self.asking if ask.spec.key != key]
             return [Emit(events=(Released(key=key, at_s=now_s),))]
         if key in self.reservations:
-            return self.reservations.cancel(key, "aborted", now_s)
+            return self.reservations.cancel(key, FailureReason.ABORTED, now_s)
         for sequence in self.batch.running_set.of(key):
             self.batch.running_set.drop(sequence)
         return self._release_if_done(key, now_s)

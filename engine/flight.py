@@ -1,6 +1,6 @@
-"""A step that was launched: on a GPU it may still run, and another one may be launched behind it.
+"""A launched step: on a GPU it may still run, and another one may be launched behind it.
 
-Runs in the worker; launched by one thread, collected by the same or another.
+Runs in the worker; one thread launches it, the same or another one collects it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Flight:
     scored: Scored | None = None
 
     def collect(self) -> StepOutcome:
-        """Waits for the device. Once, and in the order of the launches."""
+        """Waits for the device. Call it once, in the order of the launches."""
         self.wait()
         return self.finish(self)
 
 
 def next_tokens(slices: tuple[SequenceSlice, ...], before: Flight | None) -> torch.Tensor | None:
-    """`[slices]` on the device: what each follows in `before`, or its known token; None where no
-    slice follows. All slices are of one token then, and all of `before`'s sample one."""
+    """`[slices]` on the device: the token that each slice follows in `before`, or its known token;
+    None if no slice follows. All slices then have one token, and all of `before`'s sample one."""
     if all(piece.follows is None for piece in slices):
         return None
     assert before is not None, "slices follow a step that was not launched"

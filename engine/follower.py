@@ -1,6 +1,6 @@
-"""The process of a rank but the first: loads its share, then runs the steps that rank 0 tells.
+"""The process of a rank other than the first: loads its share, then runs the steps of rank 0.
 
-Started by `leader` as `python -m engine.follower DESCRIPTOR`; it ends when that line does.
+`leader` starts it as `python -m engine.follower DESCRIPTOR`; it ends when that connection ends.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class Following:
-    """This rank's side."""
+    """This rank's side of the connection."""
 
     def __init__(self, channel: Channel, group: Group, timeout_s: float) -> None:
         self.group = group
@@ -75,7 +75,7 @@ class Following:
 
 
 def load_followed(channel: Channel) -> Engine:
-    """By rank 0's orders, which come when it is this rank's turn. Raises ModelError."""
+    """Loads by rank 0's orders, which come when it is this rank's turn. Raises ModelError."""
     orders: dict[str, Any] = channel.receive_facts()
     use_threads(orders["threads"])
     device, meeting = orders["device"], Path(orders["meeting"])
@@ -101,7 +101,7 @@ def follow(channel: Channel) -> None:
 
 
 def _end_with(channel: Channel) -> None:
-    """Wherever this rank is: rank 0 is gone, or has no more need of it."""
+    """Ends this process, whatever it does: rank 0 is gone or no longer needs it."""
     channel.wait_end()
     os._exit(0)
 
@@ -116,7 +116,7 @@ def main() -> None:
     except EOFError:
         pass
     except Exception as error:
-        log.exception("a rank gives up")
+        log.exception("this rank ends after an error")
         channel.send_facts(error=" ".join(str(error).split()))
         sys.exit(1)
 

@@ -1,8 +1,7 @@
 """Puts an engine together: load, probe, check, profile, size, allocate.
 
-Makes engines over a loaded model: drafts that check and measure it, and the one that serves.
-
-Records an engine's decode steps as CUDA graphs, where its backend and its model allow it.
+Draft engines check and measure the loaded model; then one engine serves. Its decode steps are
+recorded as CUDA graphs if its backend and its model allow it.
 """
 
 from __future__ import annotations
@@ -56,12 +55,11 @@ class Assembly:
     ranks: Ranks
 
     def check(self, reference: Reference) -> None:
-        """Raises ModelError where paged steps give other logits than `reference`."""
+        """Raises ModelError if paged steps give other logits than `reference`."""
         check_against_eager(self.model, self.own, reference, self._draft_logits)
 
     def sizing(self, blocks: int | None) -> KvSizing:
-        """`blocks` None: as many as the memory holds beside what a step needs, which is measured.
-        Rank 0 decides for all."""
+        """`blocks` None: as many as fit beside a step's measured needs. Rank 0 decides for all."""
         profile = _NOTHING if blocks is not None else self._profile()
         if self.ranks.group is not None and self.ranks.group.rank != 0:
             return self._no_blocks()
@@ -113,8 +111,8 @@ class Assembly:
 
 
 def record_decode(engine: Engine, most: int) -> None:
-    """Steps of up to `most` sequences are replayed from now on. What can't be recorded is said in
-    the log and runs as before."""
+    """From now on steps of up to `most` sequences are replayed. If they can't be recorded, the log
+    says why, and they run as before."""
     if engine.model.device.type != "cuda":
         return
     reason = _unfit(engine)
@@ -171,7 +169,7 @@ def load_engine(
     `allocate` gives the KV pool's memory, on `device`; None takes plain memory. `attention` is a
     backend of `engine.attention` or "auto". `compiled`: take seconds to make steps faster. All of
     `ranks` call this, for an engine with their share of the model; only rank 0's is used directly.
-    `report` hears what is done now.
+    `report` is called with each stage.
 
     Raises ModelError when the family, the files or the memory don't allow serving.
     """
@@ -216,7 +214,7 @@ def load_engine(
 
 
 def _compiled(model: Model, limits: EngineLimits) -> Model:
-    """Ready for decode steps of all sizes, of which each first one would take longer."""
+    """Prepares decode steps of all sizes, the first of which would take longer otherwise."""
     model = compile_model(model)
     for rows in sizes(limits.max_running_requests):
         model.prepare(rows, rows)
@@ -225,7 +223,7 @@ def _compiled(model: Model, limits: EngineLimits) -> Model:
 
 @contextmanager
 def _memory_errors(device: str) -> Iterator[None]:
-    """An allocation that fails becomes a ModelError that says what to lower."""
+    """An allocation that fails becomes a ModelError that says which setting to lower."""
     try:
         yield
     except (RuntimeError, OSError) as error:

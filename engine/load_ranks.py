@@ -1,4 +1,4 @@
-"""Loads an engine whose model is shared out among several ranks of this machine."""
+"""Loads an engine whose model is split over several ranks of this machine."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def load_split(
     timeout_s: float = 60.0,
     report: Report = unheard,
 ) -> Engine:
-    """As `load_engine`, on `size` ranks of `threads` threads each. The engine is rank 0, and is to
-    be closed; the calling thread is to have its number of threads. A rank that another one waits
-    for longer than `timeout_s` ends the step with PeerError."""
+    """Like `load_engine`, on `size` ranks of `threads` threads each. The engine is rank 0 and must
+    be closed; the calling thread must have its number of threads. A rank that another one waits for
+    longer than `timeout_s` ends the step with PeerError."""
     devices = rank_devices(device, size)
     if device != "cpu":
         check_gpus(size)
@@ -58,6 +58,6 @@ def load_split(
     except BaseException as error:
         words = leader.last_words() if isinstance(error, PeerError) else None
         leader.close()
-        if words is not None:  # a sum whose other parts don't come
+        if words is not None:  # the sum failed because a rank ended
             raise ModelError(words) from error
         raise

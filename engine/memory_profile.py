@@ -1,5 +1,5 @@
-"""Measures what a step needs beside weights and KV: one pass at the largest chunk and batch, with
-as many tokens scored as a step may score."""
+"""Measures the memory that a step needs beside weights and KV: one pass at the largest chunk and
+batch, with the largest number of scored tokens."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def profile_memory(
     *,
     copies_kv: bool = True,
 ) -> MemoryProfile:
-    """`run` executes a step in the given memory. Contexts are short here; what long ones add is
-    computed: gathered KV and masks, with `copies_kv`."""
+    """`run` executes a step in the given memory. Contexts are short here; the needs of long ones
+    are computed: gathered KV and masks, with `copies_kv`."""
     chunk = min(limits.prefill_chunk_tokens, max_model_len)
     memory = KvMemory(layout, layout.blocks_for(chunk), model.device)
     batch = _largest_batch(layout, chunk, limits.max_running_requests)
@@ -48,8 +48,8 @@ def profile_memory(
 
 
 def _staging_bytes(device: torch.device, layout: KvLayout, limits: EngineLimits) -> int:
-    """On CPU all slabs take from the memory that KV does; a GPU holds two copies of slabs, one of
-    gathered and one of received tokens, and the slabs themselves are in the host's memory."""
+    """On a CPU all slabs take memory from the KV. A GPU holds two copies of slabs, one of gathered
+    and one of received tokens; the slabs themselves are in the host's memory."""
     if not limits.staging_slabs:
         return 0
     staging = plan_staging(
@@ -123,7 +123,7 @@ def _peak_rss_bytes() -> int:
 
 
 def _total_bytes(model: Model) -> int:
-    """The GPU's whole memory; on CPU what was available before the weights were loaded."""
+    """The GPU's whole memory; on a CPU the memory available before the weights were loaded."""
     if model.device.type == "cuda":
         _, total = torch.cuda.mem_get_info(model.device)
         return total
@@ -132,7 +132,7 @@ def _total_bytes(model: Model) -> int:
 
 
 def _cgroup_room_bytes(default: int) -> int:
-    """cgroup v2: what the container may still take."""
+    """cgroup v2: the memory that the container may still take."""
     limit, current = _CGROUP / "memory.max", _CGROUP / "memory.current"
     if not (limit.exists() and current.exists()):
         return default

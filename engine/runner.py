@@ -29,7 +29,7 @@ from kvrelay.errors import PeerError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """What a worker tells of its model. `fingerprint` must be equal on both sides of a handoff."""
+    """A worker's facts about its model. `fingerprint` must be equal on both sides of a handoff."""
 
     architecture: str
     vocab_size: int
@@ -41,7 +41,7 @@ class EngineFacts:
 
 class Engine:
     """Runs steps. One thread launches them; another may collect them. With several ranks this is
-    rank 0, whose `memory` has all heads, of which it computes its own; `close` ends the others."""
+    rank 0. Its `memory` has all heads, and it computes its own; `close` ends the others."""
 
     def __init__(
         self,
@@ -69,29 +69,29 @@ class Engine:
         self._places = layer_places(self._own.layout)
         self.backend = backend
         self.graphs: Replays | None = None
-        """What runs the steps that it has recorded, instead of the model."""
+        """Runs the recorded steps, instead of the model."""
 
     @property
     def layout(self) -> KvLayout:
         return self.memory.layout
 
     def run(self, batch: StepBatch, marks: LayerMarks | None = None) -> StepOutcome:
-        """Writes the KV of every slice and samples where the batch asks for it; done on return.
+        """Writes the KV of every slice and samples as the batch asks; done on return.
 
-        A layer of `marks` is told once it has all slices' KV, and before this returns.
+        A layer of `marks` is reported once it has all slices' KV, and before this returns.
         """
         return self.launch(batch, marks).collect()
 
     @property
     def can_follow(self) -> bool:
-        """Whether a step can be launched before the tokens of the one before are known."""
+        """True if a step can be launched before the tokens of the one before are known."""
         return self.model.longrope is None and self._ranks.group is None
 
     @torch.inference_mode()
     def launch(
         self, batch: StepBatch, marks: LayerMarks | None = None, before: Flight | None = None
     ) -> Flight:
-        """What `run` does, on a GPU not done on return. `before` is the flight launched last, which
+        """Like `run`, but on a GPU not done on return. `before` is the flight launched last, which
         slices may follow."""
         wanted = [piece.samples for piece in batch.slices if piece.samples]
         if marks is not None and self._watch is not None:
@@ -122,9 +122,8 @@ class Engine:
         marks: LayerMarks | None = None,
         token_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run the step; fp32 `[rows, vocab]`, as `engine.core.step` orders them.
-        `token_ids` `[slices]`, on the device, are those that slices of one token each run
-        instead."""
+        """Runs the step; fp32 `[rows, vocab]`, in the order of `engine.core.step`. `token_ids`
+        `[slices]`, on the device, replace the tokens of slices with one token each."""
         if self.graphs is not None and marks is None:
             found = self.graphs.logits(batch.slices, token_ids)
             if found is not None:
@@ -134,7 +133,7 @@ class Engine:
         return self._forward_apart(self.model.longrope, batch.slices)
 
     def follow(self, slices: Sequence[SequenceSlice], is_long: bool) -> None:
-        """This rank's part of a step that rank 0 runs."""
+        """This rank's part of a step of rank 0."""
         rope = self.model.longrope
         with nullcontext() if rope is None else rope.long(is_long):
             self._forward(slices)
@@ -145,7 +144,7 @@ class Engine:
         self._ranks.close()
 
     def watch(self, lost: Callable[[PeerError], None]) -> None:
-        """`lost` is called, on a thread, when another rank has ended by itself."""
+        """`lost` is called on a thread when another rank has ended by itself."""
         self._ranks.watch(lost)
 
     def copy_blocks(self, pairs: CopyPairs) -> None:
@@ -154,7 +153,7 @@ class Engine:
     def _marked_logits(
         self, batch: StepBatch, marks: LayerMarks | None, token_ids: torch.Tensor | None
     ) -> torch.Tensor:
-        """The other ranks have surely written a layer when this one has come to the next: it had to
+        """The other ranks have surely written a layer when this one reaches the next: it had to
         wait for their parts in between."""
         if marks is None or self._ranks.group is None:
             return self.logits(batch, marks, token_ids)
@@ -164,8 +163,8 @@ class Engine:
         return logits
 
     def _forward_apart(self, rope: LongRope, slices: Sequence[SequenceSlice]) -> torch.Tensor:
-        """Short and long sequences run in calls of their own; the logits come back in order. No
-        layer has all slices' KV before the last call."""
+        """Short and long sequences run in separate calls; the logits come back in order. No layer
+        has all slices' KV before the last call."""
         parts: list[torch.Tensor] = []
         places: list[tuple[bool, int]] = []
         for is_long in (False, True):

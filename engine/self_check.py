@@ -1,12 +1,11 @@
-"""At load: kvrelay's attention must agree with the model's own eager forward.
+"""At load, compares kvrelay's attention with the model's own eager forward.
 
 The model that serves is compared on a few tokens, in its own dtype and with its own kernels. A
-small copy of it is compared on long sequences in float32, where nothing hides behind rounding.
+small copy is compared on long sequences in float32, where rounding hides nothing.
 
-A small random model of a checkpoint's family: what only long sequences show appears early.
-
-It has few layers, one of each kind, in float32. Heads and their sizes are the checkpoint's own;
-vocabulary and feed-forward layers are narrow. Windows and other borders are a few tokens.
+The copy is a random model of the family with a few layers, one of each kind. Heads and their sizes
+are the checkpoint's own; vocabulary and feed-forward layers are narrow. Windows and other borders
+are a few tokens, so that the effects of long sequences appear early.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ BORDER_TOKENS = 8
 CHECK = "long sequence"
 _LAYERS, _VOCAB_SIZE, _WIDTH = 2, 512, 32
 _SPREAD = 1.6
-"""Weights of this standard deviation, over the root of the inputs, make attention choose."""
+"""Weights with this standard deviation, over the root of the inputs, make attention selective."""
 _BORDERS = re.compile("window|chunk|original_max_position|index_topk|index_block")
 _WIDTHS = re.compile("intermediate_size|ffn_(hidden_size|dim)|^n_inner$|^dff$")
 _OF_LAYERS = re.compile("layer")
 
 
 def small_copy(model: Model, longest: int) -> Model:
-    """`longest`: tokens of the longest sequence that will be served; borders beyond it stay.
-    Raises ModelError where the family has no such copy."""
+    """`longest`: tokens of the longest sequence that will be served; borders beyond it stay. Raises
+    ModelError if the family has no such copy."""
     try:
         config = small_config(model.module.config, longest)
         with torch.random.fork_rng(devices=[]):
@@ -70,7 +69,7 @@ def small_copy(model: Model, longest: int) -> Model:
 
 
 def small_config(config: PretrainedConfig, longest: int) -> Any:
-    """Of `config`, which stays as it is."""
+    """Derived from `config`, which stays unchanged."""
     small = copy.deepcopy(config)
     _keep_layers(small)
     for name, value in list(vars(small).items()):
@@ -96,7 +95,7 @@ def _small_count(name: str, value: int, longest: int) -> int:
 
 
 def _small_rope(parameters: dict[str, Any], longest: int) -> dict[str, Any]:
-    """The parameters of rotary embeddings, which may lie one level deeper for kinds of layers."""
+    """The parameters of rotary embeddings, which may be one level deeper for kinds of layers."""
     return {
         name: _small_rope(value, longest)
         if isinstance(value, dict)
@@ -108,7 +107,7 @@ def _small_rope(parameters: dict[str, Any], longest: int) -> dict[str, Any]:
 
 
 def _keep_layers(config: Any) -> None:
-    """The first layer of each kind; twice as many where layers share the KV of earlier ones."""
+    """The first layer of each kind; twice as many if layers share the KV of earlier ones."""
     count = config.num_hidden_layers
     kinds: Sequence[str] = getattr(config, "layer_types", None) or ["full_attention"] * count
     firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
@@ -127,30 +126,30 @@ def _is_count(value: object) -> bool:
 
 
 def _unsettle(module: torch.nn.Module) -> None:
-    """Gives what starts at constants (norms, biases, sinks) values that matter."""
+    """Gives parameters that start as constants (norms, biases, sinks) values with an effect."""
     for tensor in module.parameters():
         if tensor.ndim == 1:
             tensor.data += 0.2 * torch.randn_like(tensor)
 
 
 _FORMAT_LOSS = {"float8_e4m3fn": 0.25}
-"""What a KV dtype loses at most, as a share of the range of the logits."""
+"""The largest loss of a KV dtype, as a share of the range of the logits."""
 _LONG_TOLERANCE = 1e-3
 _BLOCK_SIZE = 16
 
-Part = tuple[int, int, int]
+_Part = tuple[int, int, int]
 """Sequence, first position, end."""
 Logits = Callable[[KvMemory, StepBatch], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Sequences of equal length and the steps that run them: split prompts, ragged, chunks mixed
-    with decodes."""
+    """Sequences of equal length and the steps that run them: split prompts, ragged batches, chunks
+    mixed with decodes."""
 
     sequences: int
     tokens: int
-    steps: tuple[tuple[Part, ...], ...]
+    steps: tuple[tuple[_Part, ...], ...]
 
 
 _SHORT = Trial(
@@ -166,7 +165,7 @@ _SHORT = Trial(
 
 
 def _long(tokens: int) -> Trial:
-    """Of at least four tokens."""
+    """For sequences of at least four tokens."""
     half = tokens // 2
     return Trial(
         sequences=2,
@@ -182,15 +181,15 @@ def _long(tokens: int) -> Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """`logits` `[sequences, tokens, vocab]` of the model's own forward. `bound`: how far right ones
-    may be from them, as a share of their range."""
+    """`logits` `[sequences, tokens, vocab]` of the model's own forward. `bound`: the allowed
+    distance of right logits, as a share of their range."""
 
     logits: torch.Tensor
     bound: float
 
 
 def eager_reference(model: Model) -> Reference:
-    """What `check_against_eager` compares with; of a whole model."""
+    """The reference of `check_against_eager`, from a whole model."""
     ids = _token_ids(model, _SHORT)
     logits = model.eager_logits(ids).float()
     bounds = noise_bound(lambda: model.eager_logits(ids[:1])[0], logits[0])
@@ -200,14 +199,14 @@ def eager_reference(model: Model) -> Reference:
 def check_against_eager(
     model: Model, layout: KvLayout, reference: Reference, logits: Logits
 ) -> None:
-    """`logits` runs a step in the given memory. Raises ModelError, naming the family."""
+    """`logits` runs a step in the given memory. Raises ModelError that names the family."""
     differences = _differences(model, layout, _SHORT, reference.logits, logits)
     allowed = max(reference.bound, _FORMAT_LOSS.get(layout.dtype, 0.0))
     _check(model, "self", _typical(model, differences), allowed)
 
 
 def check_long_sequences(model: Model, longest: int) -> None:
-    """Runs a small copy of `model`. Raises ModelError, naming the family."""
+    """Runs a small copy of `model`. Raises ModelError that names the family."""
     small = small_copy(model, longest)
     shapes = probe(small)
     layout = derive_layout(shapes, dtype=small.dtype_name, block_size=_BLOCK_SIZE)
@@ -227,7 +226,7 @@ def check_long_sequences(model: Model, longest: int) -> None:
 
 @contextmanager
 def _whole_products() -> Iterator[None]:
-    """fp32 is multiplied with all its bits, also where the model that serves takes TF32."""
+    """fp32 is multiplied with all its bits, even if the serving model uses TF32."""
     usual = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -258,7 +257,7 @@ def _check(model: Model, check: str, found: float, allowed: float) -> None:
 def _differences(
     model: Model, layout: KvLayout, trial: Trial, reference: torch.Tensor, logits: Logits
 ) -> torch.Tensor:
-    """Of the last token of each part, as shares of the range of the step's logits."""
+    """For the last token of each part, as shares of the range of the step's logits."""
     token_ids = _token_ids(model, trial)
     memory = KvMemory(layout, trial.sequences * layout.blocks_for(trial.tokens), model.device)
     found = []

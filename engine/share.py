@@ -1,4 +1,4 @@
-"""From a whole model to one rank's share of it, and what is to be known of the whole first."""
+"""Cuts a whole model down to one rank's share, and first records the facts of the whole."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvpool.core.layout.shards import Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """`model` is this rank's share; `shapes` of its layers, and the `reference` logits, are those
-    of the whole."""
+    """`model` is this rank's share; the layers' `shapes` and the `reference` logits are those of
+    the whole."""
 
     model: Model
     shapes: dict[int, LayerShape]
@@ -29,8 +29,8 @@ class Loaded:
 
 
 def share_out(model: Model, group: Group | None, longest: int) -> Loaded:
-    """`longest`: tokens of the longest sequence that will be served. Raises ModelError for a
-    family that would give wrong tokens, or heads that this degree can't split."""
+    """`longest`: tokens of the longest sequence that will be served. Raises ModelError for a family
+    that would give wrong tokens, or heads that this degree can't split."""
     if group is not None:
         check_plan(model.module)
     shapes = probe(model)
@@ -45,7 +45,7 @@ def share_out(model: Model, group: Group | None, longest: int) -> Loaded:
 
 
 def check_shares(loaded: Loaded, group: Group | None) -> dict[int, LayerShape]:
-    """The shapes of this rank's layers, which keep its own heads alone. Raises ModelError."""
+    """The shapes of this rank's layers, which keep only its own heads. Raises ModelError."""
     if group is None:
         return loaded.shapes
     own = probe(loaded.model)
@@ -60,8 +60,8 @@ def check_shares(loaded: Loaded, group: Group | None) -> dict[int, LayerShape]:
 def profile_of_all(
     profile: MemoryProfile, group: Group | None, *, on_cpu: bool = True
 ) -> MemoryProfile:
-    """Of all ranks of one host, which are alike, by what one has measured. On CPUs they share the
-    memory, of which the others' weights are taken already; GPUs have their own."""
+    """The profile of all ranks of one host, which are alike, from the measurement of one. On CPUs
+    they share the memory, and the others' weights are loaded already; GPUs have their own."""
     if group is None:
         return profile
     taken = (group.size - 1) * profile.weight_bytes

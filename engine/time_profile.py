@@ -1,6 +1,6 @@
-"""Times a few steps of an engine that serves nobody yet, and fits their coefficients.
+"""Times a few steps of an engine that doesn't serve yet, and fits their coefficients.
 
-Runs in the worker, in free blocks of its KV memory: what it leaves there is never read.
+Runs in the worker, in free blocks of its KV memory, whose content is never read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SAMPLE = SampleRequest(
 
 
 def guess_times(engine: Engine, *, most_sequences: int) -> LinearTimes:
-    """Without running anything."""
+    """A guess, without running anything."""
     model, layout = engine.model, engine.layout
     size = ModelSize(
         weight_bytes=model.weight_bytes,
@@ -49,14 +49,14 @@ def profile_times(
     budget_s: float = BUDGET_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> LinearTimes:
-    """Round after round over the same shapes until the budget is spent; medians are fitted."""
+    """Repeats the same shapes until the budget is spent; medians are fitted."""
     shapes = design(
         chunk_tokens=chunk_tokens,
         most_sequences=most_sequences,
         max_model_len=engine.facts.max_model_len,
         pool_tokens=engine.memory.blocks * engine.layout.block_size,
     )
-    # What a first step of so many tokens does once is no part of its time.
+    # One-time work of the first step of a size is not part of its time.
     for tokens, rows in {(shape.rows * shape.tokens, shape.rows) for shape, _ in shapes}:
         engine.model.prepare(tokens, rows)
     seconds: dict[Shape, list[float]] = {}
@@ -71,7 +71,7 @@ def profile_times(
 def time_shape(
     engine: Engine, shape: Shape, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Seconds of one such step. Only while the engine serves nobody."""
+    """Seconds of one such step. Only before the engine serves."""
     batch = StepBatch(slices=tuple(_slice(engine, shape, row) for row in range(shape.rows)))
     _settle(engine)
     started_s = clock()
@@ -86,7 +86,7 @@ def _settle(engine: Engine) -> None:
 
 
 def _slice(engine: Engine, shape: Shape, row: int) -> SequenceSlice:
-    """Rows have blocks of their own as long as there are any."""
+    """Rows have their own blocks as long as there are enough."""
     needed = engine.layout.blocks_for(shape.context + shape.tokens)
     first = row * needed
     table = tuple(BlockId((first + i) % engine.memory.blocks) for i in range(needed))

@@ -21,6 +21,7 @@ from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.fetch.openings import Openings
 from kvpool.core.layout.layout import Tables
 from kvpool.core.transfer.commands import SendPeer
+from kvrelay.errors import FailureReason
 from kvrelay.messages import Released, RequestFailed
 from kvrelay.types import Incarnation, PrefixOrigin, RequestKey
 from prefill_worker.job import PrefillJob
@@ -225,7 +226,7 @@ class PrefillJobs:
         return [
             command
             for job in self.live_for(peer)
-            for command in self.fail(job, "peer_lost", reason, now_s)
+            for command in self.fail(job, FailureReason.PEER_LOST, reason, now_s)
             if not isinstance(command, SendPeer)
         ]
 

@@ -41,13 +41,14 @@ from kvpool.core.transfer.messages import (
     is_chosen,
 )
 from kvpool.core.transfer.pool_map import KvFacts
-from kvrelay.messages import Abort, Lifetime, Prefill, Reserved, WorkerEvent
+from kvrelay.errors import FailureReason
+from kvrelay.messages import Abort, Lifetime, LifetimeMoment, Prefill, Reserved, WorkerEvent
 from kvrelay.types import Incarnation, RequestKey
 from prefill_worker.job import PrefillJob
 from prefill_worker.queue import PrefillJobs, PromptQueue
 from prefill_worker.sender import Sender
 
-HandoffEvent = (
+OutgoingEvent = (
     FromPeer | PeerLost | SlabWritten | LayersWritten | OfferSettled | BlocksDigested | Tick
 )
 
@@ -66,7 +67,7 @@ class Handoffs:
     transfer_s: float = 0.0
     peers: dict[Incarnation, KvFacts] = field(default_factory=dict)
 
-    def handle(self, event: HandoffEvent, now_s: float) -> list[Command]:
+    def handle(self, event: OutgoingEvent, now_s: float) -> list[Command]:
         match event:
             case FromPeer():
                 return self._from_peer(event, now_s)
@@ -117,7 +118,9 @@ class Handoffs:
         if key not in self.jobs:
             return [SendPeer(peer=peer, message=TransferCancelled(key=key, reason=reason))]
         job = self.jobs.find(key, peer)
-        return [] if job is None else self.jobs.fail(job, "transfer_cancelled", reason, now_s)
+        if job is None:
+            return []
+        return self.jobs.fail(job, FailureReason.TRANSFER_CANCELLED, reason, now_s)
 
     # --- moving ---------------------------------------------------------------------------------
 
@@ -135,7 +138,7 @@ class Handoffs:
         if job.cancelled is not None:
             return self.jobs.cancel(event.key, job.cancelled, now_s)
         if event.error is not None:
-            return self.jobs.fail(job, "transfer_failed", event.error, now_s)
+            return self.jobs.fail(job, FailureReason.TRANSFER_FAILED, event.error, now_s)
         self.transfers += 1
         self.transfer_bytes += event.bytes
         self.transfer_s += event.seconds
@@ -173,7 +176,7 @@ class Handoffs:
         return self.mode is not HandoffMode.POOL or self.jobs.openings.is_stored(job.filled)
 
 
-PrefillEvent = Prefill | Abort | StepWanted | StepDone | Restored | HandoffEvent
+PrefillEvent = Prefill | Abort | StepWanted | StepDone | Restored | OutgoingEvent
 
 
 @dataclass(slots=True, kw_only=True)
@@ -216,7 +219,7 @@ class PrefillScheduler:
             case Restored():
                 return self._restored(event, now_s)
             case Abort(key=key):
-                return self.jobs.cancel(key, "aborted", now_s)
+                return self.jobs.cancel(key, FailureReason.ABORTED, now_s)
             case _:
                 return self.handoffs.handle(event, now_s)
 
@@ -233,7 +236,7 @@ class PrefillScheduler:
         names = self.tables.names_of(message.spec)
         job = PrefillJob(sender=sender, holder=Holder("prefill", key), names=names)
         self.jobs.add(job, now_s)
-        moment = Lifetime(key=key, at_s=now_s, name="prefill_received")
+        moment = Lifetime(key=key, at_s=now_s, name=LifetimeMoment.PREFILL_RECEIVED)
         if target is None:
             return [Emit(events=(Reserved(key=key, at_s=now_s), moment))]
         received = Emit(events=(moment,))
@@ -281,7 +284,8 @@ class PrefillScheduler:
         events: list[WorkerEvent] = []
         for i, ((job, take), sampled) in enumerate(zip(ran, done.outcome.sampled, strict=True)):
             self.prompt_tokens += take
-            events.append(Lifetime(key=job.key, at_s=now_s, name="prefill_chunk", tokens=take))
+            chunk = LifetimeMoment.PREFILL_CHUNK
+            events.append(Lifetime(key=job.key, at_s=now_s, name=chunk, tokens=take))
             if (entries := done.outcome.prompt_logprobs.get(i)) is not None:
                 events.append(scored_event(job.message.spec, job.computed, take, entries, now_s))
             self.tables.fill(job.holder, job.filled)

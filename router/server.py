@@ -1,4 +1,4 @@
-"""Both faces of a router: the public one for clients, the internal one for those who run it."""
+"""The servers of a router: public ones for clients, internal ones for operators and workers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from pathlib import Path
 import grpc
 
 from router.core.state.generation import Dispatcher
-from router.grpc_api.face import Health, InferenceFace, create_internal_server, create_public_server
+from router.grpc_api.server import (
+    Health,
+    InferenceApi,
+    create_internal_server,
+    create_public_server,
+)
+from router.http.api import HttpApi
 from router.http.app import create_internal_app, create_public_app
 from router.http.event_stream import KEEP_ALIVE_S
-from router.http.face import HttpFace
 from router.live.listener import ListenAt, Listener, Ports
 from router.live.metrics import RouterMetrics
 from router.text.request_fields import ONE_FOR_ALL, TierRules
@@ -30,7 +35,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FaceOptions:
+class ServerOptions:
     """Port 0: the system chooses."""
 
     host: str
@@ -55,7 +60,7 @@ class FaceOptions:
         return ListenAt(host=self.internal_host, ports=ports, kind="internal ")
 
 
-class Faces:
+class RouterServers:
     """`add_internal` may add more services to the internal gRPC port before it opens."""
 
     def __init__(
@@ -64,7 +69,7 @@ class Faces:
         checkpoint_dir: Path,
         tokenizer: TextTokenizer,
         served_model_name: str,
-        options: FaceOptions,
+        options: ServerOptions,
         *,
         add_internal: Callable[[grpc.aio.Server], None] = lambda server: None,
     ) -> None:
@@ -85,22 +90,22 @@ class Faces:
 
     async def start(self) -> tuple[Ports, Ports]:
         """Public and internal ports. Raises ConfigError, and serves nothing, when one is busy."""
-        face = self._http_face()
-        inference = InferenceFace(
+        api = self._http_api()
+        inference = InferenceApi(
             self.service, version=version("kvrelay"), cluster=self._options.cluster
         )
         public = create_public_server(inference, self._health, self._options.max_body_bytes)
         internal = create_internal_server(inference, self._health)
         self._add_internal(internal)
-        public_app = create_public_app(face, with_metrics=self._options.public_metrics)
+        public_app = create_public_app(api, with_metrics=self._options.public_metrics)
         self._public = Listener(self._options.public, public_app, public)
-        self._internal = Listener(self._options.internal, create_internal_app(face), internal)
+        self._internal = Listener(self._options.internal, create_internal_app(api), internal)
         return await self._start(self._public, self._internal)
 
     async def stop(self, grace_s: float) -> None:
         """Lets running requests finish for `grace_s`, then aborts them. New ones are refused until
-        the ports close, which is when nothing runs any more. The internal listener serves until
-        then. Nothing happens when it wasn't started."""
+        the ports close, when no request runs any more. The internal listener serves until then.
+        Does nothing if it wasn't started."""
         left_s = grace_s
         if self._watching is not None:
             left_s = await self._drain(grace_s)
@@ -112,7 +117,7 @@ class Faces:
             self.service.refusals.close()
 
     async def _drain(self, grace_s: float) -> float:
-        """The seconds that are left of `grace_s` once nothing runs."""
+        """The seconds left of `grace_s` once no request runs."""
         deadline_s = time.monotonic() + grace_s
         self.service.draining = True
         while self.service.dispatcher.running_requests() and time.monotonic() < deadline_s:
@@ -131,8 +136,8 @@ class Faces:
         self._watching = asyncio.create_task(self._watch_health())
         return ports
 
-    def _http_face(self) -> HttpFace:
-        return HttpFace(
+    def _http_api(self) -> HttpApi:
+        return HttpApi(
             service=self.service,
             max_body_bytes=self._options.max_body_bytes,
             version=version("kvrelay"),
@@ -141,7 +146,7 @@ class Faces:
         )
 
     async def _watch_health(self) -> None:
-        """Those who Watch the health service hear of a change within the period."""
+        """Watchers of the health service get a change within the period."""
         while True:
             await self._health.refresh()
             await asyncio.sleep(HEALTH_PERIOD_S)

@@ -31,7 +31,7 @@ def serve(
     source: Served = None,
     model: ModelOption = None,
     device: Annotated[
-        str | None, typer.Option(help="Of every worker: auto (the default), cpu, cuda or cuda:N.")
+        str | None, typer.Option(help="Device of all workers: auto (default), cpu, cuda or cuda:N.")
     ] = None,
     host: Host = None,
     http_port: HttpPort = None,
@@ -41,7 +41,7 @@ def serve(
     name: NameOption = None,
     ray_address: RayAddress = None,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Return when it serves, and leave it running.")
+        bool, typer.Option("--detach", help="Return when the cluster serves; it keeps running.")
     ] = False,
     set_: SetOption = None,
 ) -> None:
@@ -111,13 +111,15 @@ def status(
     address: Annotated[
         str | None,
         typer.Option(
-            metavar="HOST:PORT", help="A router's internal gRPC address: no Ray is asked."
+            metavar="HOST:PORT", help="A router's internal gRPC address, for clusters without Ray."
         ),
     ] = None,
     ray_address: RayAddress = None,
-    kv: Annotated[bool, typer.Option("--kv", help="Who holds which KV, and since when.")] = False,
+    kv: Annotated[
+        bool, typer.Option("--kv", help="Show who holds which KV, and since when.")
+    ] = False,
     tenant: Annotated[
-        str | None, typer.Option(metavar="NAME", help="With --kv: only what is this tenant's.")
+        str | None, typer.Option(metavar="NAME", help="With --kv: only this tenant's KV.")
     ] = None,
     format_: FormatOption = Format.TABLE,
 ) -> None:

@@ -1,4 +1,5 @@
-"""`kvrelay demo`: the default cluster, three streamed answers and their ledgers, and an end."""
+"""`kvrelay demo`: starts the default cluster, streams three answers, prints their ledgers,
+stops."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ MAX_TOKENS = 48
 TIMEOUT_S = 120.0
 SSE_DATA = b"data: "
 
-Event = Mapping[str, object]
+_Event = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoAnswer:
-    """`ledger_ms`: # phase |-> milliseconds, as the router says; `seen_ms`: as the client saw."""
+    """`ledger_ms`: # phase |-> milliseconds, from the router; `seen_ms`: measured by the client."""
 
     title: str
     ledger_ms: Mapping[str, float]
@@ -36,7 +37,8 @@ class DemoAnswer:
 
 
 def demo_config() -> Config:
-    """The default on ports that the system chooses, beside whatever else runs here."""
+    """The default cluster on ports that the system chooses, so that other clusters can run beside
+    it."""
     settings: dict[str, object] = {
         "name": "demo",
         "ray.address": "local",
@@ -47,7 +49,7 @@ def demo_config() -> Config:
 
 
 def run_demo() -> None:
-    """Raises KvrelayError when the cluster can't start or an answer is not what it must be."""
+    """Raises KvrelayError when the cluster can't start or an answer is wrong."""
     began_s = time.monotonic()
     config = demo_config()
     with connected(config, log_to_driver=False) as here:
@@ -67,7 +69,7 @@ def run_demo() -> None:
 
 
 def _over_grpc(address: str) -> Iterator[DemoAnswer]:
-    """Asks for the model first, so that the time to connect is in no request."""
+    """Asks for the model first, so that no request includes the time to connect."""
     with Client(address, timeout_s=TIMEOUT_S) as client:
         client.model_info()
         began_s = _begin("gRPC", PROMPT)
@@ -87,7 +89,7 @@ def _over_http(base: str) -> Iterator[DemoAnswer]:
     yield _stream_http("HTTP chat", events, began_s)
 
 
-def _stream_http(title: str, events: Iterator[Event], began_s: float) -> DemoAnswer:
+def _stream_http(title: str, events: Iterator[_Event], began_s: float) -> DemoAnswer:
     ledger: Mapping[str, float] = {}
     for event in events:
         print(_text(event), end="", flush=True)
@@ -95,8 +97,8 @@ def _stream_http(title: str, events: Iterator[Event], began_s: float) -> DemoAns
     return _end(title, ledger, began_s)
 
 
-def _events(url: str, body: Mapping[str, object]) -> Iterator[Event]:
-    """Server-sent events as `curl -N` would show them, parsed, up to [DONE]."""
+def _events(url: str, body: Mapping[str, object]) -> Iterator[_Event]:
+    """Server-sent events as `curl -N` shows them, parsed, up to [DONE]."""
     data = json.dumps(dict(body) | {"stream": True, "max_tokens": MAX_TOKENS}).encode()
     headers = {"content-type": "application/json", "x-kvrelay-ledger": "1"}
     with urlopen(Request(url, data, headers), timeout=TIMEOUT_S) as reply:
@@ -106,7 +108,7 @@ def _events(url: str, body: Mapping[str, object]) -> Iterator[Event]:
                 yield json.loads(payload)
 
 
-def _text(event: Event) -> str:
+def _text(event: _Event) -> str:
     for choice in _mappings(event.get("choices")):
         delta = choice.get("delta")
         text = delta.get("content") if isinstance(delta, dict) else choice.get("text")
@@ -114,7 +116,7 @@ def _text(event: Event) -> str:
     return ""
 
 
-def _ledger(event: Event) -> Mapping[str, float] | None:
+def _ledger(event: _Event) -> Mapping[str, float] | None:
     extra = event.get("kvrelay")
     return extra["ledger_ms"] if isinstance(extra, dict) else None
 

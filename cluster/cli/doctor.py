@@ -1,4 +1,4 @@
-"""`kvrelay doctor`: what links this host can have, and which a cluster file would get."""
+"""`kvrelay doctor`: which links this host can use, and which ones a cluster file would get."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def doctor(
 ) -> None:
     """Try every transport on this host, and say what a cluster file would use.
 
-    Exits with 1 when the cluster could not run here.
+    Exits with 1 when the cluster can't run here.
     """
     from cluster.config.load import load_config
     from cluster.process.doctor import examine

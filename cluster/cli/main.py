@@ -1,10 +1,11 @@
-"""The `kvrelay` command: its entry point, and how errors end it.
+"""The `kvrelay` command: its entry point, its error messages, and `kvrelay config`.
 
 Commands import what they need when they run, so that help is instant.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib import metadata
 from typing import Annotated
@@ -12,11 +13,12 @@ from typing import Annotated
 import typer
 
 from cluster.cli import cluster as cli_cluster
-from cluster.cli import config as cli_config
 from cluster.cli import doctor as cli_doctor
 from cluster.cli import plan as cli_plan
 from cluster.cli import process as cli_process
 from cluster.cli import simulate as cli_simulate
+from cluster.cli import trace as cli_trace
+from cluster.cli.options import ConfigFile, SetOption, parsed
 from kvrelay.errors import KvrelayError
 
 CLICK_ERROR = typer.BadParameter.__mro__[2]
@@ -37,30 +39,57 @@ app = typer.Typer(
 )
 
 
+config_app = typer.Typer(help="Look at the cluster file.", no_args_is_help=True)
+
+
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=print_version, help="Show it.")
+        bool,
+        typer.Option("--version", is_eager=True, callback=print_version, help="Show it and exit."),
     ] = False,
 ) -> None:
     """Serve language models with prefill and decode on separate workers."""
+
+
+@config_app.command("schema")
+def schema() -> None:
+    """Print the JSON schema of the cluster file, for editors and checks."""
+    from cluster.config.schema import Config
+
+    print(json.dumps(Config.model_json_schema(), indent=2))
+
+
+@config_app.command("show")
+def show(config: ConfigFile = None, set_: SetOption = None) -> None:
+    """Print the cluster file as kvrelay reads it on this machine, with every default."""
+    import yaml
+
+    from cluster.config.load import load_config
+    from cluster.core.resolve import resolve
+    from cluster.process.site import site_with_gpus
+
+    resolved = resolve(load_config(config, parsed(set_)), site_with_gpus())
+    print(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False), end="")
 
 
 app.command("serve")(cli_cluster.serve)
 app.command("stop")(cli_cluster.stop)
 app.command("demo")(cli_cluster.demo)
 app.command("status")(cli_cluster.status)
+app.command("trace")(cli_trace.trace)
 app.command("doctor")(cli_doctor.doctor)
 app.command("simulate")(cli_simulate.simulate)
 app.command("plan")(cli_plan.plan)
 app.command("router", rich_help_panel="Single processes, without Ray")(cli_process.router)
 app.command("worker", rich_help_panel="Single processes, without Ray")(cli_process.worker)
 app.command("pool-node", rich_help_panel="Single processes, without Ray")(cli_process.pool_node)
-app.add_typer(cli_config.app, name="config")
+app.add_typer(config_app, name="config")
 
 
 def main() -> None:
-    """Run one command: exit 0 when it did its work, 2 with one line on stderr when it can't."""
+    """Run one command. Exit code 0: it did its work; 2: it can't, and one line on stderr says
+    why."""
     try:
         code = app(prog_name="kvrelay", standalone_mode=False)
     except typer.Abort:
@@ -75,7 +104,7 @@ def main() -> None:
 
 
 def _usage(error: Exception) -> str:
-    """What click has to say, and where help is."""
+    """The message of click, and the command that shows help."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "kvrelay"
     text = error.format_message()  # type: ignore[attr-defined]

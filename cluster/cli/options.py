@@ -32,25 +32,29 @@ Served = Annotated[
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Any key, such as engine.block_size=32."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Set any key, such as engine.block_size=32."),
 ]
 ModelOption = Annotated[
-    str | None, typer.Option("--model", help="A folder or a hub id; without it the bundled model.")
+    str | None, typer.Option("--model", help="A folder or a hub id. Default: the bundled model.")
 ]
 Host = Annotated[
     str | None,
     typer.Option("--host", help="The address that clients connect to; 0.0.0.0: every interface."),
 ]
 HttpPort = Annotated[
-    int | None, typer.Option("--port", "--http-port", help="Of HTTP. 0: the system chooses.")
+    int | None, typer.Option("--port", "--http-port", help="HTTP port. 0: the system chooses.")
 ]
-GrpcPort = Annotated[int | None, typer.Option("--grpc-port", help="0: the system chooses.")]
+GrpcPort = Annotated[
+    int | None, typer.Option("--grpc-port", help="gRPC port. 0: the system chooses.")
+]
 NameOption = Annotated[str | None, typer.Option("--name", help="The cluster's name.")]
 RayAddress = Annotated[
     str | None,
     typer.Option("--ray-address", metavar="HOST:PORT", help="A running Ray, or auto to find one."),
 ]
-FormatOption = Annotated[Format, typer.Option("--format", help="For people or for programs.")]
+FormatOption = Annotated[
+    Format, typer.Option("--format", help="Output for people or for programs.")
+]
 
 
 def given(**options: object) -> list[Override]:
@@ -67,8 +71,8 @@ def parsed(texts: Iterable[str] | None) -> list[Override]:
 
 
 def only(overrides: Iterable[Override], known: Collection[str]) -> list[Override]:
-    """All of them. Raises ConfigError for a key that the command would not use. A section that is
-    known is known with all that is in it."""
+    """The overrides. Raises ConfigError for a key that the command would not use. A known section
+    includes all of its keys."""
     kept, sections = list(overrides), tuple(f"{key}." for key in known)
     for override in kept:
         for key in _keys(".".join(override.path), override.value):
@@ -78,7 +82,7 @@ def only(overrides: Iterable[Override], known: Collection[str]) -> list[Override
 
 
 def _keys(path: str, value: object) -> Iterator[str]:
-    """The full keys that a value sets: a whole section may be given at once."""
+    """The full keys that a value sets; one override can set a whole section."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _keys(f"{path}.{key}", inner)
@@ -104,7 +108,8 @@ def served(given: str | None, model: str | None = None) -> tuple[Path | None, st
 
 
 def devices(path: Path | None, device: str | None) -> list[Override]:
-    """`--device D`: of every pool. Raises ConfigError where the cluster file names another."""
+    """`--device D` for every pool. Raises ConfigError where the cluster file names another
+    device."""
     if device is None:
         return []
     pools = load_config(path).workers
@@ -117,7 +122,7 @@ def devices(path: Path | None, device: str | None) -> list[Override]:
 
 
 def replicas(path: Path | None, role: str, count: int | None) -> list[Override]:
-    """`--prefill N`: the replicas of the role's one pool."""
+    """`--prefill N`: the replicas of the only pool with this role."""
     if count is None:
         return []
     pools = load_config(path).workers

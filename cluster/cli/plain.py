@@ -1,7 +1,7 @@
 """`kvrelay router`, `kvrelay worker` and `kvrelay pool-node` as ordinary processes, without Ray.
 
-A worker or pool node makes itself known to each router by a call that stays open; when a router
-goes away it tries again. SIGTERM or SIGINT drains and exits. Each imports what it needs alone: a
+A worker or pool node registers with each router by a call that stays open. When a router goes away,
+it tries again. SIGTERM or SIGINT drains and exits. Each process imports only what it needs: a
 router doesn't wait for torch.
 """
 
@@ -65,7 +65,7 @@ async def run_router(settings: RouterSettings, *, drain_s: float) -> None:
 
 
 async def run_worker(settings: WorkerSettings, *, join: Sequence[str], drain_s: float) -> None:
-    """Serve until SIGTERM or SIGINT; raises what made the worker stop by itself."""
+    """Serve until SIGTERM or SIGINT. Raises the error that made the worker stop by itself."""
     from cluster.worker.process import WorkerProcess
 
     stopping = _stop_signals()
@@ -82,7 +82,7 @@ async def run_worker(settings: WorkerSettings, *, join: Sequence[str], drain_s: 
 
 
 async def run_pool_node(settings: PoolNodeSettings, *, join: Sequence[str], drain_s: float) -> None:
-    """Serve until SIGTERM or SIGINT; raises what made the node stop by itself."""
+    """Serve until SIGTERM or SIGINT. Raises the error that made the node stop by itself."""
     from cluster.pool_node.node import PoolNode
 
     stopping = _stop_signals()
@@ -101,7 +101,7 @@ async def run_pool_node(settings: PoolNodeSettings, *, join: Sequence[str], drai
 async def showing(
     name: str, process: Active, console: Console | None = None
 ) -> AsyncIterator[None]:
-    """Logs what a process does while it starts; downloads have a progress bar on a terminal."""
+    """Logs each stage of a process that starts; a download has a progress bar on a terminal."""
     bars = DownloadBars(console=console or Console(stderr=True))
     task = asyncio.create_task(_show(name, process, bars))
     try:
@@ -123,7 +123,7 @@ async def _show(name: str, process: Active, bars: DownloadBars) -> None:
 
 
 async def _tell_choice(worker: WorkerProcess) -> None:
-    """Before the model is loaded, which can take minutes."""
+    """Logged before the model is loaded, which can take minutes."""
     while not worker.chosen:
         await asyncio.sleep(SHOW_S)
     log.info("%s", worker.chosen)
@@ -132,7 +132,7 @@ async def _tell_choice(worker: WorkerProcess) -> None:
 async def _first_of(
     waits: Sequence[Coroutine[None, None, object]], served: Stoppable, drain_s: float
 ) -> None:
-    """Stop it when the first ends, and raise what that raises."""
+    """Waits for the first task to end, stops the process, and raises the task's error."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     await served.stop(drain_s=drain_s)
@@ -144,8 +144,8 @@ async def _first_of(
 
 
 async def stay_registered(join: str, request: worker_pb2.RegisterRequest) -> None:
-    """Keep the registration call open, for ever; the router drops the process when it ends.
-    Logs once why a router can't be had, not at each try."""
+    """Keeps the registration call open for ever; the router drops the process when the call ends.
+    Logs once why a router doesn't accept it, not at each try."""
     retry_s, told = FIRST_RETRY_S, ""
     while True:
         joined, reason = await _register(join, request)
@@ -157,8 +157,8 @@ async def stay_registered(join: str, request: worker_pb2.RegisterRequest) -> Non
 
 
 async def _register(join: str, request: worker_pb2.RegisterRequest) -> tuple[bool, str]:
-    """(whether the router took it, why the call has ended). Raises ConfigError when no worker can
-    join there."""
+    """(whether the router accepted it, why the call has ended). Raises ConfigError when no worker
+    can join at this address."""
     joined, reason = asyncio.Event(), ""
 
     async def registration() -> AsyncIterator[worker_pb2.RegisterRequest]:
@@ -177,7 +177,7 @@ async def _register(join: str, request: worker_pb2.RegisterRequest) -> tuple[boo
 
 
 def _stop_signals() -> asyncio.Event:
-    """Set by the first signal; a Ctrl-C after it ends the process at once."""
+    """Set by the first signal; a second Ctrl-C ends the process at once."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
 

@@ -1,4 +1,4 @@
-"""`kvrelay plan`: what of a model fits where, and what serving it takes."""
+"""`kvrelay plan`: which devices hold a model, and which fleet serves a trace for least."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="A folder, a hub id, or a name such as llama-2-70b.")
 ]
 DevicesOption = Annotated[
-    str, typer.Option("--gpus", help="Device names, by commas; with a trace NAME:COUNT.")
+    str, typer.Option("--gpus", help="Device names, separated by commas; with --trace NAME:COUNT.")
 ]
-ContextOption = Annotated[int, typer.Option("--context", min=1, help="Tokens of a sequence.")]
+ContextOption = Annotated[int, typer.Option("--context", min=1, help="Tokens in a sequence.")]
 WeightsOption = Annotated[
     str | None,
-    typer.Option("--weights", help="Their format, such as float8; without it as stored."),
+    typer.Option("--weights", help="Format of the weights, such as float8. Default: as stored."),
 ]
 KvOption = Annotated[
-    str | None, typer.Option("--kv", help="The KV cache's format; without it float16.")
+    str | None, typer.Option("--kv", help="Format of the KV cache. Default: float16.")
 ]
-FractionOption = Annotated[float, typer.Option("--memory-fraction", min=0.01, max=1.0)]
-TraceOption = Annotated[
+FractionOption = Annotated[
+    float, typer.Option("--memory-fraction", min=0.01, max=1.0, help="Share of its memory to use.")
+]
+_TraceOption = Annotated[
     Path | None, typer.Option("--trace", help="Search fleets for these requests; needs --slo.")
 ]
 SloOption = Annotated[
-    str | None, typer.Option("--slo", metavar="TTFT,TPOT", help="Such as 2s,100ms.")
+    str | None, typer.Option("--slo", metavar="TTFT,TPOT", help="Objectives, such as 2s,100ms.")
 ]
 
 
@@ -51,32 +53,35 @@ def plan(
     weights: WeightsOption = None,
     kv: KvOption = None,
     memory_fraction: FractionOption = 0.9,
-    trace: TraceOption = None,
+    trace: _TraceOption = None,
     slo: SloOption = None,
     attainment: Annotated[
-        float, typer.Option(min=0.01, max=1.0, help="The share of requests to meet the SLO.")
+        float, typer.Option(min=0.01, max=1.0, help="The share of requests that must meet the SLO.")
     ] = 0.9,
     budget: Annotated[
-        float | None, typer.Option(min=0.0, help="Per hour; find the best goodput for it too.")
+        float | None,
+        typer.Option(min=0.0, help="Price per hour; also find the best goodput within it."),
     ] = None,
     price: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=NUMBER", help="Of a device and hour.")
+        list[str] | None, typer.Option(metavar="NAME=NUMBER", help="Price of a device per hour.")
     ] = None,
-    rate_scale: Annotated[float, typer.Option(min=0.001, help="Times the trace's rate.")] = 1.0,
-    limit: Annotated[int | None, typer.Option(min=2, help="Only so many requests.")] = None,
+    rate_scale: Annotated[
+        float, typer.Option(min=0.001, help="Multiply the trace's rate by this.")
+    ] = 1.0,
+    limit: Annotated[int | None, typer.Option(min=2, help="Use only the first N requests.")] = None,
     tries: Annotated[int, typer.Option(min=1, help="Fleets to simulate.")] = 12,
     processes: Annotated[
-        int | None, typer.Option(min=1, help="To simulate in; without it one per CPU.")
+        int | None, typer.Option(min=1, help="Processes for simulations. Default: one per CPU.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the cheapest plan's cluster file.")
     ] = None,
     format_: FormatOption = Format.TABLE,
 ) -> None:
-    """Print a model's weights and KV, what of it fits on devices, and how fast they could be.
+    """Print a model's weights and KV, which devices hold them, and how fast they could be.
 
-    With --trace, --slo and --gpus NAME:COUNT,...: search roles, degrees of parallelism and mixes
-    of devices for the cheapest fleet that holds the SLO, by simulation.
+    With --trace, --slo and --gpus NAME:COUNT,...: search roles, degrees of parallelism and mixes of
+    devices for the cheapest fleet that holds the SLO, by simulation.
     """
     from cluster.cli.plan_search import Asked, search
     from cluster.sim.planning.model_facts import find_facts
@@ -121,7 +126,7 @@ def _plan_alone(
 
 
 def _dtype(given: str | None) -> Dtype | None:
-    """Raises ConfigError, with the formats there are."""
+    """Raises ConfigError, which names the known formats."""
     from cluster.sim.profiles.schema import BYTES_PER_PARAMETER
     from kvrelay.errors import ConfigError
 

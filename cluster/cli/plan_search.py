@@ -1,4 +1,4 @@
-"""`kvrelay plan MODEL --trace T --slo ...`: what was asked, the search, and how it is shown."""
+"""`kvrelay plan MODEL --trace T --slo ...`: its options, the search, and the tables it prints."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Found:
 
 
 def search(facts: PlannedModel, asked: Asked, format_: Format) -> None:
-    """Raises ConfigError: an option is wrong, or nothing holds."""
+    """Raises ConfigError when an option is wrong or no fleet holds the SLO."""
     task, work = _task(facts, asked)
     found = _search(task, work, asked)
     if not found.enough:
@@ -79,7 +79,7 @@ def _named(found: Found) -> Iterable[tuple[str, list[Settled]]]:
     return (("cheapest", found.enough), ("fastest", found.fastest))
 
 
-# --- what was asked -----------------------------------------------------------------------------
+# --- the options --------------------------------------------------------------------------------
 
 
 def _task(facts: PlannedModel, asked: Asked) -> tuple[Task, Workload]:
@@ -106,7 +106,7 @@ def _objectives(slo: str, attainment: float) -> PlanObjectives:
 
 
 def _stock(gpus: str) -> dict[str, int]:
-    """# device |-> how many there are"""
+    """# device |-> number in stock"""
     stock = {}
     for part in gpus.split(","):
         name, _, count = part.strip().partition(":")

@@ -157,18 +157,25 @@ def worker(
         list[str],
         typer.Option(metavar="HOST:PORT", help="A router's internal gRPC address."),
     ],
-    role: Annotated[Role, typer.Option(help="What this worker does.")],
+    role: Annotated[Role, typer.Option(help="The role of this worker.")],
     device: Annotated[
         str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")
     ] = "auto",
     model: ModelOption = None,
-    name: Annotated[str | None, typer.Option(help="Without it the role and the pid.")] = None,
-    cpu_threads: Annotated[int | None, typer.Option(help="Without it all CPUs.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the worker. Default: role and pid.")
+    ] = None,
+    cpu_threads: Annotated[
+        int | None, typer.Option(help="Compute threads. Default: one per CPU.")
+    ] = None,
     tensor: Annotated[int, typer.Option(min=1, help="Processes that share the model.")] = 1,
     cpu_pinning: Annotated[
-        str | None, typer.Option(metavar="auto|off", help="CPUs of its own, on device cpu.")
+        str | None,
+        typer.Option(metavar="auto|off", help="On device cpu: give the worker its own CPUs."),
     ] = None,
-    device_share: Annotated[int, typer.Option(min=1, help="Workers on this device.")] = 1,
+    device_share: Annotated[
+        int, typer.Option(min=1, help="Number of workers that share this device.")
+    ] = 1,
     pool: Annotated[
         str | None,
         typer.Option(metavar="CLUSTER", help="Use this host's pool node of this name."),
@@ -211,10 +218,10 @@ def pool_node(
         str | None, typer.Option(metavar="PATH", help="A folder that keeps KV over restarts.")
     ] = None,
     disk_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The most that it takes there.")
+        str | None, typer.Option(metavar="SIZE", help="Largest size of the folder's contents.")
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What goes first: lru or reuse.")
+        str | None, typer.Option(metavar="NAME", help="Eviction policy: lru or reuse.")
     ] = None,
     transport: Annotated[
         list[str] | None,
@@ -223,7 +230,8 @@ def pool_node(
     join: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="HOST:PORT", help="A router to tell of its blocks: its internal gRPC address."
+            metavar="HOST:PORT",
+            help="Internal gRPC address of a router that shall know its blocks.",
         ),
     ] = None,
     name: NameOption = None,
@@ -259,7 +267,7 @@ def pool_node(
 
 
 def _host(given: str | None, join: list[str]) -> str:
-    """Where to listen."""
+    """The address to listen on."""
     from cluster.process.net import host_towards, split_address
 
     for address in join:
@@ -278,7 +286,7 @@ def _no_node(internal_host: str | None) -> None:
 def _pool(
     device: str, cpu_threads: int | None, cpu_pinning: str | None, tensor: int
 ) -> dict[str, object]:
-    """Role both stands in for the worker's own: a cluster file needs both sides."""
+    """Role both stands in for the worker's own role, because a cluster file needs both sides."""
     pool: dict[str, object] = {
         "role": Role.BOTH,
         "device": device,

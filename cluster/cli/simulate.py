@@ -1,4 +1,4 @@
-"""`kvrelay simulate`: a cluster file and a trace, without machines."""
+"""`kvrelay simulate`: simulates a cluster file with a trace, without machines."""
 
 from __future__ import annotations
 
@@ -19,23 +19,28 @@ if TYPE_CHECKING:
 
 
 ClusterFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The cluster file (YAML).")]
-TraceOption = Annotated[
+_TraceOption = Annotated[
     Path,
     typer.Option(
-        "--trace", help="Requests: Mooncake's JSON lines, Azure's CSV, or what a router recorded."
+        "--trace", help="Requests: Mooncake's JSON lines, Azure's CSV, or a router's record."
     ),
 ]
 RateOption = Annotated[
     list[float] | None,
-    typer.Option("--rate-scale", help="Arrivals at so many times the trace's rate; repeatable."),
+    typer.Option("--rate-scale", help="Multiply the trace's rate by this; repeatable."),
 ]
 ReplicasOption = Annotated[
-    int, typer.Option("--replicate", min=1, help="Each request comes so often, as others' would.")
+    int,
+    typer.Option(
+        "--replicate", min=1, help="Each request comes N times, as if from different users."
+    ),
 ]
 LimitOption = Annotated[
-    int | None, typer.Option("--limit", min=1, help="Only so many of the trace's requests.")
+    int | None, typer.Option("--limit", min=1, help="Use only the first N requests.")
 ]
-SeedOption = Annotated[int | None, typer.Option("--seed", help="Without it simulation.seed.")]
+SeedOption = Annotated[
+    int | None, typer.Option("--seed", help="Seed of all draws. Default: simulation.seed.")
+]
 OutOption = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Write report.json and plots there.")
 ]
@@ -52,7 +57,7 @@ CompareOption = Annotated[
 
 def simulate(
     config: ClusterFile,
-    trace: TraceOption,
+    trace: _TraceOption,
     rate_scale: RateOption = None,
     replicate: ReplicasOption = 1,
     limit: LimitOption = None,
@@ -114,7 +119,7 @@ def _tell(results: Sequence[Result], wall_s: float, out: Path | None, format_: F
 def _tell_comparison(
     key: str, by_value: Mapping[str, Sequence[Result]], out: Path | None, format_: Format
 ) -> None:
-    """`by_value`: a result for each rate. `--out` gets a folder for each value."""
+    """`by_value`: one result for each rate. `--out` gets one folder for each value."""
     from cluster.sim.output import comparison_json, write
 
     for value, results in by_value.items() if out is not None else ():

@@ -1,9 +1,10 @@
-"""`kvrelay status`: what a cluster's controller and routers say, for people or programs.
+"""`kvrelay status`: the state of a cluster from its controller and routers, as tables or JSON.
 
-The verdicts on step times and links have their limits from docs/latency-model.md and docs/links.md.
-Which counters of a worker have a column is said in `kvrelay.messages.Counters`.
+`kvrelay status --kv`: who holds which KV.
 
-`kvrelay status --kv`: who holds which KV of a cluster, as its routers tell it.
+The verdicts on a worker's step times and links are pure functions; docs/latency-model.md and
+docs/links.md explain their limits.
+`kvrelay.messages.Counters` says which counters of a worker have a column.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ if TYPE_CHECKING:
 
 
 FAST_FACTOR, SLOW_FACTOR, BAD_FACTOR = 0.8, 1.25, 2.0
-"""Of the step times measured at the start. On shared CPUs these vary by 12 to 15 % by themselves,
-and the fit itself is off by some percent."""
+"""Limits for actual by measured step times. On shared CPUs these vary by 12 to 15 %, and the fit
+itself is off by some percent."""
 SLOW_SHARE, BAD_SHARE = 0.5, 1.0
-"""Seconds to move a token's KV by seconds to compute it. From 1 on the link is the bottleneck; from
-a half on there is no room for gathering, scattering or a second transfer."""
+"""Seconds to move a token's KV by seconds to compute it. From 1 on the link is the bottleneck. From
+0.5 on there is no room for gathering, scattering or a second transfer."""
 LAGGING_SHARE = 0.5
-"""Of the median speed of the links of the same transport."""
+"""A link is slow below this share of the median speed of its transport's links."""
 ENOUGH_LINKS = 3
-"""With fewer links a median says little."""
+"""With fewer links the median says little."""
 
 
 def step_times_verdict(factor: float) -> str:
@@ -62,7 +63,7 @@ def step_times_verdict(factor: float) -> str:
 def link_verdict(
     bytes_per_s: float, kv_token_bytes: int, prefill_token_s: float, same_kind: Sequence[float]
 ) -> str:
-    """`prefill_token_s`: what a prompt token takes to compute at the worker that opened the link.
+    """`prefill_token_s`: compute time of a prompt token at the worker that opened the link.
     `same_kind`: the measured speeds of all links of the same transport, this one included."""
     share = kv_token_bytes / bytes_per_s / prefill_token_s if prefill_token_s > 0 else 0.0
     if share >= BAD_SHARE:
@@ -77,7 +78,7 @@ def link_verdict(
 ANSWER_S = 10.0
 
 WIDTH = 400
-"""A row stays in one line, whatever the terminal: some names are long."""
+"""Wide enough that a row stays on one line: some names are long."""
 
 WORKER_COLUMNS = ("name", "role", "device", "cpus", "transport")
 TRAFFIC_COLUMNS = ("in_tok/s", "out_tok/s")
@@ -89,17 +90,17 @@ Facts = dict[str, object]
 
 
 def of_router(address: str) -> Facts:
-    """What the router says whose internal gRPC is at HOST:PORT. Raises ConfigError when none
-    answers."""
+    """The router's report from its internal gRPC port at HOST:PORT. Raises ConfigError when no
+    router answers."""
     request = GetServerInfoRequest()
     answer = ask(address, lambda stub: stub.GetServerInfo, request, timeout_s=ANSWER_S)
     return asdict(server_info_of(answer))
 
 
 def of_cluster(name: str | None, address: str) -> Facts:
-    """What the controller of a cluster on this Ray says, and each router that answers.
+    """The reports of a cluster's controller and of each router that answers.
 
-    Raises ConfigError when it isn't clear which, and KvrelayError when the controller is silent.
+    Raises ConfigError when several clusters match, and KvrelayError when the controller is silent.
     """
     from cluster.on_ray.connect import joined
 
@@ -110,8 +111,8 @@ def of_cluster(name: str | None, address: str) -> Facts:
 
 
 def routers_of(name: str | None, address: str) -> list[str]:
-    """The internal gRPC address of each router of a cluster on this Ray. Raises as `of_cluster`
-    does."""
+    """The internal gRPC address of each router of a cluster on this Ray. Raises like
+    `of_cluster`."""
     from cluster.on_ray.connect import joined
 
     with joined(address):
@@ -141,7 +142,7 @@ def _of_controller(cluster: str | None) -> ClusterStatus:
 
 
 def _server(router: RouterAt) -> Facts | None:
-    """None while it can't be asked."""
+    """None while it doesn't answer."""
     with contextlib.suppress(ConfigError):
         return of_router(router.internal_grpc)
     return None
@@ -152,7 +153,7 @@ def as_json(facts: Facts) -> str:
 
 
 def print_table(facts: Facts) -> None:
-    """Processes as the controller sees them, then workers as the first router that answers sees
+    """The controller's view of the processes, then the workers as the first answering router knows
     them."""
     console = Console(soft_wrap=True, width=WIDTH)
     if "processes" in facts:
@@ -186,7 +187,7 @@ def _print_workers(console: Console, workers: object) -> None:
 
 
 def _activity(worker: Facts) -> Facts:
-    """What it does now; rates are means of about the last 10 s."""
+    """Its current activity; rates are means of about the last 10 s."""
     blocks = f"{worker['free_blocks']} free, {worker['cached_blocks']} cached"
     hit_rate = worker["hit_rate"]
     return {
@@ -216,7 +217,7 @@ def _number(value: object) -> float:
 
 
 def _times(worker: Facts) -> str:
-    """How long its steps take now, and how much that is of what was measured at its start."""
+    """How long its steps take now, compared with the measurement at its start."""
     times = worker["step_times"]
     assert isinstance(times, dict)
     decode = ", ".join(f"{n}: {s * 1e3:.2g} ms" for n, s in _ends(times["decode_knots"]))
@@ -312,8 +313,8 @@ def kv_of_router(address: str) -> pb.GetKvResponse:
 
 
 def of_routers(addresses: Sequence[str]) -> pb.GetKvResponse:
-    """As the first one that answers says it; each knows whose its own requests are. Raises
-    ConfigError when none does."""
+    """The answer of the first router. The tenants of requests come from all routers, because each
+    knows only its own requests. Raises ConfigError when no router answers."""
     found: list[pb.GetKvResponse] = []
     errors: list[ConfigError] = []
     for address in addresses:
@@ -340,15 +341,15 @@ def _add_tenants(found: pb.GetKvResponse, others: Iterable[pb.GetKvResponse]) ->
 
 
 def as_facts(found: pb.GetKvResponse) -> dict[str, object]:
-    """As `/debug/kv` says it."""
+    """In the format of `/debug/kv`."""
     return MessageToDict(
         found, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
 
 
 def print_tables(found: pb.GetKvResponse, *, tenant: str | None = None) -> None:
-    """Blocks by tier and state, then all that is held or cached, by whom, whose and since when;
-    only what is `tenant`'s, if one is given."""
+    """Prints blocks by tier and state, then everything held or cached, with holder, tenant and age.
+    With `tenant`, only what belongs to that tenant."""
     console = Console(soft_wrap=True, width=WIDTH)
     tiers = [_device_row(worker) for worker in found.workers]
     tiers += [row for node in found.pool_nodes for row in _tier_rows(node)]

@@ -1,4 +1,4 @@
-"""From a YAML file and `--set` options to a `Config`, or to one line that says what is wrong."""
+"""A YAML file and `--set` options become a `Config`, or one line that says what is wrong."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from cluster.config.schema import DEFAULT_POOLS, Config
 from kvrelay.errors import ConfigError
 
 Node = Any
-"""What YAML holds: mappings, lists and scalars, not yet checked."""
+"""A mapping, list or scalar as YAML reads it, not yet checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """One `--set path.to.key=value`: list items by their index."""
+    """One `--set path.to.key=value`; list items are named by their index."""
 
     path: tuple[str, ...]
     value: Node
@@ -38,7 +38,7 @@ class Override:
 
     @staticmethod
     def parse_several(text: str) -> list[Override]:
-        """`path.to.key=A,B`: one for each value. Raises ConfigError for fewer than two."""
+        """`path.to.key=A,B`: one override for each value. Raises ConfigError for fewer than two."""
         path, _, values = text.partition("=")
         found = _parse_yaml(f"[{values}]", f"--compare {path}")
         if not path or not isinstance(found, list) or len(found) < 2:
@@ -47,7 +47,7 @@ class Override:
 
 
 def load_config(path: Path | None, overrides: Iterable[Override] = ()) -> Config:
-    """Raises ConfigError: the file, the path of the key, what was given and what was expected."""
+    """Raises ConfigError with the file, the path of the key, the value and what was expected."""
     raw = {} if path is None else read_yaml(path)
     where = "" if path is None else f"{path}: "
     raw.setdefault(
@@ -64,8 +64,9 @@ def load_config(path: Path | None, overrides: Iterable[Override] = ()) -> Config
 def describe(
     error: ValidationError, root: type[BaseModel] = Config, whole: str = "the cluster file"
 ) -> str:
-    """The first thing that is wrong, in one line, and how many more there are. `root` is what was
-    read, `whole` its name. A misspelt key also leaves the right one missing: that comes later."""
+    """The first problem in one line, and the number of further ones. `root` is the model that was
+    read, `whole` its name. A misspelt key also leaves the right key missing; that problem comes
+    later."""
     first, *others = sorted(error.errors(), key=lambda one: one["type"] == "missing")
     more = f" (and {len(others)} more)" if others else ""
     return _describe_one(first, root, whole) + more
@@ -114,7 +115,7 @@ def _keys_at(location: tuple[int | str, ...], root: type[BaseModel]) -> Iterable
 
 
 def _section_of(annotation: Any) -> type[BaseModel]:
-    """The model itself, or the model that a tuple or a mapping by names holds."""
+    """The model itself, or the model inside a tuple or mapping."""
     if get_origin(annotation) is None:
         return annotation
     return next(one for one in get_args(annotation) if _is_section(one))
@@ -125,7 +126,7 @@ def _is_section(kind: object) -> bool:
 
 
 def read_yaml(path: Path) -> dict[str, Node]:
-    """Raises ConfigError for anything but a readable mapping; an empty file is an empty one."""
+    """Raises ConfigError for anything but a readable mapping. An empty file is an empty mapping."""
     try:
         raw = _parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
@@ -149,7 +150,7 @@ def _parse_yaml(text: str, where: str) -> Node:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML lets the last of two equal keys win in silence; here they are an error."""
+    """YAML silently lets the last of two equal keys win; here they are an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Node]:
         seen: set[Hashable] = set()
@@ -163,7 +164,8 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def _apply(raw: Node, override: Override) -> None:
-    """Set one key in place, making sections on the way; lists only by an index they have."""
+    """Sets one key in place and creates missing sections. A list takes only an index that it
+    has."""
     at = raw
     for depth, part in enumerate(override.path):
         last = depth == len(override.path) - 1

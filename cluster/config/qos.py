@@ -11,61 +11,62 @@ from cluster.config.types import AutoBool, Count, Name, Seconds, Section
 
 
 class Degrade(Section):
-    """What may be done before a request of the tier is refused."""
+    """Measures to take before a request of the tier is refused."""
 
     max_tokens: Count | None = None
-    """Its output is cut to so many tokens; null: it isn't."""
+    """Cut its output to this many tokens; null: never."""
     defer: Seconds | None = None
-    """It may wait for so long until it can be served; null: not at all."""
+    """Let it wait at the router for this long; null: not at all."""
 
 
 class TierSection(Section):
-    """Requests that are served alike. Objectives hold for requests that bring none of their own."""
+    """A class of requests. Its objectives hold for requests that have none of their own."""
 
     priority: Annotated[int, Field(ge=0)] = 0
     """Lower goes first."""
     share: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Of prefill time and decode places: always there for this tier, lent to others while it isn't
-    used."""
+    """Reserved share of prefill time and of decode slots. Other tiers may borrow it while it is
+    unused."""
     ttft: Seconds | None = None
     """Time to first token."""
     tpot: Seconds | None = None
     """Mean time per token after the first."""
     degrade: Degrade = Degrade()
     default: bool = False
-    """The tier of requests that match none. Exactly one tier has it."""
+    """true: requests that match no tier belong here. Exactly one tier has it."""
     match: tuple[str, ...] = ()
     """Values of the header that mean this tier, besides its name."""
     api_keys: tuple[str, ...] = Field(default=(), repr=False)
     """Bearer tokens that mean this tier."""
 
 
-Share = Annotated[float, Field(gt=0, le=1)]
+_Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class LadderSection(Section):
-    """How the admission of a tier is tightened while its latencies leave its objectives: first it
-    is stricter, then output is cut where `degrade.max_tokens` allows it, then only the tier's
-    reserve is served. For tiers with objectives."""
+    """Degradation levels of a tier with objectives, used while its latencies exceed them. First
+    admission is stricter, then output is cut where `degrade.max_tokens` allows it, then only the
+    tier's reserved share is served."""
 
     enabled: AutoBool = None
-    """auto: with every router.admission.policy but none, which then takes all."""
+    """auto: true, unless router.admission.policy is none."""
     window: Seconds = 60.0
-    """Latencies that count are so young at most."""
+    """Latencies older than this don't count."""
     hold: Seconds = 10.0
-    """Between two steps up."""
+    """Least time between two levels up."""
     calm: Seconds = 30.0
-    """Well inside the objectives, before a step down."""
-    stricter: Share = 0.85
-    """Of its objectives a request has to keep on the first step."""
-    easing: Share = 0.95
-    """The 99th percentile is well inside up to this share of the objective; more than `stricter`
-    times `tolerance`, up to which a tightened tier is filled."""
+    """Latencies must be well within the objectives for this long before one level down."""
+    stricter: _Share = 0.85
+    """On the first level a request must be predicted to need at most this share of its
+    objectives."""
+    easing: _Share = 0.95
+    """Latencies are well within the objectives while their 99th percentile is at most this share of
+    them. Must be more than `stricter` times `tolerance`: a stricter tier is filled up to there."""
     tolerance: Annotated[float, Field(ge=1)] = 1.1
-    """The 99th percentile may be so many times the objective: admission itself lets a few in a
-    hundred miss theirs."""
+    """The 99th percentile may be this many times the objective: admission itself lets a few of 100
+    requests miss theirs."""
     tail: Annotated[float, Field(ge=1)] = 2.0
-    """The 99.9th percentile may be so many times the objective."""
+    """The 99.9th percentile may be this many times the objective."""
 
     @model_validator(mode="after")
     def _can_ease(self) -> LadderSection:

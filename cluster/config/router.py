@@ -21,12 +21,12 @@ from cluster.config.types import (
 
 MOST_PORT = 65535
 INTERNAL_ABOVE = 900
-"""How far an internal port is above its public one, where none is given."""
+"""An internal port without a value is this far above its public one."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterPorts:
-    """Of one router; 0: the system chooses. The fields are named as the keys of the file."""
+    """The ports of one router; 0: the system chooses. Fields are named as the keys of the file."""
 
     http_port: int
     grpc_port: int
@@ -40,75 +40,76 @@ PORT_KINDS = {
     "internal_http_port": "internal HTTP",
     "internal_grpc_port": "internal gRPC",
 }
-"""# key of a port |-> what listens there"""
+"""# key of a port |-> its protocol, in words"""
 
 
 class PlacementSection(Section):
     """Which workers serve a request."""
 
     policy: Literal["kv_aware", "local_cache", "least_loaded", "round_robin", "random"] = "kv_aware"
-    """kv_aware: prefill worker, decode worker and prefix source together, by predicted completion;
-    local_cache: the prefill worker that is done first with what it has cached itself; least_loaded:
-    the shortest queue and the emptiest batch; round_robin: in turn; random."""
+    """kv_aware: prefill worker, decode worker and prefix source are chosen together, by predicted
+    completion; local_cache: the prefill worker that would be done first with its own cache;
+    least_loaded: the shortest queue and the emptiest batch; round_robin: in turn; random."""
     local_prefill: AutoOrOff = "off"
-    """auto: with kv_aware, a decode worker computes a prompt itself where that is predicted to be
-    done sooner, and all who decode there keep their objectives; off: prefill workers do."""
+    """auto: with kv_aware, a decode worker computes a prompt itself if that is predicted to be
+    faster and every request that decodes there keeps its objectives; off: only prefill workers
+    compute prompts."""
     move_hot_spots: bool = False
-    """Long requests leave a decode worker before its memory or its time for a step runs out, while
-    another one has room."""
+    """true: long requests move away from a decode worker before its memory or step time runs out,
+    if another worker has room."""
 
 
 class AdmissionSection(Section):
-    """Which requests are taken."""
+    """Which requests are admitted."""
 
     policy: Literal["predictive", "early_rejection", "queue_limit", "none"] = "predictive"
-    """predictive: those that will keep their objectives at the time they get to each worker;
-    early_rejection: by the load when they arrive; queue_limit: while no prefill queue is full;
-    none: all, and they wait."""
+    """predictive: requests that are predicted to keep their objectives, with the load at the time
+    they reach each worker; early_rejection: by the load when they arrive; queue_limit: while no
+    prefill queue is full; none: all requests, however long they wait."""
     queue_limit: Count = 64
-    """Prompts that wait at a prefill worker, with queue_limit."""
+    """With queue_limit: at most this many prompts wait at a prefill worker."""
 
 
 class RouterSection(Section):
     replicas: Count = 1
-    """Router processes, each with its own faces and metrics; they share the workers."""
+    """Router processes, each with its own APIs and metrics; they share the workers."""
     host: str = "127.0.0.1"
     """The address that clients connect to; 0.0.0.0 for every interface."""
     http_port: Port = 8000
-    """Of the first router, the next one's is the next; 0: the system chooses each."""
+    """Port of the first router; the second has the next port, and so on. 0: the system chooses."""
     grpc_port: Port = 50051
-    """As http_port."""
+    """Counts up like http_port."""
     internal_host: AutoText = None
-    """Where workers join, operators ask and Prometheus reads: no clients. auto: loopback, but on a
-    Ray of several nodes the node's own address; node: the node's own address; else an address."""
+    """Address for workers, operators and Prometheus, not for clients. auto: loopback, but on a Ray
+    of several nodes the node's own address; node: the node's own address; else an address."""
     internal_http_port: AutoPort = None
-    """For /metrics and /debug/kv. auto: 900 above http_port, so 8900; the system chooses where
-    http_port is 0 or leaves no room."""
+    """For /metrics and /debug/kv. auto: 900 above http_port, so 8900. The system chooses if
+    http_port is 0 or too high for that."""
     internal_grpc_port: AutoPort = None
     """For kvrelay worker --join and kvrelay status. auto: 900 above grpc_port, so 50951."""
     public_metrics: bool = False
     """true: /metrics is on the public HTTP port too."""
     same_ports: bool = False
-    """All routers have these ports: where each is on a host of its own, such as a pod."""
+    """true: all routers have the same ports, because each has a host of its own, such as a pod."""
     max_body: Bytes = 4 * 2**20
-    """The largest HTTP body or gRPC message that is read."""
+    """The largest HTTP body or gRPC message that is accepted."""
     record: str | None = None
-    """A file for all that the router hears and decides, prompts included: a trace for `kvrelay
-    simulate`, and a log to replay; null: nothing is recorded. Of several routers each has its own,
-    with its number before the suffix."""
+    """A file in which the router records every event and decision, prompts included. It is a trace
+    for `kvrelay simulate`, and it can be replayed. Of several routers each has its own file, with
+    its number before the suffix. null: no record."""
     record_size: Bytes = 2**30
-    """The most that is recorded in one."""
+    """The largest size of one such file."""
     placement: PlacementSection = PlacementSection()
     dispatch: Literal["direct", "shared_queue"] = "direct"
     """direct: a prompt goes to its prefill worker as soon as it is admitted, and waits there;
-    shared_queue: it waits at the router, for the next prefill worker that is about to be free; for
-one router only."""
+    shared_queue: it waits at the router for the next prefill worker that is about to be free. For
+    one router only."""
     admission: AdmissionSection = AdmissionSection()
     resources: dict[str, Quantity] = Field(default_factory=dict)
-    """What Ray sets aside for each router."""
+    """Resources that Ray reserves for each router."""
 
     def ports(self, number: int) -> RouterPorts:
-        """Of one router."""
+        """The ports of the router with this number."""
         firsts = (
             self.http_port,
             self.grpc_port,
@@ -119,7 +120,7 @@ one router only."""
         return RouterPorts(*(first and first + step for first in firsts))
 
     def _internal(self, given: int | None, public: int) -> int:
-        """The first router's."""
+        """The internal port of the first router."""
         if given is not None:
             return given
         above = public + INTERNAL_ABOVE
@@ -129,8 +130,8 @@ one router only."""
     def _one_queue(self) -> RouterSection:
         if self.replicas > 1 and self.dispatch == "shared_queue":
             raise ValueError(
-                "one router with dispatch: shared_queue: each would have a queue of its own, which "
-                "the others know nothing of"
+                "one router with dispatch: shared_queue: each router would have its own queue, and "
+                "they don't know each other's"
             )
         return self
 
@@ -145,16 +146,16 @@ one router only."""
                 )
         for key, ports in taken.items():
             if max(ports, default=0) > MOST_PORT:
-                raise ValueError(f"ports up to {MOST_PORT}: {self._range(key)} is beyond")
+                raise ValueError(f"ports up to {MOST_PORT}: {self._range(key)} is too high")
         return self
 
     def _taken(self) -> dict[str, set[int]]:
-        """# key of a port |-> those that are fixed, of all routers"""
+        """# key of a port |-> the fixed ports of all routers"""
         each = zip(*(astuple(self.ports(n)) for n in range(self.replicas)), strict=True)
         return {key: {*ports} - {0} for key, ports in zip(PORT_KINDS, each, strict=True)}
 
     def _range(self, key: str) -> str:
-        """In words."""
+        """The ports of all routers, in words."""
         ports = sorted(self._taken()[key]) or [0]
         to = f" to {ports[-1]}" if len(ports) > 1 else ""
         return f"{PORT_KINDS[key]} on {ports[0]}{to}"

@@ -1,7 +1,7 @@
-"""The cluster file as strict, frozen models: what may be written, and what it means. Pure.
+"""The keys of a cluster file, their types and their meaning, as strict, frozen models. Pure.
 
-An unknown key, a wrong type or unit, or an impossible value is an error. "auto" is None here and
-is replaced by `resolve`; reading files and wording errors is `config_load`'s work.
+An unknown key, a wrong type or unit, or an impossible value is an error. "auto" is None here, and
+`cluster.core.resolve` replaces it. `cluster.config.load` reads files and words the errors.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from cluster.config.types import (
     AutoTransports,
     Bytes,
     Count,
-    Dtype,
+    DtypeName,
     Name,
     Port,
-    Profile,
     Quantity,
     Seconds,
     Section,
+    StepTimesSource,
 )
 from cluster.config.workers import WorkerPool
 from kvrelay.types import Role
@@ -45,11 +45,11 @@ class ModelSection(Section):
     revision: str | None = None
     """The hub revision: a branch, a tag or a commit."""
     served_name: AutoText = None
-    """What clients call it; auto: the hub id, or the folder's name."""
-    dtype: Dtype = "auto"
-    """auto: the checkpoint's own. A pool's dtype overrides it."""
+    """The model's name for clients; auto: the hub id, or the folder's name."""
+    dtype: DtypeName = "auto"
+    """auto: the dtype of the checkpoint. A pool's dtype overrides it."""
     max_model_len: AutoCount = None
-    """Prompt plus output, in tokens; auto: what the model was made for."""
+    """Prompt plus output, in tokens; auto: the model's own context length."""
 
 
 class EngineSection(Section):
@@ -58,60 +58,60 @@ class EngineSection(Section):
     block_size: Annotated[int, Field(ge=8, le=128)] = 16
     """Tokens in a KV block."""
     kv_dtype: Literal["auto", "fp8"] = "auto"
-    """auto: KV is kept in the model's dtype; fp8: as e4m3, half of what bfloat16 takes, at a loss
-    (CUDA, attention.backend triton)."""
+    """auto: KV has the model's dtype; fp8: KV is stored as e4m3, which takes half the memory of
+    bfloat16 and loses precision (needs CUDA and attention.backend triton)."""
     matmul_precision: Literal["highest", "high"] = "highest"
-    """How fp32 is multiplied on CUDA. highest: as fp32; high: as TF32, faster, with ten bits of
-    fraction instead of 23."""
+    """How CUDA multiplies fp32 matrices. highest: as fp32; high: as TF32, which is faster and has
+    ten bits of fraction instead of 23."""
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of the device's memory for weights, staging and KV together."""
     kv_memory: AutoBytes = None
-    """Size of the KV pool of one worker; auto: what memory_fraction leaves."""
+    """Size of one worker's KV pool; auto: the memory that memory_fraction leaves for it."""
     prefix_caching: bool = True
-    """Keep the KV of finished requests while there is room, for those with the same prefix."""
+    """Keep the KV of finished requests while there is room, for requests with the same prefix."""
     eviction: Literal["lru", "reuse"] = "lru"
-    """Which cached block goes first: the longest unused, or the one least likely to be used again
-    as learnt from the pool's history. Never one that others continue."""
+    """Which cached block is evicted first. lru: the least recently used one; reuse: the one least
+    likely to be used again, as the pool's history shows. A block that others continue stays."""
     compile: AutoOrOff = "auto"
-    """auto: on a CPU a worker takes seconds when it starts to make its steps faster, less the next
-    time; on CUDA it multiplies at once what has one input; off: the model runs as transformers has
-    it."""
+    """auto: on a CPU a worker compiles the model when it starts, which takes some seconds, and
+    fewer at the next start; on CUDA it merges linear layers that have the same input. off: the
+    model runs unchanged, as in transformers."""
     launch_ahead: AutoOnOff = "auto"
-    """Launch a decode step before the tokens of the one before are known: on; auto: on CUDA. With
-    several ranks it isn't done."""
+    """on: launch a decode step before the tokens of the previous step are known; auto: on for CUDA.
+    Always off with several ranks."""
     cuda_graphs: AutoOrOff = "auto"
-    """auto: on CUDA decode steps are recorded when a worker starts, for each of some batch sizes;
-    off: they are launched kernel by kernel."""
-    profile: Profile = "auto"
-    """How long steps take. auto: a worker times some when it starts; off: a guess, until it has run
-    some; else a YAML file of step times, on the worker's machine."""
+    """auto: on CUDA a worker records decode steps of some batch sizes when it starts; off: steps
+    are launched kernel by kernel."""
+    profile: StepTimesSource = "auto"
+    """How long steps take. auto: a worker times some steps when it starts; off: it guesses until it
+    has run some; else the path of a YAML file of step times on the worker's machine."""
     rank_timeout: Seconds = 60.0
-    """With parallel.tensor above 1: a process of a worker that another one waits for so long, in a
-    step, hangs, and the worker ends."""
+    """With parallel.tensor above 1: a rank that keeps another one waiting in a step for this long
+    counts as hung, and the worker ends."""
 
 
 class AttentionSection(Section):
     """How attention over the paged KV is computed."""
 
     backend: AttentionBackend = "auto"
-    """auto: on CUDA the fastest of what is installed and fits, measured when a worker starts; on a
-    CPU native, else sdpa. native and triton: our own kernels for CPUs and CUDA; flashinfer and
-    flash (FlashAttention-3): where installed; flex: PyTorch's FlexAttention; sdpa: plain torch
-    operations."""
+    """auto: on CUDA the fastest backend that is installed and can serve the model, measured when a
+    worker starts; on a CPU native, else sdpa. native and triton: our own kernels for CPUs and CUDA;
+    flashinfer and flash (FlashAttention-3): where installed; flex: PyTorch's FlexAttention; sdpa:
+    plain torch operations."""
 
 
 class SchedulerSection(Section):
     prefill_chunk_tokens: Annotated[int, Field(ge=16)] = 512
-    """The most prompt tokens that one step computes."""
+    """At most this many prompt tokens in one step."""
     mixed_chunk_tokens: Annotated[int, Field(ge=16)] = 512
-    """The most prompt tokens that a decode worker computes beside the next token of its batch,
-    which waits for them; at most prefill_chunk_tokens."""
+    """At most this many prompt tokens in a decode worker's step, beside the next token of its
+    batch, which waits for them. Not more than prefill_chunk_tokens."""
     max_running_requests: Count = 64
-    """The most sequences that one step advances."""
+    """At most this many sequences in one step."""
 
 
 class Ucx(Section):
-    """What nixl and ucx tell UCX; null: UCX's own choice, or the UCX_ variables of the worker."""
+    """Settings of UCX for nixl and ucx; null: UCX's own choice, or the worker's UCX_ variables."""
 
     tls: str | None = None
     """Transports that UCX may use, as in UCX_TLS, such as rc,cuda."""
@@ -127,32 +127,34 @@ class Transfer(Section):
     """How KV travels from prefill to decode workers."""
 
     transports: AutoTransports = None
-    """By preference: each pair of workers uses the first that both have and that connects them.
-    auto: what each worker finds on its machine: cuda_ipc, shm, and nixl (else ucx) where workers of
-    other hosts can reach it. shm: memory of one host; cuda_ipc: GPU to GPU of one host; nixl and
-    ucx: RDMA or TCP between hosts (need kvrelay[nixl], kvrelay[ucx])."""
+    """In order of preference: each pair of workers uses the first one that both have and that
+    connects them. auto: those that a worker finds on its machine: cuda_ipc, shm, and nixl (else
+    ucx) where workers of other hosts can reach it. shm: memory of one host; cuda_ipc: GPU to GPU of
+    one host; nixl and ucx: RDMA or TCP between hosts (need kvrelay[nixl], kvrelay[ucx])."""
     require: tuple[Literal["shm", "cuda_ipc", "rdma"], ...] = ()
-    """Only links of these kinds may be used, else the worker doesn't start. rdma: nixl or ucx with
-    an RDMA device."""
+    """Use only links of these kinds; a worker that can't have one doesn't start. rdma: nixl or ucx
+    with an RDMA device."""
     ucx: Ucx = Ucx()
     handoff: Literal["push", "pull", "pool"] = "push"
-    """push: KV leaves while the prompt is computed, into blocks that wait for it; pull: so,
-    once the decode worker has room, which it need not have when it accepts the request; pool: it
-    goes to the host's pool node, and the decode worker fetches it there (needs pool.enabled)."""
+    """push: KV is sent while the prompt is computed, into blocks that the decode worker reserved
+    before; pull: the same, but the decode worker accepts the request without room, and KV is sent
+    once it has some; pool: KV goes to the host's pool node, and the decode worker fetches it there
+    (needs pool.enabled)."""
     codec: Literal["none", "fp8", "int8", "auto"] = "none"
-    """What KV is encoded with on its way, at a loss: a byte for each value. auto: fp8 or int8, on
-    links where that is faster. Both workers must allow it, else none."""
+    """How KV is encoded for the transfer. fp8 and int8 take one byte for each value and lose
+    precision. auto: one of them, on links where that is faster. Both workers must allow it, else
+    none is used."""
     allow_mixed_precision: bool = False
-    """true: workers of different dtypes hand KV over, converted."""
+    """true: KV may go between workers of different dtypes; it is converted."""
     staging_slabs: Annotated[int, Field(ge=2)] = 4
-    """Buffers that a worker lends to its peers: how many transfers may be in flight."""
+    """Buffers that a worker lends to its peers; each transfer in flight uses one."""
     staging_bytes: AutoBytes = None
-    """All these buffers together; auto: the KV of a prefill chunk for each."""
+    """Size of all these buffers together; auto: each holds the KV of one prefill chunk."""
     canary_every: Annotated[int, Field(ge=0)] = 0
-    """For one request in so many the decode worker compares the KV it got with a digest of the
-    prefill worker's; 0: for none. Not with `handoff: pool`."""
+    """For one of N requests the decode worker compares the KV that it received with a digest from
+    the prefill worker; 0: never. Not with `handoff: pool`."""
     lease_ttl: Seconds = 30.0
-    """How long blocks and slabs stay held for a peer that makes no progress."""
+    """Blocks and slabs stay held this long for a peer that makes no progress."""
 
     @field_validator("transports")
     @classmethod
@@ -170,7 +172,7 @@ class PreloadSection(Section):
     text: str | None = None
     """The beginning of plain prompts."""
     tenant: str = ""
-    """Whose requests find it."""
+    """Requests of this tenant find it."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> PreloadSection:
@@ -180,7 +182,7 @@ class PreloadSection(Section):
 
 
 class PoolSection(Section):
-    """The pool node of each host (kvrelay pool-node): there KV outlives the workers."""
+    """The pool node of each host (kvrelay pool-node), which keeps KV when workers are gone."""
 
     enabled: bool = False
     """true: one pool node on each host that has workers."""
@@ -189,24 +191,27 @@ class PoolSection(Section):
     disk: str | None = None
     """A folder for the disk tier, which survives restarts; null: no disk tier."""
     disk_size: Bytes = 32 * 2**30
-    """The most that the disk tier takes."""
+    """The largest size of the disk tier."""
     policy: Literal["lru", "reuse"] = "lru"
-    """Which blocks go first when a tier is full, leaves before what they continue. lru: those idle
-    longest; reuse: those that the tier's history says are least likely to be used again."""
+    """Which blocks are evicted first when a tier is full. lru: the least recently used ones; reuse:
+    those least likely to be used again, as the tier's history shows. A block goes before the block
+    that it continues."""
     transports: AutoFarTransports = None
-    """Links for workers of other hosts; those of its own find it over shared memory. auto: those of
-    transfer.transports."""
+    """Transports for workers of other hosts; workers of its own host use shared memory. auto: those
+    of transfer.transports."""
     resources: dict[str, Quantity] = Field(default_factory=dict)
-    """What Ray sets aside for each pool node."""
+    """Resources that Ray reserves for each pool node."""
 
 
 class NetworkSection(Section):
     host: AutoText = None
-    """Address of workers and pool nodes; auto: loopback on a Ray of our own, else the node's."""
+    """Address of workers and pool nodes; auto: loopback on a Ray that kvrelay started, else the
+    node's address."""
     port_range: tuple[Port, Port] | None = None
-    """First and last port that these may use; null: the system chooses."""
+    """First and last port that workers and pool nodes may use; null: the system chooses."""
     secret: str | None = None
-    """KV links between hosts take only processes that know it; null: any that reach the port."""
+    """KV links between hosts accept only processes that know this; null: any process that reaches
+    the port."""
 
     @field_validator("port_range")
     @classmethod
@@ -218,19 +223,20 @@ class NetworkSection(Section):
 
 class Observability(Section):
     trace_dir: str | None = None
-    """A folder in which each worker writes what it does when, as a Chrome trace; on CUDA it pushes
-    NVTX ranges too. null: nothing is traced."""
+    """A folder in which each worker writes a Chrome trace of its steps and transfers; on CUDA also
+    NVTX ranges. null: no trace."""
 
 
 class RaySection(Section):
     address: str | None = None
-    """HOST:PORT of a running Ray, or auto to find one; null: RAY_ADDRESS, else our own."""
+    """HOST:PORT of a running Ray, or auto to find one; null: RAY_ADDRESS if set, else kvrelay
+    starts its own."""
     startup_timeout: Seconds = 600.0
-    """How long placement and loading may take, autoscaling included."""
+    """Limit for placement and loading, autoscaling included."""
     driver_timeout: Seconds = 15.0
-    """A serve command that is silent for so long is gone; the cluster drains and stops."""
+    """A serve command that is silent for this long counts as gone; the cluster drains and stops."""
     hang_timeout: Seconds = 60.0
-    """A router, worker or pool node that answers nothing for so long is killed, and started
+    """A router, worker or pool node that doesn't answer for this long is killed and started
     again."""
 
 
@@ -241,7 +247,7 @@ class Config(Section):
     """A kvrelay cluster. Every key has a default: an empty file serves the bundled model."""
 
     name: Name = "kvrelay"
-    """Several clusters share one Ray by name."""
+    """The cluster's name. Clusters with different names can share one Ray."""
     model: ModelSection = ModelSection()
     engine: EngineSection = EngineSection()
     attention: AttentionSection = AttentionSection()
@@ -257,9 +263,9 @@ class Config(Section):
     observability: Observability = Observability()
     ray: RaySection = RaySection()
     simulation: Simulation = Simulation()
-    """What `kvrelay simulate` has instead of machines."""
+    """Stands for the machines in `kvrelay simulate`."""
     drain_timeout: Seconds = 30.0
-    """How long running requests may take to finish when the cluster stops."""
+    """Time for running requests to finish when the cluster stops."""
 
     @model_validator(mode="after")
     def _has_its_pool(self) -> Config:

@@ -1,6 +1,6 @@
-"""The `simulation` section of a cluster file: what simulations have instead of machines. Pure.
+"""The `simulation` section of a cluster file, which stands for the machines. Pure.
 
-All else is the cluster's own: its pools, scheduler, router and transfer.
+Pools, scheduler, router and transfer are those of the cluster.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ProfileSource = str | dict[str, Any] | None
 
 
 class Kv(Section):
-    """What one token's KV is."""
+    """The shape of one token's KV."""
 
     layers: Count = 32
     heads: Count = 8
@@ -24,32 +24,32 @@ class Kv(Section):
 
 
 class FabricSection(Section):
-    """The links between the workers, all alike. Each worker sends, and receives, one transfer after
-    another."""
+    """The links between workers, all alike. Each worker sends one transfer at a time, and receives
+    one at a time."""
 
     latency: Seconds = 20e-6
-    """Of a message between two workers, one way."""
+    """Time of a message between two workers, one way."""
     bandwidth: Bytes = 50 * 10**9
-    """Bytes a second that a worker sends, and as many that it receives."""
+    """Bytes per second that a worker can send, and also receive."""
     copy_bandwidth: Bytes = 10**12
-    """Bytes a second that a worker gathers into slabs, or scatters out of them."""
+    """Bytes per second that a worker gathers into slabs or scatters from them."""
     router_latency: Seconds = 200e-6
-    """Of a message between router and worker, one way."""
+    """Time of a message between router and worker, one way."""
 
 
 class SloSection(Section):
-    """What a request must meet to count as good."""
+    """A request that meets this counts as good."""
 
     ttft: Seconds = 2.0
     """Time to first token."""
     tpot: Seconds = 0.1
     """Mean time per output token after it."""
     told: bool = True
-    """Requests come with it, as their objectives; false: the router knows of none."""
+    """true: requests carry it as their objectives; false: the router doesn't know it."""
 
 
 class SimulatedPool(Section):
-    """Each worker of a pool of the cluster file."""
+    """The simulated workers of one pool of the cluster file."""
 
     profile: ProfileSource = None
     """A hardware profile: a file, or its keys; none: simulation.profile."""
@@ -58,18 +58,18 @@ class SimulatedPool(Section):
 
 
 class FailureSection(Section):
-    """A worker that dies, as on SIGKILL."""
+    """A worker that dies, as if by SIGKILL."""
 
     worker: str
     """Its name: prefill-0 is the first of the first prefill pool."""
     at: Seconds
-    """When, in the trace's time at the simulated rate."""
+    """Time of its death, in the trace's time at the simulated rate."""
     back_after: Seconds | None = None
-    """Another one comes in its place, which knows nothing; none: no one does."""
+    """After this time a new worker without any KV takes its place; none: it is not replaced."""
 
 
 class Simulation(Section):
-    """Stands for the machines when the cluster is simulated."""
+    """Stands for the machines in a simulation of the cluster."""
 
     seed: int = 0
     """The same seed, the same result."""
@@ -80,26 +80,26 @@ class Simulation(Section):
     block_size: AutoCount = None
     """Tokens in a KV block; auto: engine.block_size. It divides the 512 of a trace's hashes."""
     pools: tuple[SimulatedPool, ...] = ()
-    """In the order of `workers`; those left out are as `profile` and `blocks` say."""
+    """In the order of `workers`; pools left out have `profile` and `blocks`."""
     kv: Kv = Kv()
     fabric: FabricSection = FabricSection()
     slo: SloSection = SloSection()
     max_model_len: Count = 262_144
     """Prompt plus output, in tokens."""
     max_tokens: AutoCount = None
-    """What each request asks for at most; auto: just the tokens that the trace says it yields."""
+    """The `max_tokens` of each request; auto: the number of tokens that it has in the trace."""
     retries: Annotated[int, Field(ge=0)] = 0
-    """How often a refused client comes back, when it was told to."""
+    """How often a refused client comes back, if the refusal named a time."""
     retrying_share: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """The share of clients that do."""
+    """The share of clients that come back."""
     retry_rounding: Seconds | None = None
-    """Clients wait for a multiple of it, no less than they were told: 1 s is what HTTP's
-    `retry-after` can say."""
+    """Clients round their waiting time up to a multiple of this. 1 s is the resolution of HTTP's
+    `retry-after`."""
     failures: tuple[FailureSection, ...] = ()
     """Workers that die."""
     most_steps: Annotated[int, Field(ge=1, le=4096)] = 256
-    """Decode steps that are computed together while nothing happens. The result is that of single
-    steps, but a sequence takes its blocks, and routers hear of its tokens, once for all of them."""
+    """At most this many decode steps are simulated together while no event occurs. The result is
+    that of single steps, but a sequence takes its blocks, and reports its tokens, once for all."""
 
     @field_validator("block_size")
     @classmethod

@@ -1,6 +1,6 @@
-"""What single values of a cluster file may be: counts, names, devices; "auto" is None. Pure.
+"""Types of single values in a cluster file: counts, names, devices; "auto" is None. Pure.
 
-Durations and sizes as the cluster file spells them: "30s", "500ms", "2GiB". Pure.
+Durations and sizes have units: "30s", "500ms", "2GiB".
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ SIZE_HELP = 'a size with its unit (B, KB, MB, GB, KiB, MiB, GiB), such as "2GiB"
 
 
 def parse_duration_s(given: object) -> float:
-    """Seconds. Raises ValueError, saying what was expected, for anything but "<number><unit>"."""
+    """Seconds. Raises ValueError that says what is expected, for anything but "<number><unit>"."""
     return _scaled(given, SECONDS_PER_UNIT, DURATION_HELP)
 
 
 def parse_size_bytes(given: object) -> int:
-    """Bytes, rounded down. Raises ValueError, saying what was expected."""
+    """Bytes, rounded down. Raises ValueError that says what is expected."""
     return int(_scaled(given, BYTES_PER_UNIT, SIZE_HELP))
 
 
@@ -85,7 +85,7 @@ Bytes = Annotated[
 ]
 
 
-Json = dict[str, Any]
+_Json = dict[str, Any]
 
 
 def _none_if_auto(given: object) -> object:
@@ -93,7 +93,7 @@ def _none_if_auto(given: object) -> object:
 
 
 def _on_or_off(given: object) -> object:
-    """In YAML `on` is true."""
+    """YAML reads `on` as true."""
     if isinstance(given, bool):
         return "on" if given else "off"
     return given
@@ -104,7 +104,7 @@ def _off_if_false(given: object) -> object:
 
 
 def _as_tuple(given: object) -> object:
-    """What a validator before it has seen isn't JSON any more."""
+    """After a validator that ran first, pydantic no longer takes a list for a tuple, as in JSON."""
     return tuple(given) if isinstance(given, list) else given
 
 
@@ -113,7 +113,7 @@ def _auto_if_none(value: object, inner: SerializerFunctionWrapHandler) -> object
 
 
 def _spelled(pattern: str, expected: str) -> tuple[AfterValidator, WithJsonSchema]:
-    """Text that matches the whole of `pattern`; `expected` says so in words."""
+    """Text that matches the whole of `pattern`; `expected` describes it in words."""
 
     def check(given: str) -> str:
         if not re.fullmatch(pattern, given):
@@ -124,10 +124,10 @@ def _spelled(pattern: str, expected: str) -> tuple[AfterValidator, WithJsonSchem
 
 
 class _AutoInSchema:
-    """The JSON schema allows "auto" beside what the type allows."""
+    """The JSON schema allows "auto" beside the type's own values."""
 
     @staticmethod
-    def __get_pydantic_json_schema__(core: CoreSchema, handler: GetJsonSchemaHandler) -> Json:
+    def __get_pydantic_json_schema__(core: CoreSchema, handler: GetJsonSchemaHandler) -> _Json:
         return {"anyOf": [*handler(core)["anyOf"], {"const": "auto"}]}
 
 
@@ -140,7 +140,7 @@ AutoCount = Annotated[Count | None, *_AUTO]
 AutoBytes = Annotated[Bytes | None, *_AUTO]
 AutoPort = Annotated[Port | None, *_AUTO]
 AutoText = Annotated[str | None, *_AUTO]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionBackend = Literal["auto", "native", "triton", "flex", "flashinfer", "flash", "sdpa"]
 Name = Annotated[str, *_spelled(r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?", "a-z, 0-9 and inner dashes")]
 Transport = Literal["shm", "nixl", "ucx", "cuda_ipc"]
@@ -150,8 +150,10 @@ AutoTransports = Annotated[
     Annotated[tuple[Transport, ...], Field(min_length=1)] | None, BeforeValidator(_as_tuple), *_AUTO
 ]
 Device = Annotated[str, *_spelled(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")]
-Profile = Annotated[str, BeforeValidator(_off_if_false), *_spelled(r".+", "auto, off or a file")]
-"""In YAML `off` is false."""
+StepTimesSource = Annotated[
+    str, BeforeValidator(_off_if_false), *_spelled(r".+", "auto, off or a file")
+]
+"""YAML reads `off` as false."""
 AutoOrOff = Annotated[Literal["auto", "off"], BeforeValidator(_off_if_false)]
 AutoOnOff = Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_or_off)]
 Quantity = Annotated[float, Field(ge=0)]

@@ -1,21 +1,21 @@
-"""Worker pools as a cluster file has them. Pure."""
+"""The `workers` section of a cluster file. Pure."""
 
 from __future__ import annotations
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from cluster.config.types import AutoCount, AutoOrOff, Count, Device, Dtype, Quantity, Section
+from cluster.config.types import AutoCount, AutoOrOff, Count, Device, DtypeName, Quantity, Section
 from kvrelay.types import Role
 
 
 class ParallelSection(Section):
     tensor: Count = 1
-    """Processes of one machine that share one model copy, each with some of its heads; on device
-    cuda each on a GPU of its own."""
+    """Number of processes on one machine that share one copy of the model. Each has some of its
+    heads; on device cuda each has its own GPU."""
 
 
 class WorkerPool(Section):
-    """Workers of one role that are alike. A role may have several pools."""
+    """Identical workers of one role. A role may have several pools."""
 
     role: Role
     replicas: Count = 1
@@ -23,21 +23,21 @@ class WorkerPool(Section):
     """auto: a GPU, shared with other workers if there are few, else the CPU; cpu; cuda (a GPU that
     Ray picks) or cuda:N (that GPU of the machine)."""
     resources: dict[str, Quantity] = Field(default_factory=dict)
-    """What Ray sets aside for each worker: CPU, GPU, memory (bytes), or your own names."""
+    """Resources that Ray reserves for each worker: CPU, GPU, memory (bytes), or your own names."""
     accelerator_type: str | None = None
     """Only on nodes with this accelerator, in Ray's spelling, such as H100."""
     cpu_threads: AutoCount = None
-    """Threads of one worker, of all its processes together; auto: the CPUs, shared out."""
+    """Threads of one worker, over all its processes; auto: the workers share the CPUs."""
     cpu_pinning: AutoOrOff = "auto"
-    """auto: a worker on device cpu runs on as many CPUs as it has threads, which no other worker of
-    the host uses, where there are enough; off: wherever the system puts it."""
+    """auto: a worker on device cpu gets one CPU for each thread, which no other worker of the host
+    uses, if there are enough; off: the system places its threads."""
     parallel: ParallelSection = ParallelSection()
-    dtype: Dtype | None = None
-    """null: as model.dtype says."""
+    dtype: DtypeName | None = None
+    """null: model.dtype."""
 
     @property
     def on_gpu(self) -> bool:
-        """Of a resolved pool: device auto has a GPU exactly where Ray sets one aside."""
+        """For a resolved pool: with device auto it has a GPU if Ray reserves one for it."""
         if self.device == "auto":
             return self.resources.get("GPU", 0.0) > 0
         return self.device != "cpu"

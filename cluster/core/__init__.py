@@ -1,1 +1,1 @@
-"""What decides about a cluster: its plan, who is to run, what is started again. Pure."""
+"""What decides about a cluster: its plan, which processes shall run, which are restarted. Pure."""

@@ -1,6 +1,6 @@
-"""What a resolved cluster file amounts to: each process, its settings and its place. Pure.
+"""The plan of a cluster: each process, its settings and its placement, from a resolved file. Pure.
 
-By which names a pool node of a cluster and the workers of its host find each other. Pure.
+Also the names by which a pool node and the workers of its host find each other.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ from router.text.preload import PreloadText
 
 
 def pool_name(cluster: str) -> str:
-    """What the pool node of a host listens at over shared memory."""
+    """The shared memory address at which a host's pool node listens."""
     return f"pool-{cluster}"
 
 
 def host_pool_address(cluster: str) -> str:
-    """Where this host's pool node of the cluster is, if there is one."""
+    """The address of this host's pool node for the cluster, if there is one."""
     return f"shm:{pool_name(cluster)}"
 
 
 NODE_HOST = "auto"
-"""A host that stands for the address of the node where Ray places the process."""
+"""Stands for the address of the node where Ray places the process."""
 
 
 ROUNDING = 1e-6
 ACCELERATOR_MARK = 0.001
-"""What Ray sets aside of a node's accelerator type."""
+"""The amount that Ray reserves of a node's accelerator type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayResources:
-    """What Ray sets aside. `machine_devices`: device numbers are the machine's, not Ray's."""
+    """Resources that Ray reserves. `machine_devices`: device numbers are the machine's, not
+    Ray's."""
 
     cpus: float = 0.0
     gpus: float = 0.0
@@ -55,7 +56,7 @@ class RayResources:
     machine_devices: bool = False
 
     def amounts(self) -> dict[str, float]:
-        """# Ray's name of a resource |-> how much, without zeros"""
+        """# Ray's name of a resource |-> amount, without zeros"""
         asked = {"CPU": self.cpus, "GPU": self.gpus, "memory": self.memory_bytes}
         asked |= dict(self.custom)
         if self.accelerator_type:
@@ -86,7 +87,7 @@ class PoolNodePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:
-    """`pool`: of each pool node, one on every node that has workers; None: there is none."""
+    """`pool`: the settings of every pool node, one on each node that has workers; None: no pool."""
 
     name: str
     routers: tuple[RouterPlan, ...]
@@ -119,7 +120,7 @@ def plan_cluster(config: Config) -> ClusterPlan:
 
 
 def placements(plan: ClusterPlan) -> dict[str, RayResources]:
-    """# process |-> its place; without the pool nodes, whose number shows when workers run"""
+    """# process |-> its placement; without pool nodes, whose number is known once workers run"""
     routers = {router.settings.process: router.placement for router in plan.routers}
     return routers | {worker.settings.name: worker.placement for worker in plan.workers}
 
@@ -127,8 +128,8 @@ def placements(plan: ClusterPlan) -> dict[str, RayResources]:
 def shortage(
     plan: ClusterPlan, offered: Mapping[str, float], only: Collection[str] | None = None
 ) -> str | None:
-    """Why the cluster can't fit on a machine that offers this much of each resource, or None.
-    With `only`, of these resources."""
+    """Why the cluster doesn't fit on a machine that offers these amounts, or None. With `only`,
+    just these resources are compared."""
     asked: defaultdict[str, float] = defaultdict(float)
     places = [*placements(plan).values()]
     places += [] if plan.pool is None else [plan.pool.placement]
@@ -204,7 +205,7 @@ def _router_plan(config: Config, number: int) -> RouterPlan:
 
 
 def router_settings(config: Config, number: int = 0) -> RouterSettings:
-    """Of one of its routers."""
+    """The settings of one router."""
     ports = config.router.ports(number)
     assert config.model.path is not None, "resolved"
     assert config.model.served_name is not None, "resolved"
@@ -241,7 +242,7 @@ def internal_host(router: RouterSection) -> str:
 
 
 def _record(router: RouterSection, number: int) -> str | None:
-    """Each router writes a file of its own."""
+    """Each router writes its own file."""
     if router.record is None or router.replicas == 1:
         return router.record
     path = PurePath(router.record)

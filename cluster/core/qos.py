@@ -1,7 +1,4 @@
-"""What the `qos` section of a cluster file tells routers and workers. Pure.
-
-Who goes first on a worker, by its settings. Pure.
-"""
+"""Settings of routers and workers from the `qos` section of a cluster file. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ def qos_tiers(qos: Qos) -> QosTiers:
 
 
 def router_tiers(qos: Qos, admission: str) -> QosTiers:
-    """With what only a router needs to know; `admission` names its policy."""
+    """The tiers with the keys that only a router needs; `admission` names its policy."""
     ladder = qos.ladder
     if not (admission != "none" if ladder.enabled is None else ladder.enabled):
         return replace(qos_tiers(qos), ladder=None)
@@ -55,7 +52,7 @@ def _tier(name: str, tier: TierSection) -> QosTier:
 
 
 def tier_match(qos: Qos) -> TierMatch:
-    """A tier's own name always means it."""
+    """A tier's own name always means that tier."""
     return TierMatch(
         header=qos.header,
         values={value: name for name, tier in qos.tiers.items() for value in (name, *tier.match)},

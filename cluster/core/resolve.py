@@ -1,4 +1,4 @@
-"""Replaces every "auto" of a cluster file by what this machine or Ray cluster offers. Pure.
+"""Replaces each "auto" of a cluster file by what this machine or Ray cluster offers. Pure.
 
 `dtype`, `max_model_len`, `kv_memory` and `staging_bytes` stay "auto": only a worker that has loaded
 the checkpoint and measured its device can tell.
@@ -32,8 +32,8 @@ class Site:
 
 
 def resolve(config: Config, site: Site) -> Config:
-    """The same cluster with nothing left to the machine's choice; idempotent. Device "auto" stays:
-    the worker takes the GPU that Ray sets aside for it, where there is one."""
+    """The same cluster with no choice left to the machine; idempotent. Device "auto" stays: the
+    worker takes the GPU that Ray reserves for it, if there is one."""
     given = share_gpus(config.workers, site.gpus)
     share = threads_per_rank(given, site)
     pools = tuple(_resolve_pool(pool, given, share, site) for pool in given)
@@ -52,7 +52,7 @@ def router_names(replicas: int) -> tuple[str, ...]:
 
 
 def worker_names(pools: tuple[WorkerPool, ...]) -> tuple[tuple[str, ...], ...]:
-    """# pool |-> its workers' names: the role and a number counted over all pools of the role"""
+    """# pool |-> names of its workers: the role, and a number counted over all pools of the role"""
     next_number: Counter[Role] = Counter()
     names = []
     for pool in pools:
@@ -65,7 +65,7 @@ def worker_names(pools: tuple[WorkerPool, ...]) -> tuple[tuple[str, ...], ...]:
 def device_share(pool: WorkerPool, pools: tuple[WorkerPool, ...]) -> int:
     """How many workers use the device of one worker of `pool`, itself included.
 
-    Where Ray picks the GPU, the GPU fraction of the pool says how many fit on it.
+    Where Ray picks the GPU, the pool's GPU fraction says how many fit on it.
     """
     if pool.on_gpu and ":" not in pool.device:
         return max(1, floor(1 / (pool.resources.get("GPU") or 1)))
@@ -75,8 +75,9 @@ def device_share(pool: WorkerPool, pools: tuple[WorkerPool, ...]) -> int:
 
 
 def share_gpus(pools: tuple[WorkerPool, ...], gpus: float) -> tuple[WorkerPool, ...]:
-    """Each pool of device "auto" with its part of the GPUs that the others leave: one for each
-    rank, or a part of one if there are fewer and no worker has several ranks, or none."""
+    """Gives each pool of device "auto" its part of the GPUs that the other pools leave. That is one
+    GPU for each rank. If there are fewer and no worker has several ranks, workers share GPUs; else
+    there are none."""
     part = _gpu_part(pools, gpus)
     return tuple(_with_gpu(pool, part) if part and _shares_gpus(pool) else pool for pool in pools)
 
@@ -109,8 +110,8 @@ def _gpus_taken(pools: tuple[WorkerPool, ...]) -> float:
 
 
 def threads_per_rank(pools: tuple[WorkerPool, ...], site: Site) -> int:
-    """CPU threads of each rank of a CPU worker without a number of its own: an equal share, at
-    least one."""
+    """CPU threads of each rank of a CPU worker without a given number: an equal share, at least
+    one."""
     asked = sum(pool.replicas * (pool.cpu_threads or 0) for pool in pools)
     on_gpus = sum(_ranks(p) for p in pools if p.on_gpu and p.cpu_threads is None)
     sharing = sum(_ranks(p) for p in pools if not p.on_gpu and p.cpu_threads is None)
@@ -119,7 +120,7 @@ def threads_per_rank(pools: tuple[WorkerPool, ...], site: Site) -> int:
 
 
 def pinned(pools: tuple[WorkerPool, ...]) -> tuple[WorkerPool, ...]:
-    """Those whose workers are to get CPUs of their own."""
+    """The pools whose workers shall get their own CPUs."""
     return tuple(pool for pool in pools if not pool.on_gpu and pool.cpu_pinning == "auto")
 
 
@@ -150,6 +151,6 @@ def _resolve_model(model: ModelSection, site: Site) -> ModelSection:
 
 
 def _name_of(path: str) -> str:
-    """A hub id as it is; of a folder its last part."""
+    """A hub id stays as it is; of a folder the last part counts."""
     parts = PurePath(path).parts
     return path if len(parts) <= 2 and not path.startswith(("/", ".", "~")) else parts[-1]

@@ -1,7 +1,7 @@
-"""What one process is told when it starts: everything resolved, nothing left to guess.
+"""The settings of one process at its start, with everything resolved.
 
-Made from the cluster file by `resolve`, or from the options of `kvrelay router`,
-`kvrelay worker` and `kvrelay pool-node`. Plain values, so that they travel to another machine.
+They come from the cluster file by `resolve`, or from the options of `kvrelay router`, `kvrelay
+worker` and `kvrelay pool-node`. Plain values, so that they can be sent to another machine.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from router.text.request_fields import NO_MATCH, TierMatch
 class WorkerSettings:
     """`host` is the address to listen on and to publish; `dtype` "auto" is the checkpoint's own.
 
-    `device` "auto" is settled on the worker's machine: cuda where `gpus` of Ray's are set aside for
-    it, or, without Ray (None), where there are any; so are `transports`, by preference, if there
-    are none. `device_share` counts the workers that use this device, this one included.
-    `kv_memory_bytes` fixes the size of the pool, else `memory_fraction` of the device decides.
-    `compile` is
-    "auto" or "off", `profile` too or a file of step times, `handoff` a HandoffMode, `codec` a Codec
-    or "auto", `ucx` are fields of UcxOptions. Links between hosts take only peers that know the
-    same `secret`.
-    `pool_address` is the pool node's to use, where there need be none yet; None: no pool.
-    `trace_dir` None: nothing is traced. `cpu_pinning` auto: it gets CPUs of its own if it can.
-    `attention` is a backend or "auto". `tensor` processes share the model, and `cpu_threads`;
-    one that another waits for longer than `rank_timeout_s` ends the worker.
+    Where `device` is "auto", the worker decides on its machine. It takes cuda if Ray reserved
+    `gpus` for it, or, without Ray (None), if the machine has any. Without `transports`, in order of
+    preference, it takes those it finds. `device_share` counts the workers on this device, this one
+    included.
+
+    `kv_memory_bytes` fixes the size of the KV pool, else `memory_fraction` of the device decides.
+    `compile` is "auto" or "off", `profile` these or a file of step times, `handoff` a HandoffMode,
+    `codec` a Codec or "auto". `ucx` are fields of UcxOptions. Links between hosts accept only peers
+    with the same `secret`.
+
+    `pool_address` is that of the pool node, which need not run yet; None: no pool. Without
+    `trace_dir` there is no trace. With `cpu_pinning` "auto" the worker gets its own CPUs if it can.
+    `attention` is a backend or "auto". `tensor` processes share the model and `cpu_threads`; one
+    that keeps another waiting for longer than `rank_timeout_s` ends the worker.
     """
 
     name: str
@@ -84,7 +86,7 @@ class WorkerSettings:
 
     @property
     def own_chunk_tokens(self) -> int:
-        """Prompt tokens of a step: on a decode worker others wait for theirs."""
+        """Prompt tokens of a step; on a decode worker the running requests wait for them."""
         if self.role is not Role.DECODE:
             return self.prefill_chunk_tokens
         return min(self.prefill_chunk_tokens, self.mixed_chunk_tokens)
@@ -92,9 +94,9 @@ class WorkerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
-    """`name` is the cluster's, `process` its own. Port 0 lets the system choose. Clients reach
-    `host`; workers, operators and Prometheus reach `internal_host`. `record`: the file
-    for what the core hears and decides, at most `record_bytes` of it; None: none."""
+    """`name` is the cluster's, `process` the router's own. Port 0: the system chooses. Clients use
+    `host`; workers, operators and Prometheus use `internal_host`. `record`: the file in which the
+    core's events and decisions are recorded, up to `record_bytes`; None: no record."""
 
     name: str
     process: str
@@ -119,9 +121,8 @@ class RouterSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolNodeSettings:
-    """`name` is the cluster's; `transports` are links for workers of other hosts, on `host`, which
-    take only those that know the same `secret`; None: what its machine has. `ucx` are fields of
-    UcxOptions."""
+    """`name` is the cluster's. `transports` serve workers of other hosts, on `host`, if these know
+    the same `secret`; None: those that the machine has. `ucx` are fields of UcxOptions."""
 
     name: str
     host_bytes: int

@@ -1,4 +1,4 @@
-"""What the supervisor of a cluster hears and says, as values. Pure."""
+"""Events and commands of a cluster's supervisor, as values. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ProcessKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where a process runs. Those with the same `host` can share memory; `node` is Ray's."""
+    """Where a process runs. Processes with the same `host` can share memory; `node` is Ray's."""
 
     host: str
     node: str
@@ -42,7 +42,7 @@ class Home:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """Ray has found a place for a worker that starts."""
+    """Ray has found a node for a worker that starts."""
 
     name: str
     life: int
@@ -51,7 +51,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Does:
-    """A process that starts says what it does now."""
+    """A starting process reports its activity."""
 
     name: str
     life: int
@@ -60,7 +60,7 @@ class Does:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """A process has started; `address` is what others reach it by."""
+    """A process has started; others reach it at `address`."""
 
     name: str
     life: int
@@ -69,7 +69,7 @@ class Serving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """A process failed to start, crashed, or closed. `fatal`: trying again can't help."""
+    """A process failed to start, crashed, or closed. `fatal`: another start can't help."""
 
     name: str
     life: int
@@ -79,7 +79,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessJoined:
-    """A router knows this worker or pool node; or `refused` says why it uses it not."""
+    """A router knows this worker or pool node; or `refused` says why it doesn't use it."""
 
     name: str
     life: int
@@ -89,7 +89,7 @@ class ProcessJoined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessAnswered:
-    """To a `Ping`: the process does not hang."""
+    """The answer to a `Ping`: the process does not hang."""
 
     name: str
     life: int
@@ -102,7 +102,7 @@ class ProcessStopped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recalled:
-    """What the processes of a former controller say: whether the cluster was READY under it."""
+    """From the processes of an earlier controller: whether the cluster was READY under it."""
 
     was_ready: bool
 
@@ -122,7 +122,7 @@ class SupervisionTick:
     pass
 
 
-Event = (
+SupervisorEvent = (
     Placed
     | Does
     | Serving
@@ -142,7 +142,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """`node`: only there."""
+    """`node`: start it only there."""
 
     name: str
     life: int
@@ -151,7 +151,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Tell a router that this worker or pool node serves; answered by `Joined`."""
+    """Tell a router that this worker or pool node serves; the answer is `Joined`."""
 
     router: str
     name: str
@@ -171,7 +171,7 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class StopProcess:
-    """Remove the process, after a drain if it serves; answered by `Stopped`."""
+    """Remove the process, after a drain if it serves; the answer is `Stopped`."""
 
     name: str
     drain: bool
@@ -179,14 +179,14 @@ class StopProcess:
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """Remove what is left of a process that was lost."""
+    """Clean up after a process that was lost."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class PingProcess:
-    """Ask a process that serves for a sign of life; answered by `Answered`."""
+    """Ask a serving process for a heartbeat; the answer is `Answered`."""
 
     name: str
     life: int
@@ -194,16 +194,18 @@ class PingProcess:
 
 @dataclass(frozen=True, slots=True)
 class Remember:
-    """Tell a process that the cluster is READY. A restarted controller asks the process for it."""
+    """Tell a process that the cluster is READY. A restarted controller asks it for that."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One line for the people who watch."""
+    """One line for the people who watch the start."""
 
     text: str
 
 
-Command = Start | Announce | Withdraw | StopProcess | Remove | PingProcess | Remember | Note
+SupervisorCommand = (
+    Start | Announce | Withdraw | StopProcess | Remove | PingProcess | Remember | Note
+)

@@ -1,16 +1,12 @@
 """Decides which processes of a cluster to start, announce, restart and stop. Pure.
 
 `handle(event, now_s)` is the only door. The shell (the controller actor) turns commands into
-processes and what happens to them into the next event. Every start of a process has a number, its
-`life`; what an older life says is dropped.
+processes, and what happens to them into events. Each start of a process has a number, its `life`;
+events of an older life are dropped.
 
-One process as the supervisor of a cluster sees it, and by which rules it comes back. Pure.
-
-Who gives no sign of life: the processes that are asked for one, and the driver. Pure.
-
-A pause of the supervisor itself is nobody's silence: what was said meanwhile is still to be read.
-
-On which hosts a cluster has pool nodes: those where its workers run, or last ran. Pure.
+The parts: a process with its restart rules, the heartbeats of processes and of the driver, the
+hosts that need a pool node, and the supervisor itself. While the supervisor itself pauses, nobody
+counts as silent: their messages are still to be read.
 """
 
 from __future__ import annotations
@@ -21,10 +17,8 @@ from typing import assert_never
 
 from cluster.core.supervision import (
     Announce,
-    Command,
     Does,
     DriverSeen,
-    Event,
     Home,
     Lost,
     Note,
@@ -44,6 +38,8 @@ from cluster.core.supervision import (
     StopAsked,
     StopProcess,
     SupervisionTick,
+    SupervisorCommand,
+    SupervisorEvent,
     Withdraw,
 )
 from engine.core.activity import Stage, StartActivity
@@ -51,9 +47,9 @@ from engine.core.activity import Stage, StartActivity
 FIRST_BACKOFF_S = 1.0
 LAST_BACKOFF_S = 60.0
 STABLE_S = 60.0
-"""A process that served for so long starts its back-off anew."""
+"""A process that served for this long starts its back-off anew."""
 STARTS_BEFORE_FATAL = 3
-"""A process that never served is given up after so many starts."""
+"""A process that never served is given up after this many starts."""
 
 
 STARTS = StartActivity(stage=Stage.STARTS)
@@ -65,12 +61,12 @@ class Limits:
     driver_timeout_s: float | None
     """None: the cluster outlives its driver."""
     hang_timeout_s: float
-    """A process that answers nothing for so long is killed and started again."""
+    """A process that doesn't answer for this long is killed and started again."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Process:
-    """`home` is where it runs or last ran; a pool node's is where it shall run. `joined`: the
+    """`home` is where it runs or last ran; for a pool node, where it shall run. `joined`: the
     routers that know it."""
 
     name: str
@@ -83,7 +79,7 @@ class Process:
     address: str | None = None
     start_at_s: float = 0.0
     home: Home | None = None
-    activity: StartActivity = STARTS  # what it does while its state is STARTING
+    activity: StartActivity = STARTS  # while its state is STARTING
     asked_s: float | None = None  # for a sign of life, not answered yet
     heard_s: float = 0.0  # when there was the last one
 
@@ -94,7 +90,7 @@ class Process:
         self.asked_s, self.heard_s = None, now_s
 
     def back_off(self, now_s: float) -> float:
-        """It failed once more; the seconds until it is due."""
+        """It failed again. Returns the seconds until its next start."""
         self.failures = 1 if self._was_stable(now_s) else self.failures + 1
         wait_s = min(FIRST_BACKOFF_S * 2 ** (self.failures - 1), LAST_BACKOFF_S)
         self.state, self.start_at_s = State.BACKING_OFF, now_s + wait_s
@@ -108,15 +104,15 @@ class Process:
 
 
 PINGS = 4
-"""In the time after which one that is silent is given up."""
+"""Pings to a silent process before it is given up."""
 COUNTED_S = 1.0
-"""Between two looks at the driver at most so much counts as its silence: the supervisor looks
+"""Between two looks at the driver at most this much counts as its silence. The supervisor looks
 twice a second, unless it stands still itself."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Watching:
-    """Looks as often as it likes. If it stood still itself, nobody else is blamed for that."""
+    """May be called at any interval. A standstill of the supervisor itself is blamed on nobody."""
 
     timeout_s: float
     looked_s: float
@@ -124,7 +120,7 @@ class Watching:
     def look(
         self, serving: Sequence[Process], now_s: float
     ) -> tuple[list[PingProcess], list[Process]]:
-        """(whom to ask, who has been silent for too long)"""
+        """(processes to ping, processes that have been silent for too long)"""
         stood_still = now_s - self.looked_s > self.timeout_s / PINGS
         self.looked_s = now_s
         for process in serving if stood_still else ():
@@ -160,12 +156,12 @@ class DriverWatch:
 
 
 def pool_process(host: str) -> str:
-    """The same at every start, so that a controller that was restarted finds it."""
+    """The same name at every start, so that a restarted controller finds it."""
     return f"pool-{host}"
 
 
 class PoolHomes:
-    """Those that were removed stay known: what is heard of their old lives is told apart."""
+    """Removed pool nodes stay known, so that events of their old lives are recognised."""
 
     def __init__(self) -> None:
         self._known: dict[str, Process] = {}
@@ -177,7 +173,7 @@ class PoolHomes:
         return self._known.get(name)
 
     def settle(self, workers: Iterable[Process], now_s: float) -> list[Process]:
-        """Wants one where workers are; the ones that are wanted no more."""
+        """Adds pool nodes where workers are. Returns those that are no longer wanted."""
         homes = {worker.home for worker in workers if worker.home is not None}
         for home in sorted(homes, key=lambda home: home.node):
             self._want(home, homes, now_s)
@@ -201,7 +197,8 @@ REMIND_S = 10.0
 
 
 class Supervisor:
-    """One cluster: routers, their workers, and a pool node where they are if it has any."""
+    """One cluster: its routers and workers, and a pool node on each host with workers if it has a
+    pool."""
 
     def __init__(
         self,
@@ -213,9 +210,9 @@ class Supervisor:
         pool_needs: str | None = None,
         restarted: bool = False,
     ) -> None:
-        """`needs`: # router or worker |-> what it asks of Ray, in words; `pool_needs`: a pool node,
-        or None when there shall be none. `restarted`: processes of a former controller are there;
-        no rule of the start applies before `Recalled` tells what they say."""
+        """`needs`: # router or worker |-> the resources it asks of Ray, in words; `pool_needs`:
+        those of a pool node, or None without a pool. `restarted`: processes of an earlier
+        controller may run; no rule of the start applies before `Recalled` reports on them."""
         self.routers = {name: Process(name=name, kind=ProcessKind.ROUTER) for name in routers}
         self.workers = {
             name: Process(name=name, kind=ProcessKind.WORKER)
@@ -239,7 +236,7 @@ class Supervisor:
     def processes(self) -> tuple[Process, ...]:
         return (*self.routers.values(), *self._announced())
 
-    def handle(self, event: Event, now_s: float) -> list[Command]:
+    def handle(self, event: SupervisorEvent, now_s: float) -> list[SupervisorCommand]:
         match event:
             case SupervisionTick():
                 return self._tick(now_s)
@@ -270,8 +267,8 @@ class Supervisor:
                 assert_never(event)
 
     def validate(self) -> None:
-        """A process serves exactly when it has an address, and is known to routers that serve; a
-        stopped cluster has none left."""
+        """A process serves exactly when it has an address. It is known only to routers that serve.
+        A stopped cluster has no process left."""
         serving = {router.name for router in self._serving_routers()}
         states = {process.state for process in self.processes()}
         assert self.phase is not Phase.STOPPED or states == {State.GONE}, states
@@ -283,7 +280,7 @@ class Supervisor:
 
     # Starting and restarting
 
-    def _tick(self, now_s: float) -> list[Command]:
+    def _tick(self, now_s: float) -> list[SupervisorCommand]:
         if self.phase in (Phase.STOPPING, Phase.STOPPED):
             return []
         if self._driver.is_gone(now_s):
@@ -295,8 +292,8 @@ class Supervisor:
         started = [command for p in due for command in self._start(p)]
         return [*started, *self._watch(now_s), *self._reminder(now_s)]
 
-    def _reminder(self, now_s: float) -> list[Command]:
-        """Every so often what a start still waits for."""
+    def _reminder(self, now_s: float) -> list[SupervisorCommand]:
+        """From time to time, what a start still waits for."""
         if self.phase is not Phase.STARTING or now_s < self._remind_at_s:
             return []
         self._remind_at_s = now_s + REMIND_S
@@ -305,7 +302,7 @@ class Supervisor:
         return [Note(f"still waiting for {told}")] if waiting else []
 
     def doing(self, process: Process) -> str:
-        """What it does now, in words; nothing once it serves and every router knows it."""
+        """Its current activity in words; empty once it serves and every router knows it."""
         match process.state:
             case State.STARTING if process.activity.stage is Stage.WAITS:
                 needs = self._needs.get(process.name, self._pool_needs)
@@ -320,7 +317,7 @@ class Supervisor:
             case state:
                 return state.value
 
-    def _does(self, event: Does) -> list[Command]:
+    def _does(self, event: Does) -> list[SupervisorCommand]:
         process = self._current(event.name, event.life)
         if process is None or process.state is not State.STARTING:
             return []
@@ -330,55 +327,55 @@ class Supervisor:
         return [Note(f"{process.name} {self.doing(process)}")]
 
     def _may_give_up(self) -> bool:
-        """Only a cluster that has never been READY is stopped because it can't start."""
+        """Only a cluster that was never READY is stopped because it can't start."""
         return self.phase is Phase.STARTING and not self._recalling
 
-    def _recalled(self, event: Recalled) -> list[Command]:
+    def _recalled(self, event: Recalled) -> list[SupervisorCommand]:
         self._recalling = False
         if self.phase is not Phase.STARTING or not event.was_ready:
             return []
         return [Note("the controller was restarted; the cluster was ready"), *self._be_ready()]
 
-    def _be_ready(self) -> list[Command]:
+    def _be_ready(self) -> list[SupervisorCommand]:
         self.phase = Phase.READY
         return [Remember(p.name) for p in self.processes() if p.state is State.SERVING]
 
     def _missing(self) -> str:
         return ", ".join(p.name for p in self.processes() if p.state is not State.SERVING)
 
-    def _start(self, process: Process) -> list[Command]:
+    def _start(self, process: Process) -> list[SupervisorCommand]:
         process.life += 1
         process.state, process.activity = State.STARTING, STARTS
         home = process.home if process.kind is ProcessKind.POOL_NODE else None
         start = Start(process.name, process.life, home.node if home else None)
         return [Note(f"starting {process.name} ..."), start]
 
-    def _watch(self, now_s: float) -> list[Command]:
-        """Those that don't answer are lost."""
+    def _watch(self, now_s: float) -> list[SupervisorCommand]:
+        """Processes that don't answer are lost."""
         serving = [p for p in self.processes() if p.state is State.SERVING]
         asked, silent = self._watching.look(serving, now_s)
-        reason = f"it has answered nothing for {self._watching.timeout_s:g} s"
+        reason = f"it has not answered for {self._watching.timeout_s:g} s"
         lost = (Lost(name=p.name, life=p.life, reason=reason) for p in silent)
         return [*asked, *(command for one in lost for command in self._lost(one, now_s))]
 
-    def _placed(self, event: Placed, now_s: float) -> list[Command]:
+    def _placed(self, event: Placed, now_s: float) -> list[SupervisorCommand]:
         worker = self._current(event.name, event.life)
         if worker is None or worker.state not in (State.STARTING, State.SERVING):
             return []
         worker.home = event.home
         return self._settle_pools(now_s)
 
-    def _settle_pools(self, now_s: float) -> list[Command]:
+    def _settle_pools(self, now_s: float) -> list[SupervisorCommand]:
         if self._pool_needs is None or self.phase in (Phase.STOPPING, Phase.STOPPED):
             return []
         unwanted = self.pools.settle(self.workers.values(), now_s)
         return [command for pool in unwanted for command in self._retire(pool)]
 
-    def _retire(self, pool: Process) -> list[Command]:
+    def _retire(self, pool: Process) -> list[SupervisorCommand]:
         note = Note(f"{pool.name} is stopped: no worker is there any more")
         return [note, *self._withdrawal(pool, pool.address), self._stop_process(pool)]
 
-    def _serving(self, event: Serving, now_s: float) -> list[Command]:
+    def _serving(self, event: Serving, now_s: float) -> list[SupervisorCommand]:
         process = self._current(event.name, event.life)
         if process is None or process.state is not State.STARTING:
             return []
@@ -389,8 +386,9 @@ class Supervisor:
         remember = [Remember(process.name)] if self.phase is Phase.READY else []
         return [note, *remember, *self._announcements(process)]
 
-    def _announcements(self, newcomer: Process) -> list[Command]:
-        """All that serve to a new router; a newcomer to every router that serves."""
+    def _announcements(self, newcomer: Process) -> list[SupervisorCommand]:
+        """Announces all serving processes to a new router, and a new process to every serving
+        router."""
         is_router = newcomer.kind is ProcessKind.ROUTER
         routers = [newcomer] if is_router else self._serving_routers()
         known = self._announced() if is_router else (newcomer,)
@@ -407,7 +405,7 @@ class Supervisor:
     def _announced(self) -> tuple[Process, ...]:
         return (*self.workers.values(), *self.pools.processes())
 
-    def _joined(self, event: ProcessJoined) -> list[Command]:
+    def _joined(self, event: ProcessJoined) -> list[SupervisorCommand]:
         joined, router = self._current(event.name, event.life), self.routers[event.router]
         if joined is None or {joined.state, router.state} != {State.SERVING}:
             return []
@@ -422,7 +420,7 @@ class Supervisor:
     def _all_joined(self) -> bool:
         return all(p.joined == self.routers.keys() for p in self._announced())
 
-    def _lost(self, event: Lost, now_s: float) -> list[Command]:
+    def _lost(self, event: Lost, now_s: float) -> list[SupervisorCommand]:
         process = self._current(event.name, event.life)
         if process is None or process.state not in (State.STARTING, State.SERVING):
             return []
@@ -439,31 +437,31 @@ class Supervisor:
             process.joined.discard(name)
 
     def _hopeless(self, process: Process, event: Lost) -> bool:
-        """It never served, and what never did holds up a cluster that starts."""
+        """A process that never served, in a cluster that is starting, holds up the start."""
         if process.served_s is not None or not self._may_give_up():
             return False
         return event.fatal or process.failures + 1 >= STARTS_BEFORE_FATAL
 
-    def _withdrawal(self, process: Process, address: str | None) -> list[Command]:
+    def _withdrawal(self, process: Process, address: str | None) -> list[SupervisorCommand]:
         if process.kind is ProcessKind.ROUTER or address is None:
             return []
         return [Withdraw(one.name, address, process.kind) for one in self._serving_routers()]
 
     # Stopping
 
-    def _fail(self, error: str) -> list[Command]:
+    def _fail(self, error: str) -> list[SupervisorCommand]:
         self.error = error
         return self._stop(error)
 
-    def _stop(self, why: str) -> list[Command]:
-        """The routers first: they finish what runs, which needs the workers; then these, which
-        still store in the pool nodes, and these at last."""
+    def _stop(self, why: str) -> list[SupervisorCommand]:
+        """Routers stop first: they finish running requests, which needs the workers. Then the
+        workers stop, which still store KV in pool nodes. Pool nodes stop last."""
         if self.phase in (Phase.STOPPING, Phase.STOPPED):
             return []
         self.phase = Phase.STOPPING
         return [Note(f"stopping: {why}"), *map(self._stop_process, self.routers.values())]
 
-    def _stopped(self, name: str, now_s: float) -> list[Command]:
+    def _stopped(self, name: str, now_s: float) -> list[SupervisorCommand]:
         process = self._named(name)
         assert process is not None, name
         process.state = State.GONE
@@ -478,13 +476,13 @@ class Supervisor:
             return [self._stop_process(p) for p in left if p.state is not State.STOPPING]
         return []
 
-    def _router_stopped(self) -> list[Command]:
-        """The workers, after the last one."""
+    def _router_stopped(self) -> list[SupervisorCommand]:
+        """After the last router, the workers stop."""
         if any(router.state is not State.GONE for router in self.routers.values()):
             return []
         return [self._stop_process(worker) for worker in self.workers.values()]
 
-    def _stop_process(self, process: Process) -> Command:
+    def _stop_process(self, process: Process) -> SupervisorCommand:
         drain = process.state is State.SERVING
         process.state, process.address, process.joined = State.STOPPING, None, set()
         self._forget_router(process.name)

@@ -1,6 +1,5 @@
-"""The Ray actors that host a router, a worker or a pool node: thin shells around the same objects
-that run as plain processes. No token and no KV ever passes through their methods.
-"""
+"""The Ray actors of a router, a worker and a pool node: thin shells around the same objects that
+run as plain processes. No token and no KV passes through their methods."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ JOIN_POLL_S = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doing:
-    """What a process that starts does now; `chosen`: the device and the transports that it took,
-    once it has."""
+    """The activity of a process that starts; `chosen`: its device and transports, once they are
+    known."""
 
     activity: StartActivity = STARTS
     chosen: str = ""
@@ -38,14 +37,14 @@ class Doing:
 
 @dataclass(frozen=True, slots=True)
 class StartFailed:
-    """The process says why it can't serve; starting it again would fail the same way."""
+    """The process can't serve, for the given reason; another start would fail in the same way."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterAt:
-    """Where clients reach a router, by its name, and where those who run the cluster do."""
+    """A router's name, its addresses for clients, and those for the people who run the cluster."""
 
     name: str
     host: str
@@ -73,7 +72,7 @@ class RouterAt:
 
 
 class Member:
-    """What each process of a cluster keeps for a controller that is restarted."""
+    """State that each process of a cluster keeps for a restarted controller."""
 
     _cluster_was_ready = False
 
@@ -81,12 +80,12 @@ class Member:
         self._cluster_was_ready = True
 
     async def recall_ready(self) -> bool:
-        """Whether the cluster has been READY since this process serves."""
+        """True if the cluster has been READY since this process serves."""
         return self._cluster_was_ready
 
 
 class WorkerHost(Member):
-    """Async actor. `start` may be asked again, by a controller that was restarted."""
+    """Async actor. A restarted controller may call `start` again."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         configure_logging(settings.name)
@@ -96,7 +95,7 @@ class WorkerHost(Member):
         self._address: str | None = None
 
     async def home(self) -> Home:
-        """Answered before `start` loads anything."""
+        """Answers before `start` loads anything."""
         return _home()
 
     async def doing(self) -> Doing:
@@ -117,7 +116,7 @@ class WorkerHost(Member):
         return self._address
 
     async def answer(self) -> None:
-        """For those that ask whether it hangs."""
+        """A heartbeat: shows that the worker doesn't hang."""
         assert self._worker is not None, "started"
         await self._worker.answer()
 
@@ -131,7 +130,7 @@ class WorkerHost(Member):
 
 
 class PoolNodeHost(Member):
-    """Async actor. `start` may be asked again, by a controller that was restarted."""
+    """Async actor. A restarted controller may call `start` again."""
 
     def __init__(self, settings: PoolNodeSettings) -> None:
         configure_logging("pool-node")
@@ -153,7 +152,7 @@ class PoolNodeHost(Member):
         return self._address
 
     async def answer(self) -> None:
-        """For those that ask whether it hangs."""
+        """A heartbeat: shows that the pool node doesn't hang."""
         await self._node.answer()
 
     async def wait_closed(self) -> None:
@@ -164,7 +163,7 @@ class PoolNodeHost(Member):
 
 
 class RouterHost(Member):
-    """Async actor; `start` and `add_worker` may be asked again."""
+    """Async actor; `start` and `add_worker` may be called again."""
 
     def __init__(self, settings: RouterSettings) -> None:
         configure_logging(settings.process)
@@ -188,7 +187,7 @@ class RouterHost(Member):
         return self._at
 
     async def add_worker(self, address: str) -> StartFailed | None:
-        """Returns when requests can go there, or why none ever will."""
+        """Returns when requests can go to the worker, or the reason why they never can."""
         await self._router.add_worker(address)
         try:
             async with asyncio.timeout(JOIN_TIMEOUT_S):
@@ -211,7 +210,7 @@ class RouterHost(Member):
         return any(worker.address == address for worker in self._router.dispatcher.workers())
 
     async def answer(self) -> None:
-        """Of its event loop, which all of it runs in."""
+        """A heartbeat of the event loop, in which the whole router runs."""
 
     async def wait_closed(self) -> None:
         await self._closed.wait()
@@ -234,14 +233,14 @@ class RouterHost(Member):
 
 
 def _worker_class() -> type[WorkerProcess]:
-    """PyTorch's import takes seconds."""
+    """Imported late: PyTorch takes seconds."""
     from cluster.worker.process import WorkerProcess
 
     return WorkerProcess
 
 
 def _reachable(host: str) -> str:
-    """Where others find what listens on `host`."""
+    """The address by which others reach a listener on `host`."""
     return _own_host(NODE_HOST) if host in EVERY_INTERFACE else host
 
 

@@ -1,4 +1,4 @@
-"""Starting a Ray of our own, or joining one that runs."""
+"""Starts a Ray of our own, or joins one that runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_RAY = (
     "names that of another machine, kvrelay status --address HOST:PORT asks a router without Ray"
 )
 OBJECT_STORE_BYTES = 80 * 2**20
-"""The least that Ray takes: no KV and no token goes through its object store."""
+"""The least that Ray accepts: no KV and no token goes through its object store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +33,14 @@ class Connected:
 
     @property
     def address(self) -> str:
-        """HOST:PORT, by which other commands find this Ray."""
+        """HOST:PORT for other commands that join this Ray."""
         return str(_import_ray().get_runtime_context().gcs_address)
 
 
 def ray_address(configured: str | None) -> str | None:
-    """The Ray to join: as configured, else RAY_ADDRESS; None for one of our own.
+    """The Ray to join: as configured, else RAY_ADDRESS; None: start one.
 
-    Raises ConfigError for an address that is none of a running Ray's control service.
+    Raises ConfigError for an address that isn't that of Ray's control service.
     """
     address = configured or os.environ.get("RAY_ADDRESS")
     if address == "local" or not address:
@@ -98,7 +98,7 @@ def _join(address: str, *, log_to_driver: bool) -> None:
 
 
 def _check_answers(address: str) -> None:
-    """Ray itself tries for minutes, with pages of warnings."""
+    """Ray itself would try for minutes and print pages of warnings."""
     if address == "auto":
         return
     try:
@@ -108,7 +108,8 @@ def _check_answers(address: str) -> None:
 
 
 def _start_own(config: Config, log_to_driver: bool) -> None:
-    """Room for every worker is declared, whatever the machine has: sharing it out is our job."""
+    """Declares resources for every worker, whatever the machine has: kvrelay shares them out
+    itself."""
     ray = _import_ray()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     workers = sum(pool.replicas for pool in config.workers)
@@ -129,7 +130,8 @@ def _start_own(config: Config, log_to_driver: bool) -> None:
 def _children_ignore_sigterm() -> Iterator[None]:
     """A signal to our whole process group must reach only us: we drain before Ray ends.
 
-    Ray does the same for SIGINT. Its processes inherit the mask; Ray kills what doesn't terminate.
+    Ray does the same for SIGINT. Its processes inherit the mask; Ray kills those that don't
+    terminate.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
@@ -139,7 +141,7 @@ def _children_ignore_sigterm() -> Iterator[None]:
 
 
 def _custom_resources(config: Config) -> dict[str, float]:
-    """On a Ray of our own this machine is every node, so it has all that was named."""
+    """On a Ray of our own this machine stands for every node, so it offers each named resource."""
     named: dict[str, float] = {}
     for pool in config.workers:
         for name, amount in pool.resources.items():
@@ -153,14 +155,14 @@ def _custom_resources(config: Config) -> dict[str, float]:
 
 
 def _own_site() -> Site:
-    """GPUs that both PyTorch and Ray find."""
+    """The GPUs that both PyTorch and Ray find."""
     site = site_with_gpus()
     seen = _import_ray().cluster_resources().get("GPU", 0.0) if site.gpus else 0.0
     return replace(site, gpus=min(site.gpus, seen))
 
 
 def _joined_site() -> Site:
-    """What all nodes offer together; each worker listens on its node's own address."""
+    """The sum over all nodes; each worker listens on its own node's address."""
     import ray
 
     nodes = [node for node in ray.nodes() if node["Alive"]]

@@ -1,11 +1,10 @@
-"""The detached Ray actor that owns all others of one cluster: the shell around `supervisor`.
+"""The detached Ray actor that owns all others of one cluster: the shell around the supervisor.
 
-It outlives its driver just long enough to drain and remove every actor, itself included. Ray starts
-it again when it dies; it then finds its actors by their names.
+It outlives its driver just long enough to drain and remove every actor, itself included. When it
+dies, Ray starts it again, and it finds its actors by their names.
 
-What the controller of a cluster tells those that ask it, as values.
-
-Whether a process that Ray has not started yet waits for resources. Pure.
+Also its reports to drivers and to `kvrelay status`, as values, and a pure test whether a process
+waits for resources of Ray.
 """
 
 from __future__ import annotations
@@ -26,10 +25,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from cluster.core.plan import ClusterPlan, placements
 from cluster.core.supervision import (
     Announce,
-    Command,
     Does,
     DriverSeen,
-    Event,
     Home,
     Lost,
     Note,
@@ -49,6 +46,8 @@ from cluster.core.supervision import (
     StopAsked,
     StopProcess,
     SupervisionTick,
+    SupervisorCommand,
+    SupervisorEvent,
     Withdraw,
 )
 from cluster.core.supervisor import Limits, Supervisor
@@ -62,8 +61,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerReport:
-    """What the driver prints and acts on. `notes` are the new ones only, `noted` counts all.
-    `controller` is another id after each start of the controller."""
+    """For the driver. `notes` are the new ones only, `noted` counts all. `controller` is another id
+    after each start of the controller."""
 
     controller: str
     phase: Phase
@@ -73,7 +72,7 @@ class ControllerReport:
     model: str
     routers: tuple[RouterAt, ...]
     downloads: Mapping[str, StartActivity]
-    """# process |-> how far it is"""
+    """# process |-> progress of its download"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +82,7 @@ class ProcessStatus:
     address: str | None
     starts: int
     doing: str
-    """While it starts: what it says that it does; else nothing."""
+    """Its activity while it starts, else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +102,9 @@ def waits_for_room(
     before: Mapping[str, float],
     free: Mapping[str, float],
 ) -> bool:
-    """`asked` is its own, `all_asked` of every process of the cluster, itself included; `before`
-    was free when the cluster began, and `free` is now. Where all that was asked for is taken, it
-    has been given its own, and only starts."""
+    """`asked` is the request of one process, `all_asked` the sum over the cluster, this process
+    included. `before` was free when the cluster began, and `free` is free now. If everything that
+    was asked for is taken, this process has its resources and is only starting."""
     lacking = [name for name, amount in asked.items() if free.get(name, 0.0) + ROUNDING < amount]
     wanted = [*all_asked]
     return any(
@@ -117,23 +116,23 @@ def waits_for_room(
 
 TICK_S = 0.5
 STOP_GRACE_S = 10.0
-"""A process that has not stopped so long after its drain is killed."""
+"""A process that has not stopped this long after its drain is killed."""
 SILENT_S = 3.0
-"""Of a process that says nothing for so long it is looked up whether Ray has room for it."""
+"""If a process is silent for this long, the controller checks whether Ray has room for it."""
 LAST_REPORT_S = 3.0
-"""How long a stopped controller waits for its driver to read so."""
+"""A stopped controller waits this long for its driver to read that it stopped."""
 ROUTER_GONE = StartFailed("the router is gone")
 
 
 class Controller:
-    """Async actor: its loop starts with it, so that a restarted one goes on by itself."""
+    """Async actor. Its loop starts with it, so that a restarted controller continues by itself."""
 
     def __init__(self, plan: ClusterPlan, detach: bool) -> None:
         configure_logging("controller")
         self._plan = plan
         self._fleet = Fleet(plan)
         self._id = uuid4().hex
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: asyncio.Queue[SupervisorEvent] = asyncio.Queue()
         self._notes: list[str] = []
         self._free_before = ray.available_resources()
         self._router_at: dict[str, RouterAt] = {}
@@ -147,7 +146,8 @@ class Controller:
             self._spawn(self._recall(former))
 
     async def heartbeat(self, seen: int, stop: bool) -> ControllerReport:
-        """The driver lives and has `seen` so many notes; `stop`: it wants the cluster gone."""
+        """The driver is alive and has `seen` this many notes; `stop`: it wants the cluster to
+        stop."""
         self._events.put_nowait(StopAsked() if stop else DriverSeen())
         report = ControllerReport(
             controller=self._id,
@@ -185,7 +185,7 @@ class Controller:
         )
 
     def _routers(self) -> tuple[RouterAt, ...]:
-        """Those that have served, in order."""
+        """Routers that have served, in order."""
         known = self._router_at
         return tuple(known[name] for name in self._core.routers if name in known)
 
@@ -212,7 +212,7 @@ class Controller:
 
     async def _run(self) -> None:
         try:
-            event: Event = SupervisionTick()
+            event: SupervisorEvent = SupervisionTick()
             while self._core.phase is not Phase.STOPPED:
                 for command in self._core.handle(event, time.monotonic()):
                     self._execute(command)
@@ -224,14 +224,14 @@ class Controller:
             log.exception("the controller failed; Ray starts it again")
             self._exit(restart=True)
 
-    async def _next_event(self) -> Event:
+    async def _next_event(self) -> SupervisorEvent:
         try:
             return await asyncio.wait_for(self._events.get(), TICK_S)
         except TimeoutError:
             return SupervisionTick()
 
     async def _linger(self) -> None:
-        """A driver that is still there reads the last report before this actor goes."""
+        """Lets a driver that is still there read the last report before this actor ends."""
         try:
             await asyncio.wait_for(self._last_report.wait(), LAST_REPORT_S)
             await asyncio.sleep(TICK_S)
@@ -241,7 +241,7 @@ class Controller:
     def _exit(self, *, restart: bool) -> None:
         ray.kill(ray.get_runtime_context().current_actor, no_restart=not restart)
 
-    def _execute(self, command: Command) -> None:
+    def _execute(self, command: SupervisorCommand) -> None:
         match command:
             case Start():
                 self._spawn(self._start(command))
@@ -277,7 +277,7 @@ class Controller:
     # One process
 
     async def _start(self, command: Start) -> None:
-        """From creation to the end of the process, whatever ends it."""
+        """From the creation to the end of the process, however it ends."""
         name, life = command.name, command.life
         try:
             host = self._fleet.create(name, command.node)
@@ -298,12 +298,12 @@ class Controller:
         self._events.put_nowait(Lost(name=name, life=life, reason=reason))
 
     async def _place(self, command: Start, asked: asyncio.Future[Home]) -> None:
-        with suppress(RayError):  # `_start` hears of it too
+        with suppress(RayError):  # `_start` gets the error too
             home = await asked
             self._events.put_nowait(Placed(name=command.name, life=command.life, home=home))
 
     async def _follow(self, command: Start, host: Handle) -> None:
-        """What it does, until it serves or is lost: `_start` hears of that."""
+        """Its activity until it serves or is lost; `_start` reports the loss."""
         heard: Doing | None = None
         asked: asyncio.Future[Doing] | None = None
         with suppress(RayError):
@@ -345,7 +345,7 @@ class Controller:
         )
 
     async def _ping(self, command: PingProcess) -> None:
-        with suppress(RayError):  # one that is dead has been heard of, by `_start`
+        with suppress(RayError):  # `_start` reports a dead one
             await self._fleet.find(command.name).answer.remote()
             self._events.put_nowait(ProcessAnswered(name=command.name, life=command.life))
 
@@ -354,7 +354,7 @@ class Controller:
             await self._fleet.find(name).remember_ready.remote()
 
     async def _recall(self, former: list[str]) -> None:
-        """The first that knows that the cluster was READY settles it."""
+        """The first process that knows the cluster was READY decides it."""
         asked = [asyncio.ensure_future(self._recalls(name)) for name in former]
         was_ready = False
         with suppress(TimeoutError):
@@ -424,7 +424,7 @@ async def _answer(asked: Awaitable[Doing]) -> Doing:
 
 
 def _reason(error: BaseException) -> str:
-    """One line that says why."""
+    """The reason in one line."""
     match error:
         case RayTaskError():
             cause = error.cause

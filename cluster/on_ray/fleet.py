@@ -35,7 +35,7 @@ class Fleet:
         self._handles: dict[str, Handle] = {}
 
     def create(self, name: str, node: str | None) -> Handle:
-        """A new actor, on this node of Ray if one is given, or the one that a former controller
+        """A new actor, on this node of Ray if one is given, or the actor that an earlier controller
         left under this name."""
         if name in self._routers:
             router = self._routers[name]
@@ -51,7 +51,7 @@ class Fleet:
         return made
 
     def find(self, name: str) -> Handle:
-        """The actor, made by this controller or left by a former one; None without it."""
+        """The actor, made by this controller or an earlier one; None if there is none."""
         if name not in self._handles:
             with contextlib.suppress(ValueError):
                 self._handles[name] = ray.get_actor(self._actor_name(name), namespace=NAMESPACE)
@@ -71,13 +71,13 @@ class Fleet:
         return [name for of, _, name in split if of == self._plan.name and name != CONTROLLER]
 
     def kill_strays(self) -> None:
-        """What a former controller started and this one never heard of."""
+        """Kills actors that an earlier controller started and this one doesn't know."""
         for name in self.names():
-            log.warning("%s was left by a former controller", name)
+            log.warning("%s was left by an earlier controller", name)
             self.kill(name)
 
     def keep_ports(self, at: RouterAt) -> None:
-        """A router that is started again answers where it did before."""
+        """A restarted router listens on the same ports as before."""
         known = self._routers[at.name]
         settings = replace(
             known.settings,
@@ -105,7 +105,7 @@ class Fleet:
 
 
 def _ray_options(place: RayResources) -> dict[str, Any]:
-    """Detached: a controller that is restarted finds its actors alive."""
+    """Detached, so that a restarted controller finds its actors alive."""
     options: dict[str, Any] = {
         "namespace": NAMESPACE,
         "lifetime": "detached",

@@ -1,7 +1,7 @@
-"""`kvrelay serve`: starts a cluster on Ray, follows it, and takes it down again.
+"""`kvrelay serve`: starts a cluster on Ray, follows it, and removes it at the end.
 
-Runs in the driver. The cluster belongs to its controller actor; this process only asks for it,
-prints what the controller notes, and beats as long as it lives.
+Runs in the driver. The cluster belongs to its controller actor. This process only starts the
+controller, prints its notes, and sends heartbeats while it lives.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ANSWER_S = 60.0
 GONE_S = 60.0
 CONTROLLER_CALLS_AT_ONCE = 64
 ONE_PRESS_S = 0.3
-"""A second Ctrl-C so soon is the first one."""
+"""A second Ctrl-C within this time counts as the first."""
 
 Printer = Callable[[str], None]
 
@@ -47,7 +47,7 @@ class Stopwatch:
 
 
 class Driver:
-    """One cluster, seen from a command that follows it."""
+    """One cluster, as a command that follows it sees it."""
 
     def __init__(self, name: str, controller: Handle, *, idle_beat_s: float, say: Printer) -> None:
         self.name = name
@@ -61,11 +61,12 @@ class Driver:
         self._stopping = threading.Event()
 
     def stop(self) -> None:
-        """Ask the cluster to drain and go. Safe in a signal handler, and on any thread."""
+        """Asks the cluster to drain and stop. Safe in a signal handler and on any thread."""
         self._stopping.set()
 
     def wait_ready(self) -> ControllerReport:
-        """Until all serve, or `stop` was called. Raises KvrelayError when it can't start."""
+        """Returns when all processes serve, or `stop` was called. Raises KvrelayError if the
+        cluster can't start."""
         report = self._beat()
         while report.phase is Phase.STARTING and not self._stopping.is_set():
             self._stopping.wait(BEAT_S)
@@ -73,7 +74,8 @@ class Driver:
         return report if report.phase is Phase.READY else self.follow()
 
     def follow(self) -> ControllerReport:
-        """Beat until the cluster has stopped. Raises KvrelayError when it stopped by itself."""
+        """Sends heartbeats until the cluster has stopped. Raises KvrelayError if it stopped by
+        itself."""
         report = self._beat()
         while report.phase is not Phase.STOPPED:
             self._pause(report.phase)
@@ -102,7 +104,7 @@ class Driver:
         return report
 
     def _with_all_notes(self, report: ControllerReport) -> ControllerReport:
-        """A controller that was restarted has begun its notes anew."""
+        """A restarted controller begins its notes anew."""
         if report.controller == self._controller_id:
             return report
         self._controller_id = report.controller
@@ -112,7 +114,7 @@ class Driver:
         return self._ask()
 
     def _ask(self) -> ControllerReport:
-        """A cluster that is READY serves without its controller: its answer is waited for."""
+        """A READY cluster serves without its controller, so its answer is waited for."""
         while True:
             beat = self._controller.heartbeat.remote(self._seen, self._stopping.is_set())
             try:
@@ -120,13 +122,13 @@ class Driver:
             except GetTimeoutError:
                 if not self._was_ready or self._stopping.is_set():
                     raise
-                self._say(f"the controller has answered nothing for {ANSWER_S:g} s")
+                self._say(f"the controller has not answered for {ANSWER_S:g} s")
             else:
                 return report
 
 
 def start(config: Config, here: Connected, *, detach: bool, say: Printer) -> Driver:
-    """Ask for the cluster; it starts from now on. Raises ConfigError when it can't be had."""
+    """Starts the controller; the cluster starts from then on. Raises ConfigError if it can't."""
     resolved = resolve(config, here.site)
     if pinned(config.workers) and not pinned(resolved.workers):
         say("workers aren't pinned: they have more threads than there are CPUs")
@@ -138,7 +140,7 @@ def start(config: Config, here: Connected, *, detach: bool, say: Printer) -> Dri
 
 
 def serve(config: Config, here: Connected, *, detach: bool, say: Stopwatch) -> None:
-    """Returns when the cluster is gone after a signal, or at once with `detach`."""
+    """Returns when the cluster has stopped after a signal, or at once with `detach`."""
     driver = start(config, here, detach=detach, say=say)
     _on_signals(driver)
     try:
@@ -150,15 +152,15 @@ def serve(config: Config, here: Connected, *, detach: bool, say: Stopwatch) -> N
         if not detach:
             driver.follow()
     except KeyboardInterrupt:
-        say("ending at once: what runs is cut")
+        say("ending at once: running requests are cut")
         if not here.own:  # else it ends with its Ray
             kill(driver.name)
         raise
 
 
 def _on_signals(driver: Driver) -> None:
-    """The first one drains; a Ctrl-C after it raises KeyboardInterrupt. One press can come twice,
-    from the terminal and from a parent that passes it on."""
+    """The first signal drains; a Ctrl-C after it raises KeyboardInterrupt. One press can arrive
+    twice: from the terminal, and from a parent that passes it on."""
     first_s: float | None = None
 
     def told(number: int, _: object) -> None:
@@ -176,7 +178,7 @@ def _on_signals(driver: Driver) -> None:
 
 
 def kill(cluster: str) -> None:
-    """Every actor of the cluster, its controller first: it would start the others again."""
+    """Kills every actor of the cluster, its controller first: it would start the others again."""
     names = sorted(_actors_of(cluster), key=lambda name: name != actor_name(cluster, CONTROLLER))
     for name in names:
         with suppress(ValueError, RayError):
@@ -184,7 +186,8 @@ def kill(cluster: str) -> None:
 
 
 def stop(name: str | None, *, say: Printer) -> None:
-    """Drain a running cluster and remove it. Raises ConfigError when `chosen` can't tell which."""
+    """Drains a running cluster and removes it. Raises ConfigError when `chosen` finds no or several
+    clusters."""
     name = chosen(name, running_clusters())
     controller = find_controller(name)
     if controller is None:
@@ -234,7 +237,7 @@ def _create_controller(plan: ClusterPlan, detach: bool) -> Handle:
 
 
 def _wait_gone(cluster: str) -> None:
-    """Until Ray knows no actor of the cluster. Raises KvrelayError that names those that stay."""
+    """Waits until Ray knows no actor of the cluster. Raises KvrelayError that names the rest."""
     deadline_s = time.monotonic() + GONE_S
     while left := _actors_of(cluster):
         if time.monotonic() > deadline_s:
@@ -253,7 +256,7 @@ def running_clusters() -> list[str]:
 
 
 def chosen(name: str | None, running: Sequence[str]) -> str:
-    """The named cluster, else the only one. Raises ConfigError that says what runs."""
+    """The named cluster, else the only one. Raises ConfigError that names the running clusters."""
     if name in running or (name is None and len(running) == 1):
         return name or running[0]
     if not running:

@@ -1,4 +1,4 @@
-"""The disk thread of a pool node: copies between host places and slots, reads first."""
+"""The disk thread of a pool node: copies between host memory and disk slots, reads first."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 
 
 class PoolDisk:
-    """`memory` is the host tier, `block_bytes` to a place. Owns `files` and closes them."""
+    """`memory` is the host tier; each of its slots has `block_bytes`. Owns `files` and closes
+    them."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class PoolDisk:
             self._changed.notify()
 
     def close(self) -> None:
-        """What has not begun is dropped."""
+        """Drops the operations that have not begun."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -124,7 +125,7 @@ class PoolDisk:
         return SlotOutcome.WRITTEN
 
     def _failed(self, error: OSError) -> None:
-        """Said once, until it works again."""
+        """Logs a failure once, until the disk works again."""
         if not self._failing:
             log.warning("the disk tier takes no more blocks: %s", error)
         self._failing = True

@@ -1,4 +1,4 @@
-"""The loop of a pool node: one thread owns the core, and obeys it towards workers and disk."""
+"""The loop of a pool node: one thread owns the core and executes its commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvpool.core.blocks.eviction import open_policy
 from kvpool.core.node.events import (
     DropRouter,
     DropWorker,
-    FromWorker,
+    FromPoolWorker,
     PoolCommand,
     PoolEvent,
     PoolTick,
@@ -57,31 +57,33 @@ TICK_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
-    """Take nothing new; the loop ends when nothing is under way, or after `drain_s`."""
+    """Accept nothing new; the loop ends when no operation is under way, or after `drain_s`."""
 
     drain_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class LifeAsked:
-    """For a sign of life."""
+class HeartbeatAsked:
+    """A heartbeat is asked for."""
 
     answer: Future[None]
 
 
 @dataclass(frozen=True, slots=True)
 class DiskCrashed:
-    """The disk's thread has died of a bug: so does the pool node."""
+    """The disk thread died of a bug, so the pool node ends too."""
 
     error: BaseException
 
 
-Incoming = Heard | Gone | SlotsWritten | SlotsRead | Drain | ServiceEvent | LifeAsked | DiskCrashed
-PoolInbox = queue.SimpleQueue[Incoming]
+NodeEvent = (
+    Heard | Gone | SlotsWritten | SlotsRead | Drain | ServiceEvent | HeartbeatAsked | DiskCrashed
+)
+PoolInbox = queue.SimpleQueue[NodeEvent]
 
 
 class PoolLoop:
-    """`files` are opened already; None without a disk tier."""
+    """`files` are open already; None without a disk tier."""
 
     def __init__(
         self,
@@ -107,7 +109,7 @@ class PoolLoop:
         self._next_tick_s = 0.0
 
     def load(self) -> None:
-        """What an earlier life left on disk. Raises ConfigError."""
+        """Reads the blocks that an earlier process left on disk. Raises ConfigError."""
         if self._files is None:
             return
         found = self._files.found_format()
@@ -120,7 +122,7 @@ class PoolLoop:
         log.info("%d blocks (%s) on disk, of %s", self._on_disk.cached, size, found)
 
     def run(self) -> None:
-        """Until drained; raises what a thread beside it raised."""
+        """Runs until drained. Raises the error of a thread beside it."""
         while not self._is_over():
             timeout_s = max(0.0, self._next_tick_s - time.monotonic())
             with suppress(queue.Empty):
@@ -147,7 +149,7 @@ class PoolLoop:
             return False
         return self._core is None or self._core.idle or time.monotonic() >= self._ends_s
 
-    def _settle(self, event: Incoming) -> None:
+    def _settle(self, event: NodeEvent) -> None:
         match event:
             case Heard(connection=connection, message=PoolHello() as hello):
                 self._greeted(connection, hello, event.region)
@@ -170,7 +172,7 @@ class PoolLoop:
             case ReportAsked(answer=answer):
                 if answer.set_running_or_notify_cancel():
                     answer.set_result(self._report())
-            case LifeAsked(answer=life):
+            case HeartbeatAsked(answer=life):
                 life.set_result(None)
             case DiskCrashed(error=error):
                 raise error
@@ -194,7 +196,7 @@ class PoolLoop:
         before = self._connection_of.get(hello.incarnation)
         if before is not None:
             self._workers.drop(before)
-            self._gone(before, "it connected anew")
+            self._gone(before, "it connected again")
         self._worker_of[connection] = hello.incarnation
         self._connection_of[hello.incarnation] = connection
         welcome = PoolWelcome(
@@ -226,7 +228,7 @@ class PoolLoop:
         if worker is None or isinstance(event.message, FromPool):
             self._break_with(event.connection, "a message that a worker doesn't send")
             return
-        self._decide(FromWorker(worker=worker, message=event.message))
+        self._decide(FromPoolWorker(worker=worker, message=event.message))
 
     def _break_with(self, connection: Connection, reason: str) -> None:
         log.warning("%s broke the protocol (%s): dropped", connection.peer_address, reason)
@@ -243,8 +245,8 @@ class PoolLoop:
     # --- the core and its disk ------------------------------------------------------------------
 
     def _learn(self, format_: PoolFormat) -> None:
-        """The first worker tells what the blocks are, and routers that called hear of them. Raises
-        ConfigError, which changes nothing."""
+        """The first worker determines the format of the blocks, and waiting routers learn it.
+        Raises ConfigError, which changes nothing."""
         if self._core is not None:
             return
         places = self._settings.host_bytes // format_.block_bytes

@@ -1,8 +1,8 @@
-"""One pool node process: host tier in shared memory and disk tier, for the workers of a cluster.
+"""One pool node process: a host tier in shared memory and a disk tier, for a cluster's workers.
 
 KV that a worker has stored here outlives it. Threads: the loop (all decisions), the disk, those of
-the links, and one per worker that sends. When the node dies its memory is gone and workers
-recompute; what is on disk comes back with the next one.
+the links, and one per worker that is sent messages. When the node dies, its memory is gone and
+workers recompute; the next node finds the blocks on disk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import psutil
 
 from cluster.config.types import format_size
 from cluster.core.settings import PoolNodeSettings
-from cluster.pool_node.loop import Drain, LifeAsked, PoolInbox, PoolLoop, open_files
+from cluster.pool_node.loop import Drain, HeartbeatAsked, PoolInbox, PoolLoop, open_files
 from cluster.pool_node.service import PoolNodeService
 from cluster.pool_node.workers import PoolWorkers
 from cluster.process.auto import far_transports
@@ -41,14 +41,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolAddresses:
-    """`links` are the workers' ways to it, `reports` is HOST:PORT of its gRPC service."""
+    """`links` are the addresses for workers, `reports` is HOST:PORT of its gRPC service."""
 
     links: tuple[str, ...]
     reports: str
 
 
 class PoolNode:
-    """Start once, stop once. `wait_closed` tells when, and why, the node has stopped."""
+    """Start once, stop once. `wait_closed` tells when and why the node has stopped."""
 
     def __init__(self, settings: PoolNodeSettings) -> None:
         self._settings = settings
@@ -57,7 +57,7 @@ class PoolNode:
         self._thread: threading.Thread | None = None
 
     async def start(self) -> PoolAddresses:
-        """Load the index of the disk tier and listen. Raises ConfigError."""
+        """Loads the index of the disk tier and listens. Raises ConfigError."""
         loop, workers = await asyncio.to_thread(self._build)
         self._thread = threading.Thread(
             target=self._run, args=(loop, workers), name="kvrelay-pool", daemon=True
@@ -78,7 +78,7 @@ class PoolNode:
         return f"{self._settings.host}:{port}"
 
     async def stop(self, *, drain_s: float) -> None:
-        """Take nothing new, let transfers end and blocks reach the disk for up to `drain_s`."""
+        """Accepts nothing new. For up to `drain_s`, transfers may end and blocks reach the disk."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._inbox.put(Drain(drain_s=drain_s))
@@ -86,13 +86,13 @@ class PoolNode:
             await self._server.stop(grace=None)
 
     async def answer(self) -> None:
-        """Returns once the loop has come round: nothing hangs."""
+        """A heartbeat: returns once the loop has handled it."""
         answer: Future[None] = Future()
-        self._inbox.put(LifeAsked(answer))
+        self._inbox.put(HeartbeatAsked(answer))
         await asyncio.wrap_future(answer)
 
     async def wait_closed(self) -> None:
-        """Returns once stopped; raises what the node died of."""
+        """Returns once the node has stopped. Raises the error that it died of."""
         await asyncio.shield(asyncio.wrap_future(self._closed))
 
     def _build(self) -> tuple[PoolLoop, PoolWorkers]:
@@ -148,7 +148,7 @@ def _check_memory(host_bytes: int) -> None:
 
 
 def _container_bytes() -> float:
-    """cgroup v2: the limit, to which shared memory counts; without one, infinite."""
+    """The memory limit of cgroup v2, which includes shared memory; infinite without one."""
     with suppress(OSError, ValueError):
         return int(CONTAINER_LIMIT.read_text())
     return math.inf

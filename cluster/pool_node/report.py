@@ -1,4 +1,4 @@
-"""What a pool node tells routers: its blocks by tier and state, and who holds which since when."""
+"""A pool node's report to routers: its blocks by tier and state, with holders and ages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def pool_report(
     on_disk: TierBlocks | None,
     now_s: float,
 ) -> pb.PoolReport:
-    """Without `core`, before the first worker has come, only of what is `on_disk` already."""
+    """Before the first worker comes there is no `core`; then only the blocks `on_disk` are
+    reported."""
     report = pb.PoolReport(
         name=name,
         incarnation=incarnation,

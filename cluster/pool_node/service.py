@@ -1,4 +1,4 @@
-"""A pool node's gRPC face: routers ask it for reports, and are told of its blocks."""
+"""A pool node's gRPC API: routers ask for reports and receive changes of its blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ReportAsked:
 
 
 class RouterLine:
-    """The loop's side of one router's stream. `tell` and `drop` may be called from any thread."""
+    """One router's stream, as the loop uses it. `tell` and `drop` may be called from any thread."""
 
     def __init__(self, call: RouterCall) -> None:
         self.call = call
@@ -38,13 +38,13 @@ class RouterLine:
         self._loop.call_soon_threadsafe(self._messages.put_nowait, reason)
 
     async def next(self) -> pb.PoolUpdate | str:
-        """An update, or the reason why it is the end."""
+        """The next update, or the reason why the stream ends."""
         return await self._messages.get()
 
 
 @dataclass(frozen=True, slots=True)
 class LineOpened:
-    """A router has called: it is ready for its first message."""
+    """A router has connected and is ready for its first message."""
 
     line: RouterLine
 
@@ -53,7 +53,7 @@ ServiceEvent = ReportAsked | LineOpened | RouterTook | RouterHungUp
 
 
 class PoolNodeService(pool_node_pb2_grpc.PoolNodeServicer):
-    """`post` puts what routers want into the loop's inbox."""
+    """`post` puts the routers' calls into the loop's inbox."""
 
     def __init__(self, post: Callable[[ServiceEvent], None]) -> None:
         self._post = post
@@ -62,7 +62,7 @@ class PoolNodeService(pool_node_pb2_grpc.PoolNodeServicer):
     async def Report(  # noqa: N802
         self, request: pb.PoolReportRequest, context: grpc.aio.ServicerContext
     ) -> pb.PoolReport:
-        """As the loop answers it, between two events."""
+        """The loop answers it between two events."""
         answer: Future[pb.PoolReport] = Future()
         self._post(ReportAsked(answer))
         return await asyncio.wrap_future(answer)
@@ -70,7 +70,7 @@ class PoolNodeService(pool_node_pb2_grpc.PoolNodeServicer):
     async def Watch(  # noqa: N802
         self, request: pb.WatchRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.PoolUpdate]:
-        """One message is on its way at a time: gRPC takes the next when the router reads."""
+        """One message at a time: gRPC takes the next one when the router reads."""
         if request.wire_version != WIRE_VERSION:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,

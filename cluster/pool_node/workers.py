@@ -1,4 +1,4 @@
-"""A pool node's links: to workers of its own host over shared memory, to others as was asked.
+"""A pool node's links: to workers of its own host over shared memory, to others as configured.
 
 Callbacks come on transport threads and only queue.
 """
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heard:
-    """`region` is how the peer names the host tier on its link."""
+    """`region` is the peer's name of the host tier on its link."""
 
     connection: Connection
     region: RegionName
@@ -41,7 +41,7 @@ class Gone:
 
 
 class PoolWorkers:
-    """`memory` is the host tier, one region on each link."""
+    """`memory` is the host tier, registered as one region on each link."""
 
     def __init__(
         self,
@@ -87,11 +87,11 @@ class PoolWorkers:
 
     @property
     def far_addresses(self) -> tuple[str, ...]:
-        """Those that reach it from other hosts."""
+        """The addresses for workers of other hosts."""
         return self.addresses[1:]
 
     def tell(self, connection: Connection, message: PoolMessage) -> None:
-        """Never waits; a worker that doesn't read is lost after a while."""
+        """Never waits; a worker that doesn't read counts as lost after a while."""
         with self._lock:
             outbox = self._outboxes.get(connection)
             if outbox is None:
@@ -100,7 +100,7 @@ class PoolWorkers:
         outbox.put(message)
 
     def drop(self, connection: Connection) -> None:
-        """Close it once all has been sent; nothing more is heard of it."""
+        """Closes the link once everything is sent; later messages of the worker are ignored."""
         with self._lock:
             outbox = self._outboxes.pop(connection, None)
             self._assemblers.pop(connection, None)

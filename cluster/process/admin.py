@@ -1,4 +1,4 @@
-"""Asking a router's internal gRPC port, as commands do: kvrelay.v1.Admin."""
+"""Calls of a router's internal gRPC API, kvrelay.v1.Admin, for commands."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from typing import TypeVar
 
 import grpc
 
-from kvrelay.errors import ConfigError
+from kvrelay.errors import ConfigError, KvrelayError
 from kvrelay.v1.admin_pb2_grpc import AdminStub
 
 NOT_INTERNAL = "not the internal gRPC address of a router, which kvrelay router prints"
 MESSAGE_BYTES = 64 * 1024 * 1024
 Answer = TypeVar("Answer")
+
+
+class NotKnown(KvrelayError):
+    """The router answers, and does not know what it was asked about."""
 
 
 def ask(
@@ -22,12 +26,14 @@ def ask(
     *,
     timeout_s: float,
 ) -> Answer:
-    """Raises ConfigError when no router answers at HOST:PORT."""
+    """Raises ConfigError when no router answers at HOST:PORT, and NotKnown."""
     options = [("grpc.max_receive_message_length", MESSAGE_BYTES)]
     with grpc.insecure_channel(address, options=options) as channel:
         try:
             return method(AdminStub(channel))(request, timeout=timeout_s)
         except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                raise NotKnown(error.details()) from None
             raise ConfigError(f"{address}: {_reason(error)}") from None
 
 

@@ -1,4 +1,4 @@
-"""What a worker takes where its settings leave the choice to the machine that it runs on."""
+"""The device and the transports of a worker whose settings leave them to its machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvrelay.errors import ConfigError, ModelError
 
 
 def settle(settings: WorkerSettings) -> tuple[WorkerSettings, str]:
-    """(without "auto" for the device and the transports, what was chosen and why). Opens each
+    """(settings without "auto" for device and transports, the choice and its reason). Opens each
     transport once. Raises ModelError or ConfigError when nothing fits."""
     gpus = count_gpus()
     device, because = choose_device(settings.device, settings.gpus, gpus)
@@ -36,8 +36,8 @@ def settle(settings: WorkerSettings) -> tuple[WorkerSettings, str]:
 
 
 def choose_device(device: str, set_aside: float | None, gpus: GpuCount) -> tuple[str, str]:
-    """(device, why). `set_aside`: the GPUs that Ray keeps for this worker, or None without Ray.
-    Raises ModelError for one that PyTorch can't use."""
+    """(device, why). `set_aside`: GPUs that Ray reserved for this worker, or None without Ray.
+    Raises ModelError for a reserved GPU that PyTorch can't use."""
     if device != "auto":
         return device, ""
     if set_aside is None:
@@ -55,7 +55,7 @@ def choose_device(device: str, set_aside: float | None, gpus: GpuCount) -> tuple
 
 
 def far_transports(settings: PoolNodeSettings) -> tuple[str, ...]:
-    """A pool node's links for workers of other hosts."""
+    """The transports of a pool node for workers of other hosts."""
     if settings.transports is not None:
         return settings.transports
     found = _machine(dict(settings.ucx), "cpu", GpuCount(count=0))
@@ -73,7 +73,7 @@ def _machine(ucx: dict[str, str | int], device: str, gpus: GpuCount) -> Machine:
 
 
 def _told(chosen: ChosenTransports, device: str) -> str:
-    """Nobody wonders why a CPU has no link between GPUs."""
+    """Skips reasons that nobody asks for: on a CPU, why there is no link between GPUs."""
     others = tuple(one for one in chosen.left_out if one[0] != "cuda_ipc" or device != "cpu")
     why = replace(chosen, left_out=others).why
     return _listed(chosen.transports) + (f" (not {why})" if why else "")

@@ -1,4 +1,4 @@
-"""Progress bars of the models that a cluster downloads, on the terminal of `kvrelay serve`."""
+"""Progress bars of model downloads, on the terminal of `kvrelay serve`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from engine.core.activity import StartActivity
 
 @dataclass(slots=True)
 class DownloadBars:
-    """They stand below what is printed meanwhile, and go with the last download. Nothing is drawn
-    where the output is no terminal."""
+    """The bars stay below other output and vanish with the last download. Nothing is drawn where
+    the output is no terminal."""
 
     console: Console = field(default_factory=Console)
     _drawn: Progress | None = None
     _tasks: dict[str, TaskID] = field(default_factory=dict)
 
     def show(self, downloads: Mapping[str, StartActivity]) -> None:
-        """`downloads`: # process |-> how far it is"""
+        """`downloads`: # process |-> progress of its download"""
         if not downloads or not self.console.is_terminal:
             self.close()
             return

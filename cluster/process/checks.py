@@ -1,4 +1,4 @@
-"""What is checked of a cluster on the machine that is to run all of it, before anything starts."""
+"""Checks before the start of a cluster, on the machine that will run all of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.live.listener import listen
 
 
 def check_here(config: Config) -> None:
-    """Raises ConfigError that says all that is wrong."""
+    """Raises ConfigError that names all problems."""
     gpus, why_none = local_gpus()
     found = problems(resolve(config, site_with_gpus()), gpus, why_none)
     if found:

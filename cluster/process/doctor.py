@@ -1,4 +1,4 @@
-"""What `kvrelay doctor` finds: each transport on this host, and what a cluster file would get.
+"""The findings of `kvrelay doctor`: each transport on this host, and the choice for a cluster file.
 
 Each transport is tried for real: its endpoint is opened and registers memory.
 """
@@ -39,7 +39,8 @@ NEEDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One transport on this host. `kind` is what its links would be; `why` is empty if usable."""
+    """One transport on this host. `kind` is the kind of its links; `why` is empty if it is
+    usable."""
 
     transport: str
     usable: bool
@@ -51,7 +52,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportChoice:
-    """What two pools would use; None where nothing connects them."""
+    """The transport of two pools; None where nothing connects them."""
 
     prefill: str
     decode: str
@@ -61,7 +62,7 @@ class TransportChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """`problems`: why the cluster file can't run here; none: it can."""
+    """`problems`: why the cluster file can't run here; empty: it can."""
 
     findings: tuple[Finding, ...]
     choices: tuple[TransportChoice, ...]
@@ -202,7 +203,7 @@ def _choice(
 
 
 def _chosen(config: Config, findings: Mapping[str, Finding], on_gpus: bool) -> tuple[str, ...]:
-    """What `auto` comes to, in a cluster of several hosts."""
+    """The result of `auto` in a cluster of several hosts."""
     machine = Machine(
         obstacle=lambda name: findings[name].why, kind=lambda name: findings[name].kind
     )

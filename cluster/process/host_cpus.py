@@ -1,9 +1,8 @@
-"""The CPUs that this process may use, by its affinity and its control group; their cores.
+"""Pins a worker that computes on CPUs to its own CPUs, agreed between all workers of a host.
 
-CPUs of its own for a worker that computes on them, agreed between all workers of a host.
-
-A CPU is claimed by an abstract UNIX socket that is named after it. Every worker of the host's
-network namespace sees the claim, whatever started it, and it ends with its process.
+Which CPUs this process may use follows from its affinity and its control group. A CPU is claimed by
+an abstract UNIX socket named after it. Every worker in the host's network namespace sees the claim,
+whatever started it. The claim ends with its process.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ GROUPS = Path("/sys/fs/cgroup")
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 Core = tuple[int, int]
-"""Its package and its number there."""
+"""Package number, and core number in the package."""
 LimitOf = Callable[[Path], float]
 
 
 def allowed() -> frozenset[int]:
-    """What taskset, Ray or a cpuset left to the main thread of this process."""
+    """The CPUs that taskset, Ray or a cpuset leave to the main thread of this process."""
     return frozenset(os.sched_getaffinity(os.getpid()))
 
 
 def quota(own_groups: Path = Path("/proc/self/cgroup"), groups: Path = GROUPS) -> float | None:
-    """CPUs' worth of time that its control group, or one around it, may use; None: no limit."""
+    """CPU time per second that its control group, or one around it, may use; None: no limit."""
     limits = []
     for line in own_groups.read_text().splitlines():
         number, controllers, path = line.split(":", 2)
@@ -45,7 +44,8 @@ def quota(own_groups: Path = Path("/proc/self/cgroup"), groups: Path = GROUPS) -
 
 
 def _limits(root: Path, path: str, limit: LimitOf) -> Iterator[float]:
-    """Of the group and all around it. A container sees its own group as the root."""
+    """The limits of the group and of all groups around it. A container sees its own group as the
+    root."""
     inner = PurePosixPath(path.lstrip("/"))
     for group in {root, *(root / part for part in (inner, *inner.parents))}:
         with suppress(OSError, ValueError, ZeroDivisionError):
@@ -64,7 +64,7 @@ def _limit_of_v1(group: Path) -> float:
 
 
 def cores(cpus: Iterable[int], topology: Path = TOPOLOGY) -> Mapping[int, Core]:
-    """# CPU |-> its core; without a description each is one"""
+    """# CPU |-> its core; without a description each CPU is a core"""
     return {cpu: _core(topology / f"cpu{cpu}" / "topology", cpu) for cpu in cpus}
 
 
@@ -78,7 +78,7 @@ def _core(folder: Path, cpu: int) -> Core:
 
 
 def ranges(cpus: Iterable[int]) -> str:
-    """As the kernel writes them: 0-3,8."""
+    """In the kernel's notation: 0-3,8."""
     spans: list[list[int]] = []
     for cpu in sorted(cpus):
         if spans and cpu == spans[-1][-1] + 1:
@@ -95,7 +95,7 @@ POLL_S = 0.002
 
 
 class Pinned:
-    """`cpus`: those that only this worker uses; none: it runs wherever it may."""
+    """`cpus`: the CPUs that only this worker uses; empty: it may run on any."""
 
     def __init__(self, claims: Mapping[int, socket.socket]) -> None:
         self._claims = claims
@@ -111,8 +111,8 @@ class Pinned:
 
 
 def pin(threads: int) -> Pinned:
-    """All threads of this process, and those it will start, onto as many CPUs as it computes with,
-    which no other worker uses; or none, with the reason logged."""
+    """Moves all threads of this process, and future ones, to CPUs that no other worker uses, one
+    for each compute thread. If there are too few, it moves none and logs the reason."""
     may = allowed()
     limit = quota()
     if limit is not None and limit < len(may):
@@ -128,15 +128,16 @@ def pin(threads: int) -> Pinned:
 
 
 def chosen(threads: int, free: Collection[int], cores: Mapping[int, Core]) -> tuple[int, ...]:
-    """`threads` of the free CPUs: first those of cores that no one else uses, then neighbours; none
-    where these are too few. Pure."""
+    """`threads` of the free CPUs: first those of cores that are entirely free, then neighbours.
+    Empty if there are too few. Pure."""
     shared = {core for cpu, core in cores.items() if cpu not in free}
     order = sorted(free, key=lambda cpu: (cores[cpu] in shared, cores[cpu], cpu))
     return tuple(order[:threads]) if threads <= len(order) else ()
 
 
 def _claim(threads: int, may: Collection[int]) -> dict[int, socket.socket]:
-    """One at a time looks at all of them, so that two that start together don't split cores."""
+    """One process at a time looks at all CPUs, so that two that start together don't share
+    cores."""
     with _turn():
         tried = {cpu: _bound(str(cpu)) for cpu in may}
         free = {cpu: claim for cpu, claim in tried.items() if claim is not None}
@@ -148,7 +149,7 @@ def _claim(threads: int, may: Collection[int]) -> dict[int, socket.socket]:
 
 @contextmanager
 def _turn() -> Iterator[None]:
-    """A holder that was stopped isn't waited for."""
+    """Doesn't wait for a holder that was stopped."""
     deadline_s = time.monotonic() + LOCK_PATIENCE_S
     while (lock := _bound(LOCK)) is None and time.monotonic() < deadline_s:
         time.sleep(POLL_S)
@@ -160,7 +161,7 @@ def _turn() -> Iterator[None]:
 
 
 def _bound(name: str) -> socket.socket | None:
-    """None where another process has it."""
+    """None if another process has claimed it."""
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         claim.bind(f"\0{NAMES}{name}")
@@ -171,7 +172,7 @@ def _bound(name: str) -> socket.socket | None:
 
 
 def _run_on(cpus: Collection[int]) -> None:
-    """New threads inherit it from those that start them."""
+    """New threads inherit the affinity of the thread that starts them."""
     for task in Path("/proc/self/task").iterdir():
         with suppress(ProcessLookupError):
             os.sched_setaffinity(int(task.name), cpus)

@@ -1,4 +1,4 @@
-"""How every process logs: lines to stderr, with date and time, and the process's own name."""
+"""The log format of every process: lines to stderr with date, time and the process's name."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class LineFormatter(logging.Formatter):
 def configure_logging(process_name: str) -> None:
     """KVRELAY_LOG names the level (debug, info, warning); info if unset.
 
-    Before gRPC is imported: it reads then whether to print its own diagnostics, which repeat in
-    many words what its errors say.
+    Call it before gRPC is imported: gRPC then reads whether to print its own diagnostics, which
+    only repeat its errors at length.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     level = os.environ.get("KVRELAY_LOG", "info").upper()

@@ -1,6 +1,7 @@
 """Addresses: reading HOST:PORT, and finding this machine's own.
 
-Our own gRPC servers: a busy port is an error, and ports come from the configured range.
+Also the gRPC servers of workers and routers: a busy port is an error, and ports come from the
+configured range.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from kvrelay.errors import ConfigError
 
 
 def host_id() -> str:
-    """The same for all processes of this host that reach each other's shared memory, that is those
-    of one network namespace: pods of one machine differ."""
+    """The same for all processes that can reach each other's shared memory: those of one network
+    namespace. Pods of one machine differ."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     return sha256(f"{boot}{os.readlink('/proc/self/ns/net')}".encode()).hexdigest()[:8]
 
 
 def host_towards(joins: Sequence[str]) -> str:
-    """This machine's address on the way to each HOST:PORT. Raises ConfigError if there is none, or
-    not the same."""
+    """The address of this machine on the way to each HOST:PORT. Raises ConfigError if there is no
+    way, or if the addresses differ."""
     first, *others = joins
     host = _host_towards(first)
     for other in others:
         if (its := _host_towards(other)) != host:
             raise ConfigError(
-                f"--join {other}: this machine is {its} on the way there, but {host} on the way to "
+                f"--join {other}: towards it this machine's address is {its}, but {host} towards "
                 f"{first}: set network.host to one that both reach"
             )
     return host
@@ -58,12 +59,12 @@ def split_address(text: str, option: str) -> tuple[str, int]:
 
 MESSAGE_BYTES = 64 * 1024 * 1024
 PING_MS, PATIENCE_MS = 10_000, 20_000
-"""A client that answers no ping for so long is gone, with its host, or hangs: its calls end."""
+"""A client that answers no ping for this long is gone or hangs; its calls end."""
 
 
 def grpc_server() -> grpc.aio.Server:
-    """Without so_reuseport, which would let two servers share a port in silence. Keepalive pings
-    are welcome at any time: a router sends them while a long step keeps its worker silent."""
+    """Without so_reuseport, which would let two servers share a port unnoticed. Keepalive pings are
+    allowed at any time: a router sends them while a long step keeps its worker silent."""
     options = [
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -76,7 +77,7 @@ def grpc_server() -> grpc.aio.Server:
 
 
 def bind_port(server: grpc.aio.Server, host: str, port_range: tuple[int, int] | None) -> int:
-    """A port of the system's choice, or the first free one of the range (ends included)."""
+    """A port that the system chooses, or the first free one of the range (ends included)."""
     ports = [0] if port_range is None else range(port_range[0], port_range[1] + 1)
     for port in ports:
         try:

@@ -1,4 +1,4 @@
-"""What is to be sent over one pool connection: a thread of its own waits for a slow reader."""
+"""The send queue of one pool connection; its own thread waits for a slow reader."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvrelay.errors import PeerError
 
 class Outbox:
     def __init__(self, connection: Connection, failed: Callable[[str], None]) -> None:
-        """`failed` is called, on the outbox's thread, when the peer can't be told any more."""
+        """`failed` is called on the queue's thread when the peer can't be reached any more."""
         self._connection = connection
         self._failed = failed
         self._messages: queue.SimpleQueue[PoolMessage | None] = queue.SimpleQueue()
@@ -23,11 +23,11 @@ class Outbox:
         self._thread.start()
 
     def put(self, message: PoolMessage) -> None:
-        """In order; never waits."""
+        """Keeps the order; never blocks."""
         self._messages.put(message)
 
     def finish(self) -> None:
-        """Send what is there, then close the connection. Idempotent."""
+        """Send everything in the queue, then close the connection. Idempotent."""
         self._messages.put(None)
 
     def join(self) -> None:

@@ -1,4 +1,4 @@
-"""What this machine offers to a cluster that runs on it."""
+"""What this machine offers to a cluster: CPUs, GPUs, an address."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cluster.core.resolve import Site
 
 
 def local_site() -> Site:
-    """CPUs that this process may use; workers listen on loopback."""
+    """The CPUs that this process may use; workers listen on loopback."""
     from engine.bundled import checkpoint_path
 
     cpus = len(os.sched_getaffinity(0))
@@ -21,12 +21,12 @@ def local_site() -> Site:
 
 
 def site_with_gpus() -> Site:
-    """Takes seconds where there is a GPU: PyTorch is asked what it can use."""
+    """Takes seconds on a machine with a GPU, because PyTorch is asked."""
     return replace(local_site(), gpus=local_gpus()[0])
 
 
 def local_gpus() -> tuple[int, str]:
-    """(how many PyTorch can use here, why none)"""
+    """(number of GPUs that PyTorch can use here, reason if none)"""
     from kvpool.transport.gpu_files import NO_GPU, has_gpu_files
 
     if not has_gpu_files():
@@ -38,7 +38,7 @@ def local_gpus() -> tuple[int, str]:
 
 
 def located(config: Config) -> Config:
-    """A model folder by its full path: Ray's processes have other working directories."""
+    """Gives a model folder its full path: Ray's processes have other working directories."""
     path = config.model.path
     folder = None if path is None else Path(path).expanduser()
     if folder is None or not folder.is_dir():

@@ -1,8 +1,8 @@
-"""What a worker does when, as named ranges: a Chrome trace file for each worker, which Perfetto and
-chrome://tracing show. On a CUDA device NVIDIA's profilers are told of the ranges too.
+"""A worker's activities as named ranges, in a Chrome trace file for Perfetto or chrome://tracing.
+On a CUDA device NVIDIA's profilers get the ranges too.
 
-Times are of CLOCK_MONOTONIC, which the processes of one host share: traces of its workers fit
-together as they are, those of several hosts don't.
+Times are of CLOCK_MONOTONIC, which all processes of a host share. So the traces of one host's
+workers fit together as they are; those of several hosts don't.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _NOTHING = nullcontext()
 
 
 class Trace(Protocol):
-    """Thread safe; a range belongs to the thread that it was told by."""
+    """Thread safe; a range belongs to the thread that reported it."""
 
     def span(self, name: str, **args: Value) -> AbstractContextManager[None]:
-        """What is done within."""
+        """A range around the code within."""
 
     def took(self, name: str, started_s: float, **args: Value) -> None:
-        """From `started_s` of time.monotonic() until now."""
+        """A range from `started_s` of time.monotonic() until now."""
 
     def close(self) -> None: ...
 
@@ -53,7 +53,7 @@ NO_TRACE = NoTrace()
 
 
 def open_trace(folder: str | None, process: str, nvtx: Nvtx | None) -> Trace:
-    """`process` is the worker's name, and that of its file with its pid. Raises ConfigError."""
+    """`process` is the worker's name; with its pid it names the file. Raises ConfigError."""
     if folder is None:
         return NO_TRACE
     path = Path(folder) / f"{process}-{os.getpid()}.json"
@@ -65,8 +65,8 @@ def open_trace(folder: str | None, process: str, nvtx: Nvtx | None) -> Trace:
 
 
 class TraceFile:
-    """Written as it happens: of a process that died its last ranges are missing, and the closing
-    bracket, which viewers do without."""
+    """Written as events happen. When a process dies, its last ranges are missing, and so is the
+    closing bracket, which viewers don't need."""
 
     def __init__(self, path: Path, process: str, nvtx: Nvtx | None = None) -> None:
         self._lock = threading.Lock()
@@ -94,7 +94,7 @@ class TraceFile:
         self._record(name, started_s, args)
 
     def close(self) -> None:
-        """Idempotent; what is told later goes nowhere."""
+        """Idempotent; later ranges are dropped."""
         with self._lock:
             if not self._file.closed:
                 self._file.write("]\n")

@@ -1,4 +1,4 @@
-"""One router process: the dispatcher, its faces and the registry that workers join.
+"""One router process: the dispatcher, its servers and the registry that workers join.
 
 The same object serves as `kvrelay router` and inside a Ray actor.
 """
@@ -27,7 +27,7 @@ from router.core.start import Beginning
 from router.live.dispatcher import WorkerDispatcher
 from router.live.listener import Ports
 from router.live.recorder import Recorder
-from router.server import FaceOptions, Faces
+from router.server import RouterServers, ServerOptions
 from router.text.preload import preload_specs
 from router.text.request_fields import TierRules
 from router.text.tokenizer import TextTokenizer
@@ -44,7 +44,7 @@ class RouterAddress:
 class RegistryService(worker_pb2_grpc.RegistryServicer):
     """A worker or pool node started with --join keeps this call open for as long as it lives.
 
-    `only_router`: workers that join others too are refused.
+    `only_router`: workers that join other routers too are refused.
     """
 
     def __init__(self, dispatcher: WorkerDispatcher, *, only_router: bool = False) -> None:
@@ -54,7 +54,7 @@ class RegistryService(worker_pb2_grpc.RegistryServicer):
         self._calls: Counter[str] = Counter()  # one may call again before its old call ends
 
     def close(self) -> None:
-        """End every call: the workers then look for the next router."""
+        """Ends every call; the workers then look for the next router."""
         self._closed.set()
 
     async def Register(  # noqa: N802
@@ -124,7 +124,7 @@ class RouterProcess:
         self.activity = activity
 
     async def start(self) -> RouterAddress:
-        """Serve on all ports. Raises ModelError (no tokenizer) or ConfigError (busy)."""
+        """Serves on all ports. Raises ModelError (no tokenizer) or ConfigError (busy port)."""
         settings = self._settings
         folder = await asyncio.to_thread(
             find_text_files, settings.model, settings.revision, self._now_does
@@ -139,7 +139,7 @@ class RouterProcess:
         self._registry = RegistryService(
             self.dispatcher, only_router=settings.policies.shared_queue
         )
-        options = FaceOptions(
+        options = ServerOptions(
             host=settings.host,
             http_port=settings.http_port,
             grpc_port=settings.grpc_port,
@@ -151,7 +151,7 @@ class RouterProcess:
             cluster=settings.name,
             tiers=TierRules(tiers=settings.qos, match=settings.tier_match),
         )
-        self._faces = Faces(
+        self._servers = RouterServers(
             self.dispatcher,
             folder,
             tokenizer,
@@ -159,7 +159,7 @@ class RouterProcess:
             options,
             add_internal=self._add_registry,
         )
-        public, internal = await self._faces.start()
+        public, internal = await self._servers.start()
         return RouterAddress(public=public, internal=internal)
 
     def _add_registry(self, server: grpc.aio.Server) -> None:
@@ -178,12 +178,13 @@ class RouterProcess:
         await self.dispatcher.pools.remove(address)
 
     async def stop(self, *, drain_s: float) -> None:
-        """Take no new requests, finish what runs for up to `drain_s`, then close everything."""
-        await asyncio.gather(self._faces.stop(drain_s), self._release_workers(drain_s))
+        """Accepts no new requests, finishes running ones for up to `drain_s`, then closes
+        everything."""
+        await asyncio.gather(self._servers.stop(drain_s), self._release_workers(drain_s))
         await self.dispatcher.close()
 
     async def _release_workers(self, drain_s: float) -> None:
-        """Once nothing runs: calls that stay open would hold up the faces for all of `drain_s`."""
+        """Once no request runs: open calls would delay the servers for all of `drain_s`."""
         deadline_s = time.monotonic() + drain_s
         while self.dispatcher.running_requests() and time.monotonic() < deadline_s:
             await asyncio.sleep(0.02)

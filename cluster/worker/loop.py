@@ -31,7 +31,7 @@ from kvpool.core.transfer.messages import Commit
 from kvrelay.messages import LinkState
 
 if TYPE_CHECKING:
-    from cluster.worker.pool.side import PoolEvent
+    from cluster.worker.pool.side import PoolLinkEvent
 
 TICK_S = 0.5
 
@@ -60,7 +60,7 @@ class Moves(Protocol):
 class Pools(Protocol):
     """The pool nodes of this host and of others."""
 
-    def handle(self, event: PoolEvent) -> Iterable[PoolAnswer]: ...
+    def handle(self, event: PoolLinkEvent) -> Iterable[PoolAnswer]: ...
 
 
 class WorkerLoop:
@@ -151,11 +151,11 @@ class WorkerLoop:
         for command in commands:
             self._executors.get(type(command), self._move)(command)
 
-    def _ask(self, event: PoolEvent) -> None:
+    def _ask(self, event: PoolLinkEvent) -> None:
         assert self._pools is not None, "there is no pool"
         self._answers += self._pools.handle(event)
 
-    def _ask_and_settle(self, event: PoolEvent) -> None:
+    def _ask_and_settle(self, event: PoolLinkEvent) -> None:
         self._ask(event)
         self._settle_answers()
 

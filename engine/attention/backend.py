@@ -1,4 +1,4 @@
-"""The seam between the engine and the ways to compute attention on a device."""
+"""The interface between the engine and the attention backends of a device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.model.interface import AttentionState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """One forward pass: its inputs, and what its attention reads and writes."""
+    """One forward pass: its inputs, and the KV that its attention reads and writes."""
 
     token_ids: torch.Tensor  # [1, tokens]
     positions: torch.Tensor  # [1, tokens]
@@ -24,7 +24,7 @@ class Prepared:
 
 
 class Backend(Protocol):
-    """Prepares steps; all that is common to the layers of a step is done here, once."""
+    """Prepares steps: work that all layers share is done here, once."""
 
     def prepare(
         self, slices: Sequence[SequenceSlice], marks: LayerMarks | None = None
@@ -32,21 +32,21 @@ class Backend(Protocol):
 
 
 class Replays(Protocol):
-    """Runs steps that have been recorded."""
+    """Runs recorded steps."""
 
     def logits(
         self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """`[slices that sample, vocab]`, overwritten by the next step; None: not such a step. What
-        is run instead of the slices' own tokens: `token_ids` `[slices]`, on the device."""
+        """`[slices that sample, vocab]`, overwritten by the next step; None: this step is not
+        recorded. `token_ids` `[slices]`, on the device, replace the slices' own tokens."""
 
     def replay(self, sequences: int) -> torch.Tensor:
-        """The step that was asked for last, of so many sequences, again."""
+        """Runs the last requested step, of this many sequences, again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupShape:
-    """What the layers of a layer group have in common. `window` counts the token itself."""
+    """Common properties of a layer group's layers. `window` includes the token itself."""
 
     query_heads: int
     kv_heads: int
@@ -58,5 +58,5 @@ class GroupShape:
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
+        """Query heads of each KV head."""
         return self.query_heads // self.kv_heads

@@ -85,8 +85,8 @@ class FlexBackend:
 
 
 def sparse_blocks(query_counts: Ints, key_counts: Ints) -> tuple[Ints, Ints]:
-    """Which tiles of keys each tile of queries meets, `[query tiles, most]`, and how many; slices'
-    queries and keys follow each other in the same order."""
+    """The tiles of keys that each tile of queries meets, `[query tiles, most]`, and their number.
+    Queries and keys of the slices have the same order."""
     queries, keys = starts_of(query_counts), starts_of(key_counts)
     begins = np.arange(0, queries[-1], _TILE)
     ends = np.minimum(begins + _TILE, queries[-1])
@@ -98,7 +98,7 @@ def sparse_blocks(query_counts: Ints, key_counts: Ints) -> tuple[Ints, Ints]:
 
 
 def _keys(step: StepArrays, seen: Visible, size: int) -> dict[str, Ints]:
-    """Whose each gathered slot is, -1 for those behind the last token, and its position."""
+    """The owner of each gathered slot, -1 behind the last token, and its position."""
     counts = seen.counts * size
     owner = np.repeat(np.arange(len(counts)), counts)
     within = np.arange(len(owner)) - starts_of(counts)[owner]

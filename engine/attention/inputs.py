@@ -1,17 +1,15 @@
-"""What every backend sends the device for a step: the model's inputs and the new KV's slots.
+"""The inputs that every backend sends to the device for a step: the model's inputs and the new KV's
+slots.
 
-One step's indices as numpy arrays, without work per token in Python. Pure.
+A step's indices are numpy arrays, made without work per token in Python. The flattened tokens hold
+the decode rows (slices of one token) first, then the chunks; each in the batch's order. Named int32
+arrays share one buffer, so that a step needs one copy to the device.
 
-The flattened tokens hold the decode rows (slices of one token) first, then the chunks; each in the
-batch's order.
+Libraries that follow block tables get each slice's blocks from the first that its window shows.
+Positions only matter relative to the last token, so earlier blocks may be left out.
 
-Named int32 arrays in one buffer, so that a step sends the device one copy.
-
-What libraries that follow block tables take: each slice's blocks, from the first that its window
-shows on. Positions only matter relative to the last token, so the rest may be left out. Pure.
-
-The head of every layer's attention: its new KV goes into its slots, and who waits for it is
-told.
+The write of a layer's new KV into its slots begins every layer's attention, and then the layer's
+mark is reported.
 """
 
 from __future__ import annotations
@@ -39,7 +37,8 @@ Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupArrays:
-    """One layer group's: each token's slot, all slices' blocks, and where each's begin."""
+    """One layer group: each token's slot, all slices' blocks, and where the blocks of each
+    begin."""
 
     slots: Int64s  # [tokens]
     tables: Int32s  # [blocks]
@@ -48,8 +47,8 @@ class GroupArrays:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepArrays:
-    """`order` is slice, as arranged here |-> slice of the batch; `rows`, `counts` and `starts` are
-    each one's first row, tokens and position. The first `decodes` of them are of one token."""
+    """`order`: # slice, as arranged here |-> slice of the batch. `rows`, `counts` and `starts` are
+    the first row, tokens and position of each. The first `decodes` slices have one token."""
 
     order: list[int]
     decodes: int
@@ -64,7 +63,7 @@ class StepArrays:
 
 @dataclass(slots=True)
 class TableCache:
-    """Block tables of the last step as arrays: most of them stay as they are."""
+    """The last step's block tables as arrays: most of them stay the same."""
 
     _held: dict[tuple[RequestKey, int], tuple[Tables, tuple[Int32s, ...]]] = field(
         default_factory=dict
@@ -115,7 +114,7 @@ def step_arrays(layout: KvLayout, slices: Sequence[SequenceSlice], cache: TableC
 
 
 def _logit_rows(slices: Sequence[SequenceSlice], last_rows: Int64s, decodes: int) -> Int64s:
-    """A slice of one token that samples scores nothing."""
+    """A slice of one token that samples scores no token."""
     rows: Int64s = last_rows[[i for i, s in enumerate(slices) if s.samples]]
     if decodes == len(slices) == len(rows):
         return rows
@@ -132,11 +131,11 @@ def _group(tables: list[Int32s], owner: Int64s, positions: Int64s, size: int) ->
 
 
 _ALIGNED = 4
-"""Elements: arrays begin at multiples of 16 bytes, which lets kernels load them in one go."""
+"""In elements: arrays begin at multiples of 16 bytes, so that kernels can load whole vectors."""
 
 
 class StepPacking:
-    """`shapes` are the most that each array holds; the last may be sent in part."""
+    """`shapes` are the largest sizes of each array; the last array may be sent in part."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._shapes = dict(shapes)
@@ -147,7 +146,7 @@ class StepPacking:
             self.elements += -(-prod(shape) // _ALIGNED) * _ALIGNED
 
     def pack(self, arrays: Mapping[str, Ints], *, pinned: bool) -> torch.Tensor:
-        """What is to be sent; what an array doesn't fill is left as it comes."""
+        """The buffer to send; elements that an array doesn't fill are undefined."""
         last = next(reversed(self._shapes))
         used = self._begins[last] + arrays[last].size
         host = torch.empty(used, dtype=torch.int32, pin_memory=pinned)
@@ -159,7 +158,7 @@ class StepPacking:
         return host
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The arrays in a buffer that holds what `pack` made."""
+        """The arrays in a buffer made by `pack`."""
         return {
             name: flat[begin : begin + prod(self._shapes[name])].view(self._shapes[name])
             for name, begin in self._begins.items()
@@ -174,7 +173,7 @@ class Inputs:
 
     @property
     def slots(self) -> list[torch.Tensor]:
-        """# layer group |->"""
+        """# layer group |-> slots of the new tokens"""
         return [view for name, view in self.views.items() if name.endswith(".slots")]
 
     def prepared(self, state: AttentionState, rows: int | None = None) -> Prepared:
@@ -189,7 +188,7 @@ class Inputs:
 
 @dataclass(slots=True)
 class Named:
-    """The arrays to be sent."""
+    """The arrays to send."""
 
     arrays: dict[str, Ints] = field(default_factory=dict)
 
@@ -201,7 +200,7 @@ class Named:
 
     @staticmethod
     def inputs(groups: int) -> list[str]:
-        """The names that `of` gives."""
+        """The inputs with the names that `of` returns."""
         return ["token_ids", "positions", "logit_rows", *(f"{g}.slots" for g in range(groups))]
 
     def send(self, device: torch.device) -> Inputs:
@@ -244,16 +243,16 @@ def visible(layout: KvLayout, group: int, step: StepArrays) -> Visible:
 
 
 def starts_of(counts: Ints) -> Ints:
-    """Where each of some runs begins, and the last one's end."""
+    """The start of each run, and the end of the last one."""
     return np.concatenate([[0], np.cumsum(counts)])
 
 
-Store = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+_StoreKv = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """New keys and values `[kv_heads, tokens, dim]`, the layer's planes, slots int32 `[tokens]`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LayerKv:
     """A layer's planes `[slots, kv_heads, dim]`, with the KV of this step."""
 
     group: int
@@ -269,19 +268,20 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class KvWriter:
-    """Of one step. `places` is layer |-> (layer group, index in it), `slots` the groups'."""
+    """Writes one step's KV. `places` is layer |-> (layer group, index in it), `slots` the
+    groups'."""
 
     memory: KvMemory
     places: Mapping[int, tuple[int, int]]
     slots: Sequence[torch.Tensor]
     marks: LayerMarks | None
-    store: Store
+    store: _StoreKv
 
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Held:
-        """`key`, `value` as `AttentionState.attend` gets them."""
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> LayerKv:
+        """`key`, `value` as in `AttentionState.attend`."""
         group, index = self.places[layer]
         keys, values = self.memory.layer(group, index)
         self.store(key[0], value[0], keys, values, self.slots[group])
         if self.marks is not None:
             self.marks.wrote(layer)
-        return Held(group, keys, values, self.memory.layout.block_size)
+        return LayerKv(group, keys, values, self.memory.layout.block_size)

@@ -1,7 +1,5 @@
-"""Attention over the paged KV memory, in plain torch operations. Runs in the worker.
-
-Attention in plain torch operations, as a backend beside the others.
-"""
+"""Attention over the paged KV memory in plain torch operations, and the backend of that name. Runs
+in the worker."""
 
 from __future__ import annotations
 
@@ -95,8 +93,8 @@ def _decode(layer: _Layer, bucket: DecodeBucket, query: torch.Tensor) -> torch.T
 
 
 def _prefers_diagonal(query: torch.Tensor, kv_heads: int) -> bool:
-    """On CPU in 16 bits SDPA takes twice as long for one query; the work wasted here grows with
-    the KV heads, and wins up to about this many."""
+    """On a CPU in 16 bits, SDPA takes twice as long for one query. The wasted work of the diagonal
+    form grows with the KV heads; it is faster up to about this many."""
     return query.device.type == "cpu" and query.dtype != torch.float32 and kv_heads <= 4
 
 

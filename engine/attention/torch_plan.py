@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from engine.core.step import SequenceSlice, scored_rows
 from kvpool.core.layout.layout import KvLayout
 
-Ints = NDArray[np.int64]
+_Ints = NDArray[np.int64]
 
 _WASTE = 1.5
 """A decode bucket's longest sequence is at most this many times its shortest."""
@@ -89,10 +89,10 @@ class Planner:
             ),
         )
 
-    def _index(self, values: Sequence[int] | Ints) -> torch.Tensor:
+    def _index(self, values: Sequence[int] | _Ints) -> torch.Tensor:
         return torch.as_tensor(np.asarray(values, dtype=np.int64)).to(self.device)
 
-    def _group(self, group: int, ordered: list[SequenceSlice], positions: list[Ints]) -> GroupPlan:
+    def _group(self, group: int, ordered: list[SequenceSlice], positions: list[_Ints]) -> GroupPlan:
         size, window = self.layout.block_size, self.layout.groups[group].window
         tables = [np.asarray(s.tables[group], dtype=np.int64) for s in ordered]
         slots = [t[p // size] * size + p % size for t, p in zip(tables, positions, strict=True)]
@@ -103,7 +103,9 @@ class Planner:
             chunks=self._chunks(tables, ordered, decodes, window),
         )
 
-    def _buckets(self, group: int, tables: list[Ints], ends: list[int]) -> tuple[DecodeBucket, ...]:
+    def _buckets(
+        self, group: int, tables: list[_Ints], ends: list[int]
+    ) -> tuple[DecodeBucket, ...]:
         window = self.layout.groups[group].window
         firsts = [_first_block(end - 1, window, self.layout.block_size) for end in ends]
         counts = [self.layout.blocks_for(end) - f for end, f in zip(ends, firsts, strict=True)]
@@ -116,7 +118,7 @@ class Planner:
     def _bucket(
         self,
         start: int,
-        tables: list[Ints],
+        tables: list[_Ints],
         ends: list[int],
         firsts: list[int],
         window: int | None,
@@ -137,7 +139,7 @@ class Planner:
 
     def _chunks(
         self,
-        tables: list[Ints],
+        tables: list[_Ints],
         ordered: list[SequenceSlice],
         decodes: int,
         window: int | None,
@@ -148,7 +150,7 @@ class Planner:
             row += len(piece.token_ids)
         return tuple(chunks)
 
-    def _chunk(self, row: int, table: Ints, piece: SequenceSlice, window: int | None) -> ChunkPlan:
+    def _chunk(self, row: int, table: _Ints, piece: SequenceSlice, window: int | None) -> ChunkPlan:
         size, tokens, end = self.layout.block_size, len(piece.token_ids), _end(piece)
         queries = np.arange(piece.start, end)[:, None]
         if piece.start == 0:
@@ -159,7 +161,7 @@ class Planner:
         mask = self._mask(queries, np.arange(first * size, last * size)[None], window)
         return ChunkPlan(row, row + tokens, self._index(table[first:last]), mask)
 
-    def _mask(self, queries: Ints, keys: Ints, window: int | None) -> torch.Tensor:
+    def _mask(self, queries: _Ints, keys: _Ints, window: int | None) -> torch.Tensor:
         """Additive, 0 where the key's position is seen from the query's, else minus infinity."""
         near, far = (
             torch.from_numpy(queries).to(self.device),

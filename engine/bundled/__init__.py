@@ -1,7 +1,7 @@
 """The checkpoint that `kvrelay serve` loads when no model is named.
 
-This module only says where the folder is, so that any process may import it cheaply: it needs the
-standard library alone. `bench/bundled_model` in the repository trained the weights.
+This module only says where the folder is. It needs just the standard library, so any process may
+import it. `bench/bundled_model` in the repository trained the weights.
 """
 
 from pathlib import Path

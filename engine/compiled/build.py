@@ -1,6 +1,6 @@
 """Makes a model's forward pass fast. On a CPU: packed weights, a flat graph, fused operations.
 
-What was made is compared with the model's own forward pass, which stays in use where they differ.
+The result is compared with the model's own forward pass, which stays in use if they differ.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from kvrelay.errors import ModelError
 log = logging.getLogger(__name__)
 
 _LENGTHS = (1, 11, 19, 300)
-"""Tokens of the runs that are compared; a model with a shorter context runs fewer."""
+"""Tokens of the compared runs; a model with a shorter context runs fewer."""
 _MEASURED = 2
-"""Which of the runs tells how far rounding moves the logits."""
+"""This many of the runs show how far rounding moves the logits."""
 _ROWS = 19
-"""So many of the last tokens' logits are compared."""
+"""Logits of this many last tokens are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Expected:
-    """The logits of the model as it was loaded. `bound`: the largest difference allowed, as a share
-    of their range."""
+    """The logits of the loaded model. `bound`: the largest allowed difference, as a share of their
+    range."""
 
     rows: torch.Tensor
     bound: float
 
 
 def compile_model(model: Model) -> Model:
-    """Changes the modules of `model`. On a GPU the forward pass stays its own, with projections
-    merged.
+    """Changes the modules of `model`. On a GPU the forward pass stays the model's own, with merged
+    projections.
 
-    Raises ModelError where packed or merged weights give other logits.
+    Raises ModelError if packed or merged weights give other logits.
     """
     started_s = time.monotonic()
     expected = _expected(model)
@@ -94,7 +94,7 @@ def _captured(model: Model) -> Captured:
 
 
 def _fuse(made: Captured, fused: Fused | None) -> str:
-    """What was fused, in words."""
+    """The fused operations, in words."""
     if fused is None:
         return "none fused"
     gates, rotated = fuse_gates(made, fused), fuse_rotary(made, fused)
@@ -117,7 +117,7 @@ def _open(dtype: torch.dtype) -> Fused | None:
     try:
         return open_fused(dtype)
     except BuildError as error:
-        log.warning("compile: operations stay apart: %s", error)
+        log.warning("compile: operations are not fused: %s", error)
         return None
 
 
@@ -147,7 +147,7 @@ def _difference(model: Model, expected: _Expected) -> float:
 
 
 def _expected(model: Model) -> _Expected:
-    """The bound is measured in one short run alone, which takes a fraction of the time."""
+    """The bound is measured in one short run, which takes a fraction of the time."""
     runs = [_run(model, tokens).float() for tokens in _LENGTHS]
     bounds = noise_bound(lambda: _run(model, _LENGTHS[_MEASURED]), runs[_MEASURED])
     rows = torch.cat(runs)
@@ -160,7 +160,7 @@ def _typical(model: Model, differences: torch.Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _OwnTokens:
-    """Implements AttentionState: every token sees those before it, and nothing is cached."""
+    """Implements AttentionState: every token sees the tokens before it, and nothing is cached."""
 
     def attend(
         self,

@@ -1,6 +1,6 @@
 """A chain of operations over few rows, run in one call by torch's own threads. In the worker.
 
-Where a chain's values lie, and what a graph's views make of them.
+Also the places of a chain's values, and the effect of a graph's views on them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 class Form(Enum):
-    """How a tensor of a step's rows counts its dimensions."""
+    """The order of dimensions in a tensor of a step's rows."""
 
     ROWS = auto()  # [1, rows, width]
     HEADS = auto()  # [1, rows, heads, width]
@@ -61,7 +61,7 @@ class BufferPlace:
 
 
 def viewed(place: BufferPlace, node: Node) -> BufferPlace | None:
-    """What `node` makes of what lies in `place`; None where it isn't known to be a mere view."""
+    """The place of `node`'s result if its input is at `place`; None unless it is a mere view."""
     made = node.meta.get("kind")
     if not isinstance(made, TensorKind):
         return None
@@ -107,7 +107,8 @@ def _joined(place: BufferPlace, made: TensorKind) -> BufferPlace | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """`widths` are those of buffers; `outputs` lie in them. `held` is what `ops` point at."""
+    """`widths` are those of buffers; `outputs` are in them. `held` keeps alive what `ops` point
+    at."""
 
     ops: Sequence[Op]
     inputs: int

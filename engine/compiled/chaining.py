@@ -1,7 +1,7 @@
-"""Finds operations that follow each other in a graph and makes one call of them, for few rows.
+"""Finds consecutive operations in a graph and makes one call of them, for steps of few rows.
 
-Of few rows a product is as fast as its weights are read, and what lies between two products costs
-more to start than to do. Attention, and whatever isn't known here, ends a chain.
+With few rows a product is limited by reading its weights, and the operations between two products
+cost more to start than to run. Attention, or an unknown operation, ends a chain.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from engine.model.capture import Forward
 from engine.model.packed_linear import Packed
 
 FEW_TOKENS = 16
-"""Up to so many a step's products are limited by memory."""
+"""Up to this many tokens, a step's products are limited by memory."""
 
 
 def by_tokens(few: Forward, many: Forward) -> Forward:
-    """The one or the other, by a step's number of tokens."""
+    """Chooses one of two models by a step's number of tokens."""
 
     def run(ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return (few if ids.shape[1] <= FEW_TOKENS else many)(ids, positions, rows)
@@ -49,7 +49,7 @@ def chained(made: Captured, fused: Fused) -> Captured | None:
 
 
 def products_left(made: Captured) -> int:
-    """That oneDNN computes."""
+    """Products that oneDNN still computes."""
     calls = made.graph.find_nodes(op="call_function", target=operator.call)
     return sum(isinstance(_called(made, node), Packed) for node in calls)
 
@@ -67,7 +67,7 @@ def _copied(made: Captured) -> Captured:
 
 
 def _close(made: Captured, gathered: Gathered, fused: Fused) -> bool:
-    """Puts one call in the place of what was gathered, if it is worth one."""
+    """Replaces the gathered operations by one call, if that pays."""
     if not gathered.products:
         return False
     outputs = gathered.outputs()

@@ -1,6 +1,5 @@
-"""Finds rotary embeddings and gated activations in a captured graph.
-
-Finds RMS norms (arXiv:1910.07467 §4) in a captured graph, and the sums before them.
+"""Finds operations to fuse in a captured graph: rotary embeddings, gated activations, and RMS norms
+(arXiv:1910.07467 §4) with the sums before them.
 
 Rotary embeddings that choose their factors while they run (LongRoPE) stay whole in a capture.
 """
@@ -23,7 +22,7 @@ aten = torch.ops.aten
 
 
 def fuse_rotary(made: Captured, fused: Fused) -> int:
-    """One call for each rotated query or key; how many were found."""
+    """One call for each rotated query or key. Returns their number."""
     count = sum(_rotary(made, node, fused) for node in list(made.graph.nodes))
     made.graph.eliminate_dead_code()
     return count
@@ -81,7 +80,8 @@ def _are_angles(node: object, source: Node) -> bool:
 
 
 def fuse_gates(made: Captured, fused: Fused) -> int:
-    """One call for each activation of a gate and its product with the rest."""
+    """One call for each activation of a gate and its product with the rest. Returns their
+    number."""
     count = sum(_gate(made, node, fused) for node in list(made.graph.nodes))
     made.graph.eliminate_dead_code()
     return count
@@ -122,7 +122,7 @@ class _Norm:
 
 
 def fuse_norms(made: Captured, fused: Fused) -> int:
-    """One call for each norm, and for a sum with the norm of it; how many norms were found."""
+    """One call for each norm, or for a sum with its norm. Returns the number of norms."""
     found = [_match(made, node) for node in list(made.graph.nodes)]
     norms = [norm for norm in found if norm is not None]
     for norm in norms:
@@ -136,7 +136,7 @@ def fuse_norms(made: Captured, fused: Fused) -> int:
 
 
 def _match(made: Captured, rsqrt: Node) -> _Norm | None:
-    """x * rsqrt(mean(x^2) + eps), in fp32, times a weight, in whatever order it is rounded."""
+    """x * rsqrt(mean(x^2) + eps), in fp32, times a weight, whatever the order of roundings."""
     if not is_call(rsqrt, aten.rsqrt.default, 1):
         return None
     total: Any = rsqrt.args[0]
@@ -159,7 +159,7 @@ def _match(made: Captured, rsqrt: Node) -> _Norm | None:
 
 
 def _finish(made: Captured, source: Node, scaled: Node, eps: float) -> _Norm | None:
-    """Follows the weight and the roundings behind `scaled`."""
+    """Follows the weight and the roundings after `scaled`."""
     dtype, width = kind(source).dtype, kind(source).shape[-1]
     node, weight, result, rounds = scaled, None, None, False
     while (user := only_user(node)) is not None:
@@ -227,7 +227,7 @@ def _shapes(
 
 @contextmanager
 def whole_rotaries(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """A graph captured inside names these modules instead of what they compute."""
+    """A graph captured in this context names these modules instead of their operations."""
     found = {name: part for name, part in model.named_modules() if _is_rotary(part)}
     try:
         for name, part in found.items():

@@ -1,7 +1,5 @@
-"""The operations of one chain, gathered in the order of their graph, and where their values lie.
-
-What one chain reads and writes: its inputs, its own buffers, and where each value lies.
-"""
+"""Gathers the operations of one chain in the order of their graph, with the places of their values:
+inputs, the chain's own buffers, and outputs."""
 
 from __future__ import annotations
 
@@ -14,13 +12,13 @@ from torch.fx import Node
 
 from engine.compiled.chain import BufferPlace, Plan, viewed
 from engine.compiled.graph import Captured, TensorKind
-from engine.compiled.library import MOST_OPS, Fused, Op, OpKind, Value
+from engine.compiled.library import MOST_OPS, Fused, Op, OpKind, OpValue
 from engine.model.packed_linear import Packed
 
 
 @dataclass(slots=True)
 class Buffers:
-    """All values have the same rows; a graph says by a word how many they are."""
+    """All values have the same rows; a word of the graph gives their number."""
 
     dtype: torch.dtype
     rows: object = None
@@ -40,7 +38,7 @@ class Buffers:
         )
 
     def read(self, **operands: object) -> dict[str, BufferPlace] | None:
-        """Operands that aren't here become inputs, all or none of them.
+        """Operands from outside become inputs, all or none of them.
 
         `x` must then be `[1, rows, width]`; others may be angles, `[1, 1, rows, width]`.
         """
@@ -59,14 +57,14 @@ class Buffers:
         self.inputs, self.rows = inputs, rows
         return found
 
-    def value(self, place: BufferPlace) -> Value:
+    def value(self, place: BufferPlace) -> OpValue:
         own = place.buffer >= 0
         buffer = len(self.inputs) + place.buffer if own else -1 - place.buffer
-        return Value(buffer, place.offset, place.stride)
+        return OpValue(buffer, place.offset, place.stride)
 
 
 def _rows_of(node: Node, dtype: torch.dtype, *, may_be_angles: bool) -> object:
-    """The graph's word for them; None where it is no input."""
+    """The graph's word for the number of rows; None if it is no input."""
     kind = node.meta.get("kind")
     if not isinstance(kind, TensorKind) or kind.dtype != dtype or len(kind.shape) < 3:
         return None
@@ -89,7 +87,7 @@ aten = torch.ops.aten
 class _Step:
     kind: OpKind
     values: dict[str, BufferPlace]
-    """# x, y, z, out, more |-> where it lies"""
+    """# x, y, z, out, more |-> its place"""
     width: int
     heads: int = 1
     head_stride: int = 0
@@ -133,11 +131,11 @@ class Gathered:
         return any(one in self for one in node.all_input_nodes)
 
     def would_take(self, node: Node) -> bool:
-        """If it were empty."""
+        """True if an empty chain would take it."""
         return Gathered(self._made, self._fused).take(node)
 
     def take(self, node: Node) -> bool:
-        """A view of what is here, or an operation that can follow."""
+        """Takes a view of a value here, or an operation that can follow."""
         place = self._view(node)
         if place is None and node.op == "call_function" and len(self._steps) < MOST_OPS:
             make = self._makers.get(node.target)
@@ -149,7 +147,7 @@ class Gathered:
         return place is not None
 
     def outputs(self) -> list[tuple[Node, BufferPlace]]:
-        """What others use."""
+        """Values that other operations use."""
         return [
             (node, place)
             for node, place in self._buffers.places.items()
@@ -295,7 +293,7 @@ class Gathered:
 
 
 def _is_plain_sum(node: Node) -> bool:
-    """Of two tensors of one shape, `[1, rows, width]`."""
+    """The sum of two tensors of one shape, `[1, rows, width]`."""
     kinds = [one.meta.get("kind") for one in (node, *node.all_input_nodes)]
     shapes = {one.shape for one in kinds if isinstance(one, TensorKind)}
     is_one = len(shapes) == 1 and all(isinstance(one, TensorKind) for one in kinds)

@@ -1,8 +1,7 @@
-"""A captured forward pass: its operations, in order, and the tensors that never change.
+"""A captured forward pass: its operations in order, and its constant tensors.
 
-Computes once what a captured graph would compute from constants alone, each time.
-
-Lets a captured graph call the ranks of its own worker where their parts come together.
+Values that depend on constants alone are computed once. A captured graph calls the ranks of its own
+worker where their parts are combined.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from engine.parallel.split import JOIN, SUM
 
 @dataclass(frozen=True, slots=True)
 class TensorKind:
-    """What tensor an operation makes. Sizes and strides that depend on the step are words."""
+    """The kind of tensor that an operation makes. Sizes and strides that depend on the step are
+    words."""
 
     dtype: torch.dtype
     shape: tuple[int | str, ...]
@@ -39,10 +39,10 @@ class TensorKind:
 class Captured:
     graph: Graph
     constants: dict[str, Any]
-    """# target of a get_attr node |-> what it stands for"""
+    """# target of a get_attr node |-> its value"""
 
     def constant(self, node: object) -> torch.Tensor | None:
-        """The tensor that a node stands for, where it is always the same one."""
+        """The tensor of a node that is always the same."""
         if not (isinstance(node, Node) and node.op == "get_attr"):
             return None
         found = self.constants[str(node.target)]
@@ -58,7 +58,7 @@ class Captured:
             return self.graph.create_node("get_attr", name)
 
     def forget(self, node: Node) -> None:
-        """A constant's node that nobody uses."""
+        """Removes a constant's node that nobody uses."""
         self.graph.erase_node(node)
         if all(node.target != other.target for other in self.graph.find_nodes(op="get_attr")):
             del self.constants[str(node.target)]
@@ -69,7 +69,7 @@ class Captured:
 
 
 def kind(node: object) -> TensorKind:
-    """Of a node that makes one tensor."""
+    """The kind of a node with one tensor as its result."""
     assert isinstance(node, Node), node
     found = node.meta["kind"]
     assert isinstance(found, TensorKind), node
@@ -77,7 +77,7 @@ def kind(node: object) -> TensorKind:
 
 
 def is_call(node: object, target: object, uses: int | None = None) -> bool:
-    """`node` calls `target`, and `uses` others take its result."""
+    """`node` calls `target`, and `uses` other nodes take its result."""
     return (
         isinstance(node, Node)
         and node.op == "call_function"
@@ -91,13 +91,13 @@ def only_user(node: Node) -> Node | None:
 
 
 def other_operand(node: Node, one: object) -> Any:
-    """Of a call with two operands."""
+    """The other operand of a call with two."""
     first, second = node.args[:2]
     return second if first is one else first
 
 
 _MOST_VALUES = 1 << 20
-"""Larger ones would take memory twice."""
+"""Larger values would take memory twice."""
 
 
 def fold_constants(made: Captured) -> None:

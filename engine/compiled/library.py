@@ -1,6 +1,6 @@
 """The operations of `source/fused.cpp` on torch tensors. Runs in the worker.
 
-What a chain of operations is to C++. Mirrors engine/compiled/source/chain.h.
+The structures of a chain mirror engine/compiled/source/chain.h.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class OpKind(IntEnum):
     GELU = 6
 
 
-class Value(ctypes.Structure):
+class OpValue(ctypes.Structure):
     _fields_: ClassVar = [(name, c_int32) for name in ("buffer", "offset", "stride", "spare")]
 
 
@@ -40,7 +40,7 @@ class Op(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, c_int32) for name in ("kind", "heads", "width", "depth", "head_stride", "rounds")),
         ("eps", c_float),
-        *((name, Value) for name in ("x", "y", "z", "out", "more")),
+        *((name, OpValue) for name in ("x", "y", "z", "out", "more")),
         *((name, c_void_p) for name in ("weight", "bias")),
     ]
 
@@ -86,7 +86,7 @@ DTYPES = frozenset(_SUFFIX)
 
 
 class Fused:
-    """All of one dtype's operations. Tensors are `[1, tokens, ...]`, their last dimension dense."""
+    """All operations of one dtype. Tensors are `[1, tokens, ...]`, their last dimension dense."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.dtype, self.fork = dtype, torch_fork()
@@ -167,7 +167,7 @@ def _function(library: ctypes.CDLL, name: str, dtype: torch.dtype) -> Callable[.
 
 
 def load_library() -> ctypes.CDLL:
-    """Builds it where it isn't cached. Raises BuildError."""
+    """Builds it if it isn't cached. Raises BuildError."""
     return open_library(built(SOURCE))
 
 
@@ -186,5 +186,5 @@ def _library() -> ctypes.CDLL:
 
 
 def open_fused(dtype: torch.dtype) -> Fused:
-    """`dtype` is one of DTYPES. Builds the library where it isn't cached. Raises BuildError."""
+    """`dtype` is one of DTYPES. Builds the library if it isn't cached. Raises BuildError."""
     return Fused(_library(), dtype)

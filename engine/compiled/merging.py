@@ -1,12 +1,11 @@
-"""Packs the weights of a captured graph's linear layers, and merges those with one input.
+"""Packs the weights of a captured graph's linear layers, and merges layers with the same input.
 
-The model's own modules are told to use the same memory, so that no weight is kept twice.
+The model's own modules then use the same memory, so that no weight is kept twice.
 
-Linear layers of one module that have one input become one product, where the forward pass stays
-the model's own: queries, keys and values; gates and what they are multiplied with.
-
-Which they are is seen in a run. The first that is called computes for all; their weights are one
-tensor, and the old ones are given back as it is made.
+Where the forward pass stays the model's own, linear layers of one module with the same input become
+one product: queries, keys and values; gates and their factors. A run shows which layers these are.
+The first one called computes for all. Their weights become one tensor, and the old ones are freed
+at the same time.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from engine.model.packed_linear import Packed, PackedLinear, can_pack, join_bias
 
 @dataclass(frozen=True, slots=True)
 class LinearPlace:
-    """Where a linear layer hangs in its model."""
+    """The place of a linear layer in its model."""
 
     parent: torch.nn.Module
     name: str
@@ -36,7 +35,8 @@ class LinearPlace:
 
 
 def pack_graph(made: Captured, model: torch.nn.Module) -> None:
-    """In graph and model alike. What can't be packed, or is used twice, stays as it is."""
+    """Packs in graph and model alike. Layers that can't be packed, or are used twice, stay as they
+    are."""
     owners = {id(place.module.weight): place for place in _packable(model)}
     for nodes in _by_input(made, owners):
         _merge(made, nodes, [owners.pop(id(made.constant(node.args[1]))) for node in nodes])
@@ -59,14 +59,14 @@ def _linear_nodes(made: Captured) -> list[Node]:
 
 
 def pack_modules(model: torch.nn.Module) -> None:
-    """Each linear layer for itself, where there is no graph to tell which belong together."""
+    """Packs each linear layer by itself, without a graph that shows which belong together."""
     for place in _packable(model):
         packed = pack([place.module.weight], [place.module.bias])
         setattr(place.parent, place.name, PackedLinear(packed, 0, packed.width))
 
 
 def linears(model: torch.nn.Module) -> Iterator[LinearPlace]:
-    """Those that nothing but themselves is known to look at."""
+    """Linear layers without hooks, so that they can be replaced."""
     for parent in model.modules():
         for name, module in parent.named_children():
             if type(module) is torch.nn.Linear and not _has_hooks(module):
@@ -82,7 +82,7 @@ def _has_hooks(module: torch.nn.Module) -> bool:
 
 
 def _merge(made: Captured, nodes: Sequence[Node], places: Sequence[LinearPlace]) -> None:
-    """The nodes have one input, and become one product."""
+    """The nodes have the same input, and become one product."""
     linears = [place.module for place in places]
     packed = pack([one.weight for one in linears], [one.bias for one in linears])
     ends = [0]
@@ -112,7 +112,7 @@ def _part(made: Captured, product: Node, start: int, stop: int) -> Node:
 
 
 def _release(made: Captured, nodes: Sequence[Node]) -> None:
-    """The graph's own hold on weights that are packed now."""
+    """The graph's own reference to weights that are packed now."""
     for node in nodes:
         constants = [one for one in node.all_input_nodes if one.op == "get_attr"]
         made.graph.erase_node(node)
@@ -122,7 +122,7 @@ def _release(made: Captured, nodes: Sequence[Node]) -> None:
 
 
 class _Product(torch.nn.Module):
-    """Of the weights of all parts. What was computed last is kept until its last part is taken."""
+    """The product of all parts' weights. A result is kept until its last part is taken."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class _Product(torch.nn.Module):
 
 
 class MergedLinear(torch.nn.Module):
-    """In place of an `nn.Linear`: the columns `[start, stop)` of a product."""
+    """Replaces an `nn.Linear`: the columns `[start, stop)` of a product."""
 
     def __init__(self, product: _Product, start: int, stop: int) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class MergedLinear(torch.nn.Module):
 
 
 def merge_projections(module: torch.nn.Module, run: Callable[[], object]) -> int:
-    """`run` runs the model once. How many products were made."""
+    """`run` runs the model once. Returns the number of products."""
     found = [places for places in _seen(module, run) if len(places) > 1]
     count = len(found)
     while found:
@@ -168,7 +168,7 @@ def merge_projections(module: torch.nn.Module, run: Callable[[], object]) -> int
 
 @dataclass(slots=True)
 class _Calls:
-    """Inputs are held so that no two of them are at one address."""
+    """Inputs are held, so that no two of them have the same address."""
 
     inputs: list[torch.Tensor] = field(default_factory=list)
     places: dict[tuple[int, int, torch.dtype], list[LinearPlace]] = field(default_factory=dict)
@@ -187,7 +187,7 @@ class _Calls:
 
 
 def _seen(module: torch.nn.Module, run: Callable[[], object]) -> Iterator[list[LinearPlace]]:
-    """Those with one input, in the order of their calls; none that is called twice."""
+    """Layers with the same input, in the order of their calls; none that is called twice."""
     calls, hooks = _Calls(), []
     for place in list(linears(module)):
 

@@ -1,8 +1,7 @@
 """A captured graph as text, so that the next start of the same model needn't capture it again.
 
-Constants are named as the model names them; those that it doesn't name are small and written out.
-
-Keeps recordings of captured graphs in the user's cache folder, by what decides their content.
+Constants are named as in the model. Those without a name there are small and written out.
+Recordings are kept in the user's cache folder, under a digest of all that decides their content.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _MOST_VALUES = 4096
 
 
 class NotRecorded(Exception):
-    """The graph holds something that can't be written down, or read again."""
+    """The graph holds something that can't be written or read again."""
 
 
 def record(made: GraphModule, model: torch.nn.Module) -> str:
@@ -140,7 +139,7 @@ class _Reader:
 
 
 def _add(known: Captured, tensors: Mapping[str, torch.Tensor], target: Any) -> str:
-    """Under a name of its own, also where the model's other tensors are the same."""
+    """Adds it under its own name, even if other tensors of the model are the same."""
     if isinstance(target, str):
         known.constants[target] = tensors[target]
         return target
@@ -176,14 +175,14 @@ def _read_kind(dtype: str, shape: list[int | str], strides: list[int | str]) -> 
 
 
 def recorded(model: Model) -> Captured:
-    """From its recording, else captured and recorded. Raises NotCaptured."""
+    """The graph from its recording, else captured and recorded. Raises NotCaptured."""
     path = cache_folder() / f"graph-{_key(model)}.json"
     try:
         return replay(path.read_text(), model.module)
     except FileNotFoundError:
         pass
     except (OSError, NotRecorded) as error:
-        log.info("compile: %s is made anew: %s", path, error)
+        log.info("compile: %s is made again: %s", path, error)
     return _record(model, path)
 
 
@@ -198,7 +197,7 @@ def _record(model: Model, path: Path) -> Captured:
         write_whole(path, text)
         log.info("compile: captured in %.1f s, once: %s", time.monotonic() - started_s, path)
     except OSError as error:
-        log.warning("compile: the next start takes as long: %s", error)
+        log.warning("compile: the graph is not kept, so the next start takes as long: %s", error)
     del made
     gc.collect()  # it is held in circles, and the weights with it
     return replay(text, model.module)

@@ -39,7 +39,7 @@ class _Writer:
         self._made = made
         self._lasts = _last_uses(made)
         self.known: dict[str, Any] = {"current_state": current_state}
-        """What the function's text names."""
+        """The names in the function's text."""
 
     def text(self) -> str:
         inputs = [node.name for node in self._made.graph.find_nodes(op="placeholder")]
@@ -87,14 +87,14 @@ class _Writer:
         return self._name(arg)
 
     def _name(self, content: object) -> str:
-        """A new name for something that isn't written out."""
+        """A new name for a value that isn't written out."""
         name = f"_{len(self.known)}"
         self.known[name] = content
         return name
 
 
 def _plain(node: Node, args: list[str]) -> str | None:
-    """Shorter and faster than the operator's own call, where there is a way."""
+    """A shorter and faster form than the operator's own call, if there is one."""
     target = node.target
     if target is operator.getitem or target is aten.sym_size.int:
         return f"{args[0]}{'' if target is operator.getitem else '.shape'}[{args[1]}]"
@@ -108,7 +108,7 @@ def _plain(node: Node, args: list[str]) -> str | None:
 
 
 def _last_uses(made: Captured) -> dict[Node, list[str]]:
-    """# node |-> the names that nobody needs after it"""
+    """# node |-> the names that no later node needs"""
     found: dict[Node, list[str]] = {}
     seen: set[Node] = set()
     for node in reversed(made.graph.nodes):

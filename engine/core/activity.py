@@ -1,4 +1,4 @@
-"""What a process that starts is doing, as it reports it itself. Pure values."""
+"""The activity of a starting process, as it reports it. Pure values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartActivity:
-    """`total_bytes` is of a download, and 0 where it is not known yet."""
+    """`total_bytes` is the size of a download, or 0 while it is not known."""
 
     stage: Stage
     done_bytes: int = 0
@@ -38,8 +38,8 @@ class StartActivity:
 
 
 Report = Callable[[StartActivity], None]
-"""Called by the thread that works; returns at once."""
+"""Called by the working thread; must return at once."""
 
 
 def unheard(_: StartActivity) -> None:
-    """Nobody wants to know."""
+    """Ignores reports."""

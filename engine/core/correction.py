@@ -1,4 +1,5 @@
-"""How much longer steps take than predicted, learnt as they run. Pure; one per worker."""
+"""Learns, from steps as they run, how much longer they take than predicted. Pure; one per
+worker."""
 
 from __future__ import annotations
 
@@ -9,19 +10,20 @@ from typing import NamedTuple
 from engine.core.step_times import NotCovered, StepTimes, StepWork
 
 _NEW_SHARE = 0.05
-"""Weight of the newest step: after 14 the older ones count for half. The first ones weigh more."""
+"""Weight of the newest step: after 14 steps the older ones count for half. The first ones weigh
+more."""
 _PROFILE_STEPS = 3
-"""Before any step the profile counts for so many."""
+"""Before any step the profile counts as this many steps."""
 _UNEVEN_SHARE = 0.01
-"""Weight of the newest step for how uneven they are: a few that were held up are the rule."""
+"""Weight of the newest step in the measure of unevenness: a few delayed steps are normal."""
 _MOST_SURPRISE = log(4)
-"""One step that was held up says no more than this."""
+"""A single delayed step counts at most this much."""
 _MOST = log(32)
 
 
 class CorrectedTimes(NamedTuple):
-    """Implements `engine.core.step_times.StepTimes`: `times`, multiplied by what was learnt
-    since."""
+    """Implements `engine.core.step_times.StepTimes`: `times`, multiplied by the learnt
+    correction."""
 
     times: StepTimes
     prefill: float
@@ -46,10 +48,10 @@ def _prompts_of(work: StepWork) -> StepWork:
 
 @dataclass(slots=True)
 class Correction:
-    """The mean of actual by predicted seconds, exponentially weighted: the geometric one (`level`),
-    which is soon right and which single steps change little. `by_sum`: times that by which the
-    arithmetic mean of steps' ratios is above the geometric one, since many steps of about the same
-    length together, as a pace is, go by the arithmetic mean."""
+    """The exponentially weighted mean of actual by predicted seconds. The geometric mean (`level`)
+    settles soon, and single steps change it little. `by_sum`: `level` times the ratio of the
+    arithmetic to the geometric mean of the steps' ratios. A pace, the sum of many steps of similar
+    length, follows the arithmetic mean."""
 
     by_sum: bool = False
     factor: float = 1.0
@@ -60,7 +62,7 @@ class Correction:
     _steps: int = _PROFILE_STEPS
 
     def observe(self, surprise: float) -> None:
-        """`surprise`: the logarithm of actual seconds by those of `level`."""
+        """`surprise`: the logarithm of actual seconds by those that `level` predicts."""
         bounded = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, surprise))
         self._steps += 1
         learnt = self._log_level + max(_NEW_SHARE, 1 / self._steps) * bounded
@@ -74,8 +76,8 @@ class Correction:
 
 @dataclass(slots=True)
 class StepPace:
-    """Compares each step with `times`, and implements StepTimes as corrected by then. A step begins
-    when the device is free for it: what a worker does between two belongs to the second."""
+    """Compares each step with `times`, and implements StepTimes with the correction so far. A step
+    begins when the device is free for it, so work between two steps belongs to the second."""
 
     times: StepTimes
     prefill: Correction = field(default_factory=Correction)
@@ -89,7 +91,7 @@ class StepPace:
         return CorrectedTimes(self.times, self.prefill.factor, self.decode.factor)
 
     def step_s(self, work: StepWork) -> float:
-        """As corrected now."""
+        """With the current correction."""
         return self.corrected.step_s(work)
 
     def begun(self, work: StepWork, now_s: float) -> None:
@@ -97,7 +99,7 @@ class StepPace:
         self._begun_s = now_s if self._free_s is None else self._free_s
 
     def ended(self, now_s: float, steps: int = 1) -> None:
-        """So many like it have run in a row."""
+        """This many similar steps have run in a row."""
         assert self._work is not None, "a step ended that was not begun"
         self._learn(self._work, (now_s - self._begun_s) / steps)
         self._work, self._free_s = None, now_s

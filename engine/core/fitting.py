@@ -1,10 +1,7 @@
-"""Finds the coefficients of step times from timed steps. Pure.
+"""Finds the coefficients of step times from timed steps, and chooses the steps to time. Pure.
 
-Non-negative least squares, of relative errors. Pure.
-
-Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23.
-
-Which steps are timed to learn how long all steps take. Pure.
+Non-negative least squares of relative errors: Lawson and Hanson, Solving Least Squares Problems
+(1974), chapter 23.
 """
 
 from __future__ import annotations
@@ -18,22 +15,22 @@ from numpy.typing import NDArray
 
 from engine.core.step_times import LinearTimes, StepWork, decode_work, prefill_work
 
-Floats = NDArray[np.float64]
+_Floats = NDArray[np.float64]
 
 _TOLERANCE = 1e-10
 
 
-def relative_least_squares(rows: Floats, seconds: Floats) -> Floats:
+def relative_least_squares(rows: _Floats, seconds: _Floats) -> _Floats:
     """The x >= 0 that makes `rows @ x / seconds` nearest to ones. `rows` `[samples, columns]`,
     `seconds` positive; a column of zeros gets 0."""
     relative = rows / seconds[:, None]
     scale = np.linalg.norm(relative, axis=0)
     scale[scale == 0] = 1.0
-    found: Floats = _nnls(relative / scale, np.ones(len(seconds))) / scale
+    found: _Floats = _nnls(relative / scale, np.ones(len(seconds))) / scale
     return found
 
 
-def _nnls(matrix: Floats, target: Floats) -> Floats:
+def _nnls(matrix: _Floats, target: _Floats) -> _Floats:
     x = np.zeros(matrix.shape[1])
     free = np.zeros(len(x), dtype=bool)
     for _ in range(3 * len(x)):
@@ -45,8 +42,9 @@ def _nnls(matrix: Floats, target: Floats) -> Floats:
     return x
 
 
-def _settle(matrix: Floats, target: Floats, x: Floats, free: NDArray[np.bool_]) -> Floats:
-    """Solves for the free ones; those that would turn negative on the way are fixed at 0."""
+def _settle(matrix: _Floats, target: _Floats, x: _Floats, free: NDArray[np.bool_]) -> _Floats:
+    """Solves for the free coefficients; those that would become negative on the way are fixed at
+    0."""
     while True:
         solved = np.zeros_like(x)
         solved[free] = np.linalg.lstsq(matrix[:, free], target, rcond=None)[0]
@@ -63,14 +61,14 @@ _HELD_OUT_EVERY = 4
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A step of prompts or one of decodes, and what it took."""
+    """A step of prompts or a step of decodes, and its seconds."""
 
     work: StepWork
     seconds: float
 
 
 def fit_times(timed: Sequence[Timed]) -> LinearTimes:
-    """Each work once. The error is that of a fit without every fourth one, in these."""
+    """Each work appears once. The error is that of a fit without every fourth work, on these."""
     prefill = [one for one in timed if one.work.prefill_tokens]
     decode = sorted(
         (one for one in timed if not one.work.prefill_tokens),
@@ -81,7 +79,7 @@ def fit_times(timed: Sequence[Timed]) -> LinearTimes:
 
 
 def _held_out_error(prefill: list[Timed], decode: list[Timed]) -> float:
-    """The sequences of the smallest and the largest batch are always fitted."""
+    """Works with the smallest and largest batch are always in the fit."""
     held_out = [*prefill[3::_HELD_OUT_EVERY], *decode[3:-1:_HELD_OUT_EVERY]]
     rest = [[one for one in side if one not in held_out] for side in (prefill, decode)]
     times = _fit(rest[0], rest[1], 0.0)
@@ -109,7 +107,7 @@ def _fit(prefill: list[Timed], decode: list[Timed], error: float) -> LinearTimes
 def _solve(rows: list[list[float]], timed: list[Timed]) -> list[float]:
     if not timed:
         return [0.0] * 4
-    seconds: Floats = np.array([one.seconds for one in timed])
+    seconds: _Floats = np.array([one.seconds for one in timed])
     found: list[float] = relative_least_squares(np.array(rows, dtype=float), seconds).tolist()
     return found
 
@@ -119,7 +117,7 @@ def _prefill_row(work: StepWork) -> list[float]:
 
 
 def _decode(timed: list[Timed]) -> tuple[tuple[tuple[int, float], ...], float]:
-    """Knots where batches were timed, that never fall, and a token of context's time."""
+    """Knots at the timed batch sizes, which never fall, and the time of a token of context."""
     counts = sorted({one.work.decode_sequences for one in timed})
     if not counts:
         return (), 0.0
@@ -134,7 +132,7 @@ def _decode_row(work: StepWork, counts: list[int]) -> list[float]:
 
 _SHORT_TOKENS = 32
 _LONG_TOKENS = 512
-"""Contexts of decode."""
+"""Contexts of decode steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +153,7 @@ class Shape:
 def design(
     *, chunk_tokens: int, most_sequences: int, max_model_len: int, pool_tokens: int
 ) -> list[tuple[Shape, bool]]:
-    """Each with whether nothing can be said without it; no shape twice."""
+    """Each shape once, with a flag: it is essential for the fit."""
     longest = min(max_model_len, pool_tokens)
     chunk = min(chunk_tokens, longest)
     essential = [*_chunks(chunk, longest), *_ends(most_sequences, longest)]
@@ -164,7 +162,7 @@ def design(
 
 
 def _chunks(chunk: int, longest: int) -> list[Shape]:
-    """A prompt's first chunk, and a small one far behind others."""
+    """A prompt's first chunk, and a small chunk far behind others."""
     small = max(2, chunk // 8)
     first = [Shape(rows=1, tokens=max(2, chunk)), Shape(rows=1, tokens=small)]
     return [*first, *_behind(small, longest // 2)]
@@ -180,7 +178,7 @@ def _ends(most: int, longest: int) -> list[Shape]:
 
 
 def _packed(chunk: int, longest: int) -> list[Shape]:
-    """Several prompts in a step, and chunks of other sizes with and without others before."""
+    """Several prompts in a step, and chunks of other sizes with and without earlier tokens."""
     shapes = [Shape(rows=4, tokens=tokens) for tokens in {chunk // 4, chunk // 16} if tokens > 1]
     shapes += [Shape(rows=1, tokens=tokens) for tokens in {chunk // 2, chunk // 32} if tokens > 1]
     for tokens, context in ((chunk, chunk), (chunk // 4, chunk)):

@@ -1,11 +1,8 @@
-"""What a model costs, read from its Hugging Face configuration: parameters, KV, operations. Pure.
+"""A model's parameters, KV and operations, from its Hugging Face configuration. Pure.
 
-Counts what takes time and memory: projections, experts, embeddings. Norms, biases, the experts'
-routers and vision towers are left out (under 1 % of the language model).
-
-Reads numbers out of a Hugging Face configuration, whatever a family calls them. Pure.
-
-What each kind of attention layer keeps and computes, read from a configuration. Pure.
+Counts what takes time and memory: projections, experts, embeddings, and each kind of attention
+layer. Norms, biases, the experts' routers and vision towers are left out (under 1 % of the language
+model). Families use different names for the same number.
 """
 
 from __future__ import annotations
@@ -30,12 +27,12 @@ class ShapeKeys:
     values: Mapping[str, object]
 
     def get(self, *keys: str) -> int | None:
-        """The first of `keys` that holds a whole number."""
+        """The first of `keys` with a whole number."""
         held = (self.values.get(key) for key in keys)
         return next((v for v in held if isinstance(v, int) and not isinstance(v, bool)), None)
 
     def need(self, *keys: str) -> int:
-        """As `get`. Raises ModelError when there is none, or none above zero."""
+        """Like `get`. Raises ModelError without a number above zero."""
         found = self.get(*keys)
         if found is None or found <= 0:
             raise ModelError(
@@ -45,7 +42,7 @@ class ShapeKeys:
         return found
 
     def layer_types(self) -> list[str] | None:
-        """One name per layer, where the configuration says them."""
+        """One name per layer, if the configuration has them."""
         named = self.values.get("layer_types")
         return [str(name) for name in named] if isinstance(named, list | tuple) else None
 
@@ -55,10 +52,10 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """Layers that are alike. `parameters`, `kv_elements` (of a token), the operations of a
-    query-key pair and `state_bytes` (of a sequence, whatever its length) are of one layer.
+    """Layers of one kind. `parameters`, `kv_elements` (of a token), the operations of a query-key
+    pair and `state_bytes` (of a sequence, whatever its length) are those of one layer.
 
-    `kv_heads` bounds how far tensor parallelism can split its KV: beyond it, it is kept twice.
+    `kv_heads` limits how far tensor parallelism can split the KV: beyond it, heads are kept twice.
     """
 
     layers: int
@@ -72,16 +69,16 @@ class Attention:
     state_bytes: int = 0
 
     def kept_tokens(self, tokens: float) -> float:
-        """Of a sequence of `tokens`."""
+        """Tokens kept of a sequence of `tokens`."""
         return min(tokens, self.window) if self.window else tokens
 
     def seen_tokens(self, context: float) -> float:
-        """How many earlier tokens a query after `context` others attends to."""
+        """The number of earlier tokens that a query after `context` others attends to."""
         return min(context, self.window or context, self.reads_at_most or context)
 
 
 def attentions(keys: ShapeKeys, layers: int, hidden: int) -> tuple[Attention, ...]:
-    """Raises ModelError where the configuration lacks what its attention needs."""
+    """Raises ModelError if the configuration lacks a value that its attention needs."""
     if keys.get("kv_lora_rank"):
         return _latent(keys, layers, hidden)
     counts = Counter(keys.layer_types() or ["full_attention"] * layers)
@@ -138,7 +135,8 @@ def _latent(keys: ShapeKeys, layers: int, hidden: int) -> tuple[Attention, ...]:
 
 
 def _indexer(keys: ShapeKeys, layers: int, hidden: int) -> Attention:
-    """Of DeepSeek's sparse attention (DeepSeek-V3.2): scores all tokens, the main one reads few."""
+    """The indexer of DeepSeek's sparse attention (DeepSeek-V3.2): it scores all tokens, the main
+    attention reads few."""
     heads, dim = keys.need("index_n_heads"), keys.need("index_head_dim")
     return Attention(
         layers=layers,
@@ -167,9 +165,9 @@ _UNGATED = {"opt", "gpt2", "bloom", "gpt_neox", "gptj", "falcon", "mpt", "phi", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """`parameters` are all stored ones. A token's pass goes through `dense_parameters` and
-    through `experts_per_token` of the `experts` in each layer, which together have
-    `expert_parameters`; the output head's `head_parameters` count only where one is sampled."""
+    """`parameters` are all stored ones. A token's pass uses `dense_parameters`, and
+    `experts_per_token` of the `experts` in each layer, which together have `expert_parameters`. The
+    output head's `head_parameters` count only for sampled tokens."""
 
     name: str
     layers: int
@@ -184,13 +182,14 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> float:
-        """Of one token's pass, without the head; the embedding is a look-up and has no part."""
+        """Parameters of one token's pass, without the head; the embedding is a look-up and doesn't
+        count."""
         share = self.experts_per_token / self.experts if self.experts else 0.0
         return self.dense_parameters + self.expert_parameters * share
 
     @property
     def kv_elements_per_token(self) -> int:
-        """Of a token that no window has passed yet."""
+        """For a token that no window has passed yet."""
         return sum(kind.layers * kind.kv_elements for kind in self.attentions)
 
     def kv_bytes_per_token(self, element_bytes: float = 2) -> float:
@@ -201,7 +200,7 @@ class ModelShape:
         return sum(kind.layers * kind.state_bytes for kind in self.attentions)
 
     def touched_expert_parameters(self, tokens: float) -> float:
-        """Those that must be read, expected when each of `tokens` draws its experts evenly."""
+        """The expected number that must be read when each of `tokens` draws its experts evenly."""
         if not self.experts:
             return 0.0
         missed = (1 - self.experts_per_token / self.experts) ** tokens
@@ -209,7 +208,7 @@ class ModelShape:
 
 
 def read_shape(config: Mapping[str, object], name: str) -> ModelShape:
-    """Raises ModelError, naming the key, for a configuration that lacks what is needed."""
+    """Raises ModelError that names the missing key of a configuration."""
     inner = config.get("text_config")
     keys = ShapeKeys(name, inner if isinstance(inner, Mapping) else config)
     layers, hidden = keys.need(*LAYERS), keys.need(*HIDDEN)
@@ -250,5 +249,5 @@ def _feed_forward(keys: ShapeKeys, layers: int, hidden: int) -> tuple[int, int]:
 
 
 def _inner_width(keys: ShapeKeys, hidden: int) -> int:
-    """GPT-2 and BLOOM say it only where it isn't 4 x the hidden size."""
+    """GPT-2 and BLOOM name it only if it isn't 4 x the hidden size."""
     return keys.get("intermediate_size", "ffn_dim", "n_inner") or 4 * hidden

@@ -1,22 +1,17 @@
-"""In which order prompts that wait are computed. Pure.
+"""The order in which waiting prompts are computed. Pure.
 
-Decided anew for each step, so a tier gets back what it lent with the next one:
+It is decided anew for each step, so a tier gets its lent share back with the next one:
 
     1. prompts that waited too long, within AGED_SHARE of the time
     2. tiers within their share of recent prefill time, by priority
     3. the other tiers, by priority
 
-and inside a tier as `Line` says. As the first kind takes its share whatever comes, nobody starves:
-a prompt is computed once those that aged before it are, in AGED_SHARE of the time at worst.
+The first kind always gets its share, so no prompt starves: it is computed after those that aged
+before it, at worst in AGED_SHARE of the time.
 
-A prompt that waits to be computed, as its order sees it. Pure.
-
-Sums of what was spent lately, by name. Pure.
-
-The prompts of one tier that wait, in order. Pure.
-
-Earliest deadline first of those that can still be met. Then all others: of the tenant that was
-served least lately by its weight, the one with the least left to compute.
+Inside a tier (`Line`), prompts that can still meet their deadlines go first, by deadline. Then
+come all others: of the tenant that was served least of late, by its weight, the prompt with the
+least left to compute.
 """
 
 from __future__ import annotations
@@ -33,9 +28,9 @@ from kvrelay.qos import ONE_TIER, QosTier, QosTiers
 from kvrelay.types import RequestKey
 
 
-class Prompt(Protocol):
-    """It came `arrival`-th. Its first token is due at `deadline_s`, and alone it would take
-    `left_s` more; both are the order's to set."""
+class OrderedPrompt(Protocol):
+    """It was the `arrival`-th to come. Its first token is due at `deadline_s`, and alone it needs
+    `left_s` more seconds; the order sets both."""
 
     arrival: int
     deadline_s: float | None
@@ -52,7 +47,7 @@ class Prompt(Protocol):
 
     @property
     def within_s(self) -> float | None:
-        """How soon after it came its first token is due."""
+        """Its first token is due this long after its arrival."""
 
     @property
     def computed(self) -> int:
@@ -60,10 +55,10 @@ class Prompt(Protocol):
 
     @property
     def remaining(self) -> int:
-        """Tokens to be computed."""
+        """Tokens still to be computed."""
 
 
-P = TypeVar("P", bound=Prompt)
+P = TypeVar("P", bound=OrderedPrompt)
 
 
 _MOST_NAMES = 4096
@@ -71,7 +66,7 @@ _MOST_NAMES = 4096
 
 @dataclass(slots=True, kw_only=True)
 class Decaying:
-    """What was spent `span_s` ago counts 1/e of what is spent now."""
+    """Sums by name. An amount spent `span_s` ago counts 1/e of one spent now."""
 
     span_s: float
     _spent: dict[str, tuple[float, float]] = field(default_factory=dict)  # name |-> amount, as of
@@ -86,7 +81,7 @@ class Decaying:
             self._forget_small(now_s)
 
     def _forget_small(self, now_s: float) -> None:
-        """The half that spent least."""
+        """Forgets the half that spent least."""
         by_amount = sorted(self._spent, key=lambda name: self.at(name, now_s))
         for name in by_amount[: _MOST_NAMES // 2]:
             del self._spent[name]
@@ -94,7 +89,7 @@ class Decaying:
 
 @dataclass(slots=True)
 class Sorted(Generic[P]):
-    """Prompts by a number; equal ones by arrival."""
+    """Prompts ordered by a number; equal ones by arrival."""
 
     entries: list[tuple[float, int, P]] = field(default_factory=list)
     _by_key: dict[RequestKey, tuple[float, int, P]] = field(default_factory=dict)
@@ -110,7 +105,7 @@ class Sorted(Generic[P]):
         insort(self.entries, entry)
 
     def remove(self, prompt: P) -> None:
-        """Removing what isn't there is fine."""
+        """Does nothing for an unknown prompt."""
         entry = self._by_key.pop(prompt.key, None)
         if entry is not None:
             del self.entries[bisect_left(self.entries, entry)]
@@ -157,7 +152,7 @@ class Line(Generic[P]):
         yield from self._fairly(now_s)
 
     def _fairly(self, now_s: float) -> Iterator[P]:
-        """As if each were served before the next is chosen."""
+        """Each next prompt is chosen as if those before were served already."""
         turns = [
             (self.served.at(tenant, now_s) / self._weight(tenant), tenant, 0)
             for tenant in self._tenants
@@ -178,7 +173,7 @@ class Line(Generic[P]):
         return self.weights.get(tenant, 1.0)
 
     def validate(self, prompts: Iterable[P]) -> None:
-        """Each is here once."""
+        """Each prompt is here once."""
         here = [*self._deadlines, *(prompt for line in self._tenants.values() for prompt in line)]
         assert len({*map(id, here)}) == len(here), "a prompt is here twice"
         assert {*map(id, here)} == {*map(id, prompts)}, "a prompt ran away"
@@ -188,17 +183,17 @@ class Line(Generic[P]):
 RECENT_S = 10.0
 AGED_SHARE = 0.1
 AGED_RECENT_S = 2.0
-"""Over so long: a prompt of a tier within its share waits for a tenth of it at most."""
+"""Over this time, a prompt of a tier within its share waits for at most a tenth of it."""
 AGED_S = 2.0
 AGED_BY_OWN = 10.0
-"""A prompt has aged when it waited for AGED_S, and for so many times what it takes itself."""
+"""A prompt has aged after AGED_S, and after this many times its own duration."""
 
 _AGED = ""
 
 
 @dataclass(slots=True, kw_only=True)
 class Order(Generic[P]):
-    """`times` are the worker's own, as corrected at the moment; None: nothing is known."""
+    """`times` are the worker's own, with the current correction; None: nothing is known."""
 
     qos: QosTiers = ONE_TIER
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
@@ -238,7 +233,7 @@ class Order(Generic[P]):
         self._lines[self.tier_of(prompt)].remove(prompt)
 
     def _seconds(self, prompt: P) -> float:
-        """Of what is left to compute, alone."""
+        """Time of its remaining tokens, alone."""
         if self.times is None:
             return 0.0
         try:
@@ -249,7 +244,7 @@ class Order(Generic[P]):
     # --- choosing -------------------------------------------------------------------------------
 
     def order(self, now_s: float) -> Iterator[P]:
-        """All that wait; may be left at any point."""
+        """All waiting prompts; the caller may stop at any point."""
         self._chosen_as_aged.clear()
         for prompt in self._aged(now_s):
             self._chosen_as_aged.add(prompt.arrival)
@@ -274,7 +269,7 @@ class Order(Generic[P]):
     # --- afterwards -----------------------------------------------------------------------------
 
     def ran(self, taken: Iterable[tuple[P, int]], seconds: float, now_s: float) -> None:
-        """A step took so long for so many tokens of each, which are computed now."""
+        """A step took this long; the tokens of each prompt are computed now."""
         chunks = tuple(taken)
         tokens = sum(take for _, take in chunks)
         for prompt, take in chunks:
@@ -295,7 +290,7 @@ class Order(Generic[P]):
                 self._lines[tier].add(prompt)
 
     def validate(self, waiting: Iterable[P]) -> None:
-        """Each is in its tier's line once, and ages."""
+        """Each prompt is in its tier's line once, and ages."""
         prompts = tuple(waiting)
         assert all(prompt in self._aging for prompt in prompts)
         assert len(self._aging.entries) == len(prompts), "one that is gone ages"

@@ -1,6 +1,6 @@
-"""Step times guessed from a model's size and the kind of device, where none were measured. Pure.
+"""Guesses step times from a model's size and the kind of device, without measurements. Pure.
 
-Off by some factor; the corrections that a worker learns as it runs make up for it.
+The guess is off by some factor, which the worker's corrections learn as it runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """`layer_s` is what a layer takes whatever it computes."""
+    """`layer_s` is the fixed time of a layer."""
 
     flops_per_s: float
     bytes_per_s: float

@@ -1,4 +1,5 @@
-"""How many KV blocks a device takes. Pure arithmetic; what is measured comes from `profile`."""
+"""The number of KV blocks that fit on a device. Pure arithmetic; `engine.memory_profile`
+measures."""
 
 from __future__ import annotations
 
@@ -8,16 +9,16 @@ from kvpool.core.layout.layout import KvLayout
 from kvrelay.errors import ModelError
 
 _USEFUL_TOKENS = 64
-"""Fewer than this for the longest sequence (unless the model asks for fewer) is no service."""
+"""A longest sequence of fewer tokens is useless (unless the model is that short)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """What the configuration asks for. `max_model_len` None: what the model can do.
+    """Limits from the configuration. `max_model_len` None: the model's own.
 
-    `share` workers divide the device's memory; `kv_memory_bytes` replaces what would be computed.
-    `staging_slabs` slabs of together `staging_bytes` (None: of a chunk each) are lent to peers, and
-    `sending_slabs` more hold what is sent over links that can't map the peer's memory.
+    `share` workers divide the device's memory; `kv_memory_bytes` replaces the computed size.
+    `staging_slabs` slabs of `staging_bytes` together (None: a chunk each) are lent to peers.
+    `sending_slabs` more hold pieces that are sent over links which can't map the peer's memory.
     """
 
     max_model_len: int | None
@@ -53,7 +54,7 @@ class KvSizing:
 
 
 def kv_budget_bytes(profile: MemoryProfile, limits: EngineLimits) -> int:
-    """What is left for KV on the device."""
+    """The memory left for KV on the device."""
     if limits.kv_memory_bytes is not None:
         return limits.kv_memory_bytes
     share = int(limits.memory_fraction * profile.total_bytes / limits.share)
@@ -70,10 +71,10 @@ def size_kv(
     blocks: int | None = None,
     block_bytes: int | None = None,
 ) -> KvSizing:
-    """As many blocks as fit, up to what `max_running_requests` sequences of `max_model_len` need.
+    """As many blocks as fit, up to the need of `max_running_requests` sequences of `max_model_len`.
 
-    Where one such sequence doesn't fit, `max_model_len` is lowered. `blocks` fixes the count.
-    `block_bytes`: what one takes, where ranks keep heads twice. Raises ModelError when nothing
+    If one such sequence doesn't fit, `max_model_len` is lowered. `blocks` fixes the count.
+    `block_bytes`: the size of a block if ranks keep heads twice. Raises ModelError when nothing
     useful fits.
     """
     budget = kv_budget_bytes(profile, limits)

@@ -1,16 +1,13 @@
-"""One engine step, as values: what a scheduler asks for and what comes back. Pure.
+"""One engine step, as values: the scheduler's request and the result. Pure.
 
-The batch is ragged: one call serves prefill chunks and decode tokens of many sequences.
+The batch is ragged: one call serves prefill chunks and decode tokens of many sequences. A step's
+logits have one row for each slice that samples, then one for each scored token, both in the batch's
+order.
 
-When a choice is over. Pure; the same rule on both workers.
+A token's log probability comes from the logits of the token before it. So a prompt with log
+probabilities is computed whole, even if its KV is cached.
 
-Which of a prompt's tokens a step scores, and at which rows of its logits. Pure.
-
-A token's log probability is told by the logits of the token before it. So all tokens of such a
-prompt are computed, also those whose KV is cached.
-
-A step's logits have one row for each slice that samples, then one for each token that is scored;
-both in the batch's order.
+Also the rule that ends a choice, which is the same on both kinds of workers.
 """
 
 from __future__ import annotations
@@ -53,8 +50,8 @@ class SampleRequest:
 
 @value
 class Scoring:
-    """Log probabilities are wanted of known tokens: `next_ids[i]` follows the slice's i-th token.
-    `top` alternatives are told beside each."""
+    """The log probabilities of known tokens are wanted: `next_ids[i]` follows the slice's i-th
+    token, and gets `top` alternatives."""
 
     next_ids: Sequence[int]
     top: int = 0
@@ -69,7 +66,8 @@ class SequenceSlice:
     when this is only a chunk of it: some models (LongRoPE) treat long sequences differently from
     their first token on.
 
-    With `follows` its one token is not known yet: what that slice of the step before draws.
+    With `follows` its one token is not known yet: it is the one that this slice of the step before
+    draws.
     """
 
     key: RequestKey
@@ -122,21 +120,21 @@ class StepOutcome:
 
 @value
 class StepWanted:
-    """The device is free: is there a step to run? Up to `most_steps` may be run in a row."""
+    """The device is free and asks for a step. Up to `most_steps` may be run in a row."""
 
     most_steps: int = 1
 
 
 @value
 class StepBehindWanted:
-    """A step of the scheduler's is on the device: can the next one be launched behind it, before
-    its tokens are known?"""
+    """A step of the scheduler is on the device. Can the next one be launched behind it, before its
+    tokens are known?"""
 
 
 @value
 class StepDone:
-    """Of the step that was launched first. `steps` of those that RunStep allowed have run;
-    `seconds` is what they took together."""
+    """The step that was launched first has ended. `steps` of those that RunStep allowed have run,
+    in `seconds` together."""
 
     outcome: StepOutcome
     seconds: float
@@ -153,8 +151,8 @@ class RunStep:
     """Make the copies, then run the batch; its outcome comes back as StepDone.
 
     LayersWritten comes for each layer of `layer_marks` once its KV is written. With `steps` above 1
-    every slice is one token of one choice, and its tables have room for so many: the batch may be
-    run so often, each time with the tokens just drawn, up to the step that ends a sequence.
+    every slice is one token of one choice, and its tables have room for all steps. The batch may be
+    run that often, each time with the tokens just drawn, up to the step that ends a sequence.
     """
 
     batch: StepBatch
@@ -165,7 +163,7 @@ class RunStep:
 
 @value
 class Emit:
-    """Tell the router that the request came from."""
+    """Send these events to the router of the request."""
 
     events: tuple[WorkerEvent, ...]
 
@@ -175,7 +173,8 @@ Command = RunStep | Emit | SendPeer | Move
 
 
 def finish_reason(sampling: Sampling, *, token_id: int, emitted: int) -> FinishReason | None:
-    """After `token_id` became the `emitted`-th token of its choice (1-based); None: go on.
+    """Called after `token_id` became the `emitted`-th token of its choice (1-based). None:
+    continue.
 
     Stop ids can't be drawn before `min_tokens` (the sampler masks them).
     """
@@ -185,7 +184,7 @@ def finish_reason(sampling: Sampling, *, token_id: int, emitted: int) -> FinishR
 
 
 def needs_history(sampling: Sampling) -> bool:
-    """Whether the sampler must see the earlier tokens."""
+    """True if the sampler must see the earlier tokens."""
     return (
         sampling.repetition_penalty != 1.0
         or sampling.presence_penalty != 0.0
@@ -200,11 +199,12 @@ class LastRows(Protocol):
 
 
 MOST_SCORED_TOKENS = 512
-"""Of one step. Each takes a row of logits: of a vocabulary of 128,000 ids half a megabyte."""
+"""Scored tokens of one step. Each takes a row of logits: half a megabyte with a vocabulary of
+128,000 ids."""
 
 
 def scoring_of(spec: RequestSpec, start: int, end: int) -> Scoring | None:
-    """Of a slice `[start, end)`; None: nothing of it is scored."""
+    """The scoring of a slice `[start, end)`; None: none of its tokens is scored."""
     top = spec.sampling.prompt_logprobs
     if top is None:
         return None
@@ -215,13 +215,13 @@ def scoring_of(spec: RequestSpec, start: int, end: int) -> Scoring | None:
 def scored_event(
     spec: RequestSpec, end: int, take: int, entries: tuple[PromptLogprob, ...], now_s: float
 ) -> PromptLogprobs:
-    """Of a step that has computed `take` tokens, up to `end`."""
+    """For a step that has computed `take` tokens, up to `end`."""
     first = end - take + 1
     return PromptLogprobs(key=spec.key, at_s=now_s, first_position=first, entries=entries)
 
 
 def scored_rows(slices: Sequence[SequenceSlice], last_rows: LastRows) -> list[int]:
-    """Whose logits score a token, slice by slice."""
+    """Rows whose logits score a token, slice by slice."""
     rows: list[int] = []
     for i, piece in enumerate(slices):
         if piece.scoring is not None:
@@ -231,7 +231,7 @@ def scored_rows(slices: Sequence[SequenceSlice], last_rows: LastRows) -> list[in
 
 
 def row_owners(slices: Sequence[SequenceSlice], picked: Sequence[int]) -> list[tuple[bool, int]]:
-    """Of a step of the `picked` slices alone: whether each row scores, and its slice. Sorted, the
+    """For a step of the `picked` slices alone: whether each row scores, and its slice. Sorted, the
     rows of several such steps are in the order of all."""
     owners = [(False, i) for i in picked if slices[i].samples]
     for i in picked:

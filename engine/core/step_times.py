@@ -1,9 +1,7 @@
-"""How long a step of the engine takes, as a function of what it computes. Pure.
+"""The time of an engine step, as a function of its work. Pure.
 
 The router predicts with it, workers order their queues by it, and the simulator runs on it: it is
-the same object everywhere.
-
-Step times as linear in what a step computes. Pure.
+the same object everywhere. Times are linear in the work:
 
     prefill   overhead + tokens + pairs (of a new token and one that it sees) + sequences
     decode    a function of the sequences, linear between measured knots, + tokens of context
@@ -24,11 +22,12 @@ from kvrelay.types import StepCoefficients
 
 @dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class StepWork:
-    """What one step computes, summed over its sequences, so that works add up. A value like any
-    other, but not frozen: predictions make thousands a second, and that would take thrice as long.
+    """The work of one step, summed over its sequences, so that works add up. Used like a value, but
+    not frozen: predictions make thousands a second, and that would take three times as long.
 
     `attended_tokens` counts the query-key pairs of the prompts' new tokens: a chunk of n tokens
-    after p others has n * p + n * (n + 1) / 2. `kv_tokens` is the context of those that decode.
+    after p others has n * p + n * (n + 1) / 2. `kv_tokens` is the context of the decoding
+    sequences.
     """
 
     prefill_tokens: int = 0
@@ -54,7 +53,7 @@ def prefill_work(new_tokens: int, context_tokens: int = 0) -> StepWork:
 
 
 def pairs_of(new_tokens: int, context_tokens: int) -> int:
-    """Of a new token and one that it sees."""
+    """Pairs of a new token and one that it sees."""
     return new_tokens * context_tokens + new_tokens * (new_tokens + 1) // 2
 
 
@@ -64,7 +63,7 @@ def decode_work(sequences: int, kv_tokens: int) -> StepWork:
 
 
 def mixed_work(chunks: Sequence[tuple[int, int]], *, decoding: int, kv_tokens: int) -> StepWork:
-    """Chunks of prompts (new tokens, those before them) beside sequences that decode."""
+    """Chunks of prompts (new tokens, those before them) beside decoding sequences."""
     return StepWork(
         prefill_tokens=sum([new for new, _ in chunks]),
         prefill_sequences=len(chunks),
@@ -75,14 +74,14 @@ def mixed_work(chunks: Sequence[tuple[int, int]], *, decoding: int, kv_tokens: i
 
 
 class StepTimes(Protocol):
-    """Of one device, or of the devices that share a model copy."""
+    """The step times of one device, or of the devices that share a copy of the model."""
 
     def step_s(self, work: StepWork) -> float:
-        """Seconds of a step. Raises NotCovered where nothing is known of such a step."""
+        """Seconds of a step. Raises NotCovered if there are no data for such a step."""
 
 
 class NotCovered(Exception):
-    """The measurements that the times come from say nothing of this work."""
+    """The measurements behind the times don't cover this work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +119,8 @@ class LinearTimes(StepCoefficients):
     # --- prefill --------------------------------------------------------------------------------
 
     def prefill_s(self, tokens: int, pairs: int, sequences: int = 1) -> float:
-        """`tokens` new ones, of so many sequences; `pairs` of one and another that it sees."""
+        """`tokens` new ones, of this many sequences; `pairs` of a new token and one that it
+        sees."""
         return (
             self.prefill_overhead_s
             + self.prefill_token_s * tokens
@@ -129,7 +129,7 @@ class LinearTimes(StepCoefficients):
         )
 
     def prompt_s(self, tokens: int, cached: int, chunk: int) -> float:
-        """What is not `cached` of a prompt, in chunks of so many tokens at most."""
+        """The part of a prompt that is not `cached`, in chunks of at most this many tokens."""
         new = max(0, tokens - cached)
         chunks = -(-new // chunk)
         return (
@@ -142,14 +142,14 @@ class LinearTimes(StepCoefficients):
 
     @property
     def decode_overhead_s(self) -> float:
-        """What a step takes whatever its sequences: the first two knots' line at none."""
+        """The fixed time of a step: the line through the first two knots, at zero sequences."""
         if len(self.decode_knots) < 2:
             return sum(seconds for _, seconds in self.decode_knots)
         (few, few_s), (more, more_s) = self.decode_knots[:2]
         return min(few_s, max(0.0, few_s - few * (more_s - few_s) / (more - few)))
 
     def decode_s(self, sequences: int, kv_tokens: int) -> float:
-        """One token for each. Below the first knot it takes what that takes."""
+        """One token for each. Below the first knot it takes the first knot's time."""
         return self._batch_s(sequences) + self.decode_kv_token_s * kv_tokens
 
     def batches_s(self) -> list[float]:

@@ -1,7 +1,7 @@
-"""Tells while a step runs which layers have written their KV. Runs in the worker.
+"""Reports, while a step runs, which layers have written their KV. Runs in the worker.
 
-On a CPU the device thread tells it itself. A GPU runs behind that thread, so there an event is
-recorded behind the writes, and a thread of ours waits for it.
+On a CPU the device thread reports it. A GPU runs behind that thread, so an event is recorded after
+the writes, and a thread of ours waits for it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class LayerMarks:
 
 
 class LayerLag:
-    """Tells `marks` of a layer when the next one is written, and of the last at the end."""
+    """Reports a layer to `marks` when the next one is written, and the last one at the end."""
 
     def __init__(self, marks: LayerMarks) -> None:
         self._marks = marks
         self._written: int | None = None
 
     def before(self, layers: Iterable[int]) -> LayerMarks:
-        """Marks to be told at once, for all of the model's `layers`."""
+        """Marks to report at once, for all of the model's `layers`."""
         return LayerMarks(frozenset(layers), self._next)
 
     def end(self) -> None:
@@ -47,8 +47,8 @@ class LayerLag:
 
 
 class LayerWatch:
-    """Tells of a GPU's layers, in their order, from a thread of its own, which the first marks
-    start and `close` ends."""
+    """Reports a GPU's layers, in order, from its own thread. The first marks start the thread and
+    `close` ends it."""
 
     def __init__(self) -> None:
         self._events: queue.Queue[tuple[torch.cuda.Event, Callable[[], None]] | None]
@@ -57,14 +57,15 @@ class LayerWatch:
         self._error: Exception | None = None
 
     def behind(self, marks: LayerMarks) -> LayerMarks:
-        """Marks for the thread that launches kernels: told once the GPU is there."""
+        """Marks for the thread that launches kernels: reported once the GPU has reached them."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kvrelay-layers", daemon=True)
             self._thread.start()
         return LayerMarks(marks.layers, lambda layer: self._record(marks, layer))
 
     def drain(self) -> None:
-        """All has been told of what was launched. Raises what a `tell` has raised since."""
+        """Returns when all launched marks are reported. Raises an error that a `tell` has raised
+        since."""
         self._events.join()
         error, self._error = self._error, None
         if error is not None:

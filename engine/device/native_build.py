@@ -1,8 +1,7 @@
 """Builds our C and C++ with the host's compiler, once for each source, compiler and processor.
 
-Where what was made for a model or a machine is kept for the next start.
-
-The OpenMP threads that torch has, for code of ours: a second team would take their cores.
+Also the folder for files that the next start can reuse, and torch's OpenMP threads for our code: a
+second team would take their cores.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from pathlib import Path
 import torch
 
 SOURCES = Path(__file__).parent / "source"
-"""The C++ of kernels. One may include what another one is made of."""
+"""The C++ sources of kernels. One may include parts of another."""
 
 
 log = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ def cache_folder() -> Path:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """So that nobody who reads at the same time finds half of it. Raises OSError."""
+    """Writes a file so that concurrent readers never see half of it. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         file.write(text)
@@ -49,12 +48,12 @@ _TIMEOUT_S = 120
 
 
 class BuildError(Exception):
-    """It can't be had on this host; the message says why and what to do."""
+    """It can't be built or loaded on this host; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """`main` is given to the first of `compilers` that there is; it includes `parts`."""
+    """The first installed one of `compilers` compiles `main`, which includes `parts`."""
 
     name: str
     main: Path
@@ -71,10 +70,10 @@ class Source:
 
 
 def built(source: Source, folder: Path | None = None, processor: str = "native") -> Path:
-    """The shared library's file, in `folder` (the user's cache); builds it if it isn't there.
+    """The shared library's file in `folder` (the user's cache); built if it isn't there.
 
-    `processor` is what the compiler's -march takes. Of processes that start together one builds it,
-    and the others wait, where the file system can lock. The file appears whole. Raises BuildError.
+    `processor` is the compiler's -march. Of processes that start together one builds, and the
+    others wait, if the file system can lock. The file appears whole. Raises BuildError.
     """
     compiler = source.compiler()
     folder = folder or cache_folder() / "native"
@@ -142,7 +141,7 @@ def _key(source: Source, compiler: str, flags: tuple[str, ...]) -> str:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on."""
+    """The result of `-march=native` depends on this."""
     names = ("model name", "flags", "Features", "CPU part")
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -1,9 +1,8 @@
-"""Which CUDA stream a worker's steps run on. Where a prefill and a decode worker share a device,
-the decode worker's kernels go first: its steps are short, and a user waits for each.
+"""The CUDA stream of a worker's steps. Where a prefill and a decode worker share a device, the
+decode worker's kernels go first: its steps are short, and a user waits for each.
 
-Small tensors between host and device, without waiting for the device. Runs in the worker.
-
-A copy from memory that isn't pinned, and one to it, would wait for all that was launched before.
+Small tensors are copied between host and device without waiting for the device. A copy from or to
+memory that isn't pinned would wait for all earlier launches.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _HIGH, _LOW = -1, 0
 
 
 class StepStream:
-    """`goes_first`: before kernels of streams that don't, as multiprocessors become free."""
+    """`goes_first`: before kernels of other streams, as multiprocessors become free."""
 
     def __init__(self, device: torch.device, *, goes_first: bool) -> None:
         self._stream = self._beside = None
@@ -30,19 +29,20 @@ class StepStream:
             self._beside = torch.cuda.Stream(device, priority=priority)
 
     def within(self) -> AbstractContextManager[object]:
-        """What is launched inside runs on the stream, behind what this thread has launched."""
+        """Work launched in this context runs on the stream, after this thread's earlier
+        launches."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         return torch.cuda.stream(self._stream)
 
     def beside(self) -> AbstractContextManager[object]:
-        """What is launched inside waits for nothing on the stream: what it reads is there already,
-        and stays until it is done."""
+        """Work launched in this context doesn't wait for the stream. Its inputs must be there
+        already, and stay until it is done."""
         return nullcontext() if self._beside is None else torch.cuda.stream(self._beside)
 
     def mark(self) -> Callable[[], None]:
-        """Waits, whatever is launched later, until the device has come to here."""
+        """Waits until the device has reached this point, whatever is launched later."""
         if self._stream is None:
             return _no_wait
         event = torch.cuda.Event()
@@ -54,11 +54,11 @@ def _no_wait() -> None:
     pass
 
 
-Floats = NDArray[np.float32]
+_Floats = NDArray[np.float32]
 
 
-def send(values: Sequence[Any] | Floats, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Numbers, or rows of them."""
+def send(values: Sequence[Any] | _Floats, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Sends numbers, or rows of numbers."""
     host = torch.tensor(values, dtype=dtype)
     if device.type != "cuda":
         return host.to(device)
@@ -66,7 +66,7 @@ def send(values: Sequence[Any] | Floats, dtype: torch.dtype, device: torch.devic
 
 
 def fetch(tensor: torch.Tensor) -> torch.Tensor:
-    """On the host once the device has come to here, which the caller waits for."""
+    """On the host once the device has reached this point; the caller waits for that."""
     if not tensor.is_cuda:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -1,6 +1,7 @@
-"""How many CPU threads torch uses in the calling thread: each of a worker's threads has its own.
+"""The number of CPU threads that torch uses in the calling thread: each thread of a worker has its
+own.
 
-Named ranges for NVIDIA's profilers, such as Nsight Systems; they nest, thread by thread.
+Also named ranges for NVIDIA's profilers, such as Nsight Systems; they nest, thread by thread.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ T = TypeVar("T")
 
 
 def use_threads(count: int) -> None:
-    torch.get_num_threads()  # else this thread's first operation takes what any thread set last
+    torch.get_num_threads()  # else the first operation here takes the number of another thread
     torch.set_num_threads(count)
 
 
 def run_apart(work: Callable[[], T]) -> T:
-    """In a thread that ends with it, and so do the OpenMP threads that it started.
+    """Runs in a new thread, which ends with it, and so do the OpenMP threads that it started.
 
-    OpenMP threads stay with the thread that called them. Where there are more than cores, in all of
-    the process, libgomp's sleep between any two operations instead of spinning.
+    OpenMP threads stay with the thread that called them. If a process has more of them than cores,
+    libgomp's threads sleep between any two operations instead of spinning.
     """
     outcome: Future[T] = Future()
     thread = Thread(target=_settle, args=(work, outcome), name="kvrelay-apart", daemon=True)
@@ -49,5 +50,5 @@ class Nvtx(Protocol):
 
 
 def nvtx(device: str) -> Nvtx | None:
-    """None where there is no CUDA device to profile."""
+    """None without a CUDA device to profile."""
     return torch.cuda.nvtx if torch.device(device).type == "cuda" else None

@@ -1,7 +1,7 @@
 """Records a model's forward pass as a graph of operations, once, for any number of tokens.
 
-Linear layers and attention stay whole. What the graph can't say, such as control flow that depends
-on values, makes it impossible.
+Linear layers and attention stay whole. A model whose control flow depends on values can't be
+recorded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 LINEAR = torch.ops.kvrelay.linear.default
 _LIBRARY.define("grouped_mm(Tensor rows, Tensor weights, Tensor ends) -> Tensor")
 _GROUPED_MM = torch.ops.kvrelay.grouped_mm.default
-"""Without the checks of torch's own, which holds that only bfloat16 will do."""
+"""Without torch's own checks, which accept only bfloat16."""
 
 
 class NotCaptured(Exception):
@@ -76,7 +76,7 @@ def _call_grouped_mm(
 
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Token ids and positions `[1, tokens]`, rows that want logits: logits `[rows, vocab]`."""
+"""Token ids and positions `[1, tokens]`, rows that need logits: logits `[rows, vocab]`."""
 
 
 def capture(forward: Forward) -> GraphModule:
@@ -99,7 +99,7 @@ def capture(forward: Forward) -> GraphModule:
 
 
 def _check_inputs(made: GraphModule) -> None:
-    """The number of tokens, and of rows, is still open."""
+    """The graph must accept any number of tokens and of rows."""
     found = [node.meta["val"] for node in made.graph.find_nodes(op="placeholder")]
     tokens, _, rows = found
     if not isinstance(tokens.shape[1], torch.SymInt) or not isinstance(rows.shape[0], torch.SymInt):

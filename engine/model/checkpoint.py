@@ -1,10 +1,8 @@
 """A Hugging Face checkpoint's files and facts, checked cheaply before anything is loaded.
 
-Needs neither torch nor transformers, so the router uses it too.
-
-Checks safetensors files by their headers, without loading them. Needs no torch.
-
-Format: 8 bytes little endian header length, JSON header, data (huggingface/safetensors README).
+Needs neither torch nor transformers, so the router uses it too. Safetensors files are checked by
+their headers: 8 bytes little endian header length, JSON header, data (huggingface/safetensors
+README).
 """
 
 from __future__ import annotations
@@ -28,8 +26,8 @@ _MAX_HEADER_BYTES = 100 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFile:
-    """A complete safetensors file. `dtypes` are as its header names them. `fingerprint` covers
-    names, shapes and a sample of each tensor's bytes."""
+    """A complete safetensors file. `dtypes` are named as in its header. `fingerprint` covers names,
+    shapes and a sample of each tensor's bytes."""
 
     path: Path
     tensors: frozenset[str]
@@ -130,7 +128,7 @@ _VOLATILE_KEYS = {
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 _QUANTISED_KEYS = ("quantization_config", "compression_config", "quantization")
 _QUANTISED_DTYPES = ("F8_", "F6_", "F4", "I8")
-"""How the names of such tensors begin, in safetensors' headers."""
+"""Prefixes of such dtypes' names in safetensors' headers."""
 _DEQUANTISERS = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 """# format |-> the class of transformers that loads it as 16-bit weights with `dequantize=True`"""
 
@@ -139,8 +137,8 @@ _DEQUANTISERS = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 class Checkpoint:
     """A complete causal language model on disk.
 
-    `fingerprint_source` identifies the unquantised weights and the configuration: equal for
-    copies of one checkpoint, different for two trainings of one shape.
+    `fingerprint_source` identifies the unquantised weights and the configuration: equal for copies
+    of one checkpoint, different for two trainings of one shape.
     """
 
     path: Path
@@ -161,8 +159,8 @@ class Checkpoint:
 def open_checkpoint(
     path_or_hub_id: str, revision: str | None = None, report: Report = unheard
 ) -> Checkpoint:
-    """Find (or fetch from the Hugging Face hub) and check a checkpoint; `report` hears how far a
-    download is.
+    """Finds (or fetches from the Hugging Face hub) and checks a checkpoint; `report` is called with
+    the progress of a download.
 
     Raises ModelError, in one line, when a file is missing or damaged or the model is not causal.
     """
@@ -171,8 +169,8 @@ def open_checkpoint(
 
 
 def check_model(path_or_hub_id: str, revision: str | None = None) -> None:
-    """What can be told before weights are fetched: a folder is checked whole, of a hub id its
-    configuration and tokenizer. Raises ModelError as `open_checkpoint` does."""
+    """The checks before weights are fetched: a folder is checked whole; of a hub id only the
+    configuration and tokenizer. Raises ModelError like `open_checkpoint`."""
     if Path(path_or_hub_id).expanduser().exists():
         open_checkpoint(path_or_hub_id, revision)
     else:
@@ -180,16 +178,16 @@ def check_model(path_or_hub_id: str, revision: str | None = None) -> None:
 
 
 def find_config(path_or_hub_id: str, revision: str | None = None) -> dict[str, object]:
-    """The configuration alone: of a hub id nothing else is fetched. Raises ModelError as
-    `open_checkpoint` does."""
+    """The configuration alone: of a hub id nothing else is fetched. Raises ModelError like
+    `open_checkpoint`."""
     return read_config(_find(path_or_hub_id, revision, ("config.json",)))
 
 
 def find_text_files(
     path_or_hub_id: str, revision: str | None = None, report: Report = unheard
 ) -> Path:
-    """The folder with a checkpoint's configuration and tokenizer, all that a router needs: weights
-    are neither fetched nor opened. Raises ModelError as `open_checkpoint` does."""
+    """The folder with a checkpoint's configuration and tokenizer, which are enough for a router:
+    weights are neither fetched nor opened. Raises ModelError like `open_checkpoint`."""
     folder = _find(path_or_hub_id, revision, _TEXT_PATTERNS, report)
     _check_text_files(folder)
     return folder
@@ -263,7 +261,7 @@ def _open_folder(folder: Path, name: str, revision: str | None) -> Checkpoint:
 
 
 def _check_text_files(folder: Path) -> tuple[dict[str, object], str]:
-    """The configuration and the architecture it names."""
+    """Checks the configuration and the architecture that it names."""
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder: give the folder that holds config.json")
     config = read_config(folder)
@@ -307,7 +305,7 @@ def _check_unquantised(folder: Path, config: Mapping[str, object]) -> None:
 
 
 def _check_dtypes(folder: Path, weights: tuple[WeightFile, ...]) -> None:
-    """Some quantised checkpoints say nothing in their configuration."""
+    """The configuration of some quantised checkpoints doesn't mention it."""
     dtypes = {dtype for file in weights for dtype in file.dtypes}
     if found := sorted(dtype for dtype in dtypes if dtype.startswith(_QUANTISED_DTYPES)):
         raise _quantised(folder, f"tensors of {', '.join(found)}")
@@ -323,7 +321,7 @@ def _quantised(folder: Path, found: str) -> ModelError:
 
 
 def _quantised_format(config: Mapping[str, object]) -> str | None:
-    """The name of the format, also where only the language model's part is quantised."""
+    """The name of the format, also if only the language model's part is quantised."""
     for part in (config, config.get("text_config")):
         if not isinstance(part, Mapping):
             continue

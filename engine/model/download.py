@@ -1,5 +1,5 @@
-"""Reports how far a download from the Hugging Face hub is, by the progress bars that the hub's
-client moves. Nothing is drawn."""
+"""Reports the progress of a download from the Hugging Face hub, from the progress bars of the hub's
+client. Nothing is drawn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.core.activity import Report, Stage, StartActivity
 
 
 class _Nowhere:
-    """A file for bars that are not drawn."""
+    """The output of bars that are not drawn."""
 
     def write(self, text: str) -> int:
         return len(text)
@@ -22,9 +22,8 @@ class _Nowhere:
 
 
 def bars_for(report: Report) -> type[tqdm]:
-    """A class of progress bars, for `snapshot_download(tqdm_class=...)`. Of the bars that count
-    bytes the one that is furthest tells: the others count files, or bytes before they are unpacked.
-    """
+    """A class of progress bars for `snapshot_download(tqdm_class=...)`. Of the bars that count
+    bytes the most advanced one is reported; bars that count files are ignored."""
     furthest = StartActivity(stage=Stage.DOWNLOADS)
     lock = threading.Lock()
 

@@ -1,7 +1,7 @@
-"""Which model families can be served, decided from the configuration before weights are loaded.
+"""Decides which model families can be served, from the configuration, before weights are loaded.
 
-LongRoPE picks its factors by the longest position of a call (arXiv:2402.13753 §3); a chunk of a
-long sequence must have the long factors even where its own positions are short.
+LongRoPE picks its factors by the longest position of a call (arXiv:2402.13753 §3). A chunk of a
+long sequence must have the long factors even if its own positions are short.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _REFUSED = {
 
 
 def refusal(kind: str, check: str, reason: str) -> ModelError:
-    """Says which check found that a family would give wrong tokens."""
+    """Names the check by which a family would give wrong tokens."""
     return ModelError(f"the {kind} family can't be served ({check} check): {reason}")
 
 
@@ -64,8 +64,8 @@ def _check_class(config: PretrainedConfig) -> None:
 
 
 def longrope_border_tokens(config: PretrainedConfig) -> int | None:
-    """Sequences longer than this use other RoPE factors (LongRoPE, arXiv:2402.13753 §3); None:
-    the model doesn't."""
+    """Sequences longer than this use other RoPE factors (LongRoPE, arXiv:2402.13753 §3); None: the
+    model has no LongRoPE."""
     borders = [
         int(rope["original_max_position_embeddings"])
         for rope in _ropes(config)
@@ -90,7 +90,7 @@ def _ropes(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
 
 
 class LongRope:
-    """Makes a model's rotary embedding take the long factors inside `long()`.
+    """Makes a model's rotary embedding use the long factors inside `long()`.
 
     `border_tokens`: sequences longer than this use the long factors.
     """
@@ -116,7 +116,7 @@ class LongRope:
             self._is_long = False
 
     def _lengthen(self, _: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """One position beyond the border joins the call; its embedding is cut off again."""
+        """Adds one position beyond the border to the call, and cuts its embedding off again."""
         if not self._is_long:
             return None
         x, positions = (*args, *kwargs.values())[:2]

@@ -1,7 +1,7 @@
-"""The door from transformers' models to kvrelay's own attention. Runs in the worker.
+"""The entry from transformers' models to kvrelay's own attention. Runs in the worker.
 
-Model families look the implementation up by its name; what a layer's call means in this step is
-said by the `AttentionState` of the `ContextVar`, set around the forward pass. In between lies one
+Model families look the implementation up by its name. The `AttentionState` in a `ContextVar`, set
+around the forward pass, defines what a layer's call does in this step. In between is one
 `torch.library` operator, so that graph captures see attention as a whole.
 """
 
@@ -27,7 +27,7 @@ class Scores:
     """How a layer turns queries and keys into weights, beyond plain softmax attention.
 
     `softcap` c replaces each score s by c * tanh(s / c) (Gemma 2); `sinks` `[heads]` are logits
-    that take weight and give no value (GPT-OSS). `window` counts the token itself.
+    that take weight and give no value (GPT-OSS). `window` includes the token itself.
     """
 
     scaling: float
@@ -41,7 +41,7 @@ class Scores:
 
 
 class AttentionState(Protocol):
-    """What the attention of one forward pass reads and writes."""
+    """The KV that the attention of one forward pass reads and writes."""
 
     def attend(
         self,
@@ -68,7 +68,7 @@ OPERATOR = torch.ops.kvrelay.attention.default
 
 @contextmanager
 def attention_state(state: AttentionState) -> Iterator[None]:
-    """Every attention layer called inside uses `state`."""
+    """Every attention layer called in this context uses `state`."""
     token = _STATE.set(state)
     try:
         yield
@@ -112,7 +112,7 @@ _IGNORED = {
     "return_dict",
     "use_cache",
 }
-"""Keywords that change nothing for a causal model in evaluation mode."""
+"""Keywords without an effect on a causal model in evaluation mode."""
 
 
 def attention(
@@ -127,7 +127,7 @@ def attention(
     s_aux: torch.Tensor | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers' layers call. Raises ModelError for an argument that would be ignored."""
+    """Called by transformers' layers. Raises ModelError for an argument that would be ignored."""
     if attention_mask is not None:
         raise _refused(module, "mask", "it makes a mask of its own")
     _check_keywords(module, others)
@@ -150,7 +150,7 @@ def _refused(module: torch.nn.Module, check: str, reason: str) -> ModelError:
 
 
 def register() -> None:
-    """Make `attn_implementation="kvrelay"` known to transformers. Idempotent.
+    """Registers `attn_implementation="kvrelay"` with transformers. Idempotent.
 
     No mask function is registered under the name, so models build no mask.
     """

@@ -1,7 +1,4 @@
-"""Derives the KV layout from what the model's attention layers really do with one token.
-
-Where each layer's KV lies. Pure.
-"""
+"""Derives the KV layout from one forward pass of the model's attention layers."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import torch
 
 from engine.model.families import refusal
 from engine.model.interface import NAME, Scores
-from engine.model.masks import Visible, cached_windows, composed_masks, mask_difference
+from engine.model.masks import MaskFunction, cached_windows, composed_masks, mask_difference
 from engine.model.model import LOAD_ERRORS, Model
 from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
 
@@ -20,7 +17,7 @@ _TOKENS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """What one attention layer keeps per token, how far it looks back, and how it scores."""
+    """One attention layer: the KV that it keeps per token, its window, and its scores."""
 
     planes: tuple[Plane, ...]
     window: int | None
@@ -64,7 +61,7 @@ class _Recorder:
 
 def probe(model: Model) -> dict[int, LayerShape]:
     """# layer |-> its shape. Raises ModelError when the family hides layers or their windows, or
-    asks for more than causal attention."""
+    needs more than causal attention."""
     recorder = _Recorder(model.config.model_type)
     _run(model, recorder)
     _check_layers(model, recorder.shapes)
@@ -72,8 +69,8 @@ def probe(model: Model) -> dict[int, LayerShape]:
 
 
 def check_masks(model: Model, shapes: dict[int, LayerShape], longest: int) -> None:
-    """The mask that transformers composes for a layer, and the tokens that its cache keeps, must be
-    those that its call describes, in sequences of up to `longest` tokens. Raises ModelError."""
+    """The mask that transformers composes for a layer, and the tokens that its cache keeps, must
+    match the layer's call, in sequences of up to `longest` tokens. Raises ModelError."""
     kind = model.config.model_type
     with composed_masks(model.module, NAME) as masks:
         _run(model, _Recorder(kind))
@@ -115,7 +112,7 @@ def _check_layers(model: Model, shapes: dict[int, LayerShape]) -> None:
 
 
 def _check_mask(
-    kind: str, layer: int, visible: Visible | None, window: int | None, longest: int
+    kind: str, layer: int, visible: MaskFunction | None, window: int | None, longest: int
 ) -> None:
     if visible is None:
         raise refusal(kind, "mask", f"layer {layer} uses a mask that transformers did not compose")
@@ -134,7 +131,8 @@ def _check_cache(kind: str, layer: int, kept: int | None, window: int | None, lo
 
 
 def derive_layout(shapes: dict[int, LayerShape], *, dtype: str, block_size: int) -> KvLayout:
-    """Layers of equal span and planes share a group; groups in order of their first layer."""
+    """Layers of equal span and planes share a group; groups are in the order of their first
+    layer."""
     members: dict[tuple[tuple[Plane, ...], int | None], list[int]] = {}
     for layer, shape in sorted(shapes.items()):
         members.setdefault((shape.planes, shape.window), []).append(layer)

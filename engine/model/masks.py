@@ -1,7 +1,8 @@
-"""Compares the masks that transformers composes with what its layers' calls say of them.
+"""Compares the masks that transformers composes with the arguments of the layers' calls.
 
-kvrelay's attention builds no mask: a layer's call must say all of it. In the probe's one forward
-pass transformers composes its masks too, and each layer's is evaluated on pairs of positions.
+kvrelay's attention builds no mask: a layer's call must describe it fully. In the probe's one
+forward pass transformers composes its masks too, and each layer's mask is evaluated on pairs of
+positions.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from engine.model.interface import attention
 
 NAME = "kvrelay_probe"
 
-Visible = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Batch, head, query position, key position: whether the query sees the key."""
+MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Batch, head, query position, key position: true if the query sees the key."""
 
 
 @dataclass(slots=True)
 class Masks:
     """# mask built in this pass |-> its function; # layer |-> the mask it was called with"""
 
-    composed: list[tuple[torch.Tensor, Visible]] = field(default_factory=list)
+    composed: list[tuple[torch.Tensor, MaskFunction]] = field(default_factory=list)
     used: dict[int, torch.Tensor | None] = field(default_factory=dict)
 
-    def of_layer(self, layer: int) -> Visible | None:
+    def of_layer(self, layer: int) -> MaskFunction | None:
         """None: the layer got no mask, or one that transformers did not compose."""
         found = self.used.get(layer)
         return next((visible for mask, visible in self.composed if mask is found), None)
@@ -41,7 +42,8 @@ _MASKS: ContextVar[Masks] = ContextVar("kvrelay_masks")
 
 @contextmanager
 def composed_masks(module: torch.nn.Module, usual: str) -> Iterator[Masks]:
-    """Inside, `module` builds its masks. `usual`: the implementation that it has otherwise."""
+    """In this context `module` builds its masks. `usual`: the implementation that it has
+    otherwise."""
     _register()
     masks = Masks()
     token = _MASKS.set(masks)
@@ -54,14 +56,14 @@ def composed_masks(module: torch.nn.Module, usual: str) -> Iterator[Masks]:
 
 
 def cached_windows(config: PretrainedConfig) -> list[int | None]:
-    """Of each layer that has a cache: the last tokens that transformers keeps; None: all."""
+    """For each layer with a cache: the last tokens that transformers keeps; None: all."""
     layers = DynamicCache(config=config).layers
     return [getattr(layer, "sliding_window", None) for layer in layers]
 
 
-def mask_difference(visible: Visible, window: int | None, longest: int) -> str | None:
-    """Where `visible` is not causal attention with this window, in sequences of up to `longest`
-    tokens; None: nowhere on the pairs that are looked at."""
+def mask_difference(visible: MaskFunction, window: int | None, longest: int) -> str | None:
+    """A place where `visible` is not causal attention with this window, in sequences of up to
+    `longest` tokens; None: all checked pairs agree."""
     queries, keys = _pairs(window, longest)
     zero = torch.zeros_like(queries)
     try:
@@ -80,7 +82,7 @@ def mask_difference(visible: Visible, window: int | None, longest: int) -> str |
 
 
 def _pairs(window: int | None, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries at the powers of two, around the window and at the end; to each the keys nearby, at
+    """Queries at the powers of two, around the window and at the end; for each the keys nearby, at
     the window's border and at the powers of two before it."""
     last = longest - 1
     steps = [0, *(2**i for i in range(longest.bit_length()))]
@@ -100,7 +102,7 @@ def _register() -> None:
 
 
 def _mask(
-    batch_size: int, q_length: int, kv_length: int, mask_function: Visible, **_: object
+    batch_size: int, q_length: int, kv_length: int, mask_function: MaskFunction, **_: object
 ) -> torch.Tensor:
     mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool)
     _MASKS.get().composed.append((mask, mask_function))

@@ -30,7 +30,7 @@ LOAD_ERRORS = (
     AttributeError,
     TypeError,
 )
-"""What transformers raises where it can't read a checkpoint or lacks a package for it."""
+"""Errors of transformers for a checkpoint that it can't read, or for a missing package."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,12 @@ class Model:
     dtype: torch.dtype
     longrope: LongRope | None = None
     flat: Forward | None = None
-    """The forward pass as a graph, where there is one."""
+    """The forward pass as a graph, if there is one."""
     own_tokens: int = 0
-    """Steps of up to so many use no product of oneDNN's."""
+    """Steps of up to this many tokens use no product of oneDNN."""
     group: Group | None = None
-    """The ranks that share the model, of which this holds one's part; None: all of it is here."""
+    """The ranks that share the model, of which this one holds a part; None: the model is whole
+    here."""
 
     @property
     def dtype_name(self) -> str:
@@ -75,7 +76,7 @@ class Model:
             return self.whole(token_ids, positions, logit_rows)
 
     def prepare(self, tokens: int, rows: int) -> None:
-        """What the first step of so many tokens, and of so many rows of logits, does besides."""
+        """The one-time work of the first step with this many tokens and rows of logits."""
         if tokens <= self.own_tokens:
             return
         prepare(getattr(self.module, self.module.base_model_prefix), rounded(tokens))
@@ -86,7 +87,7 @@ class Model:
     def whole(
         self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor
     ) -> torch.Tensor:
-        """Inside an `attention_state`."""
+        """Must run in an `attention_state`."""
         if self.flat is not None:
             return self.flat(token_ids, positions, logit_rows)
         output = self.module(
@@ -141,7 +142,7 @@ def load_model(checkpoint: Checkpoint, *, device: str, dtype: str) -> Model:
 
 
 def _check_complete(checkpoint: Checkpoint, missing: Iterable[str]) -> None:
-    """transformers gives weights that are missing random values."""
+    """transformers gives missing weights random values."""
     names = sorted(missing)
     if names:
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
@@ -152,7 +153,7 @@ def _check_complete(checkpoint: Checkpoint, missing: Iterable[str]) -> None:
 
 
 def _use_device(device: torch.device) -> None:
-    """What this thread launches without naming a GPU runs on this one. Raises ModelError."""
+    """This thread's work without a named GPU runs on this one. Raises ModelError."""
     if device.type != "cuda":
         return
     if torch.version.cuda is None:

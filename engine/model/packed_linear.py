@@ -1,12 +1,11 @@
-"""Linear layers whose weights lie in memory as oneDNN computes with them. Runs in the worker.
+"""Linear layers with weights in oneDNN's own memory order. Runs in the worker.
 
-Whether packed weights lie in memory as code of ours reads them: panels of 64 outputs, one behind
-the other, in each `[units, 64]`, where a unit is one float32 or a pair of bfloat16.
+Our code can read packed weights if they are in panels of 64 outputs, one after another, each
+`[units, 64]`, where a unit is one float32 or a pair of bfloat16.
 
-Rounds a step's number of tokens up to one of few, because oneDNN makes code for each number.
-
-That takes it some milliseconds for each kind of product, and it keeps the last thousand only. What
-is computed for the tokens that are added is never read.
+A step's number of tokens is rounded up to one of few, because oneDNN generates code for each
+number. That takes some milliseconds for each kind of product, and oneDNN keeps only the last
+thousand. Results for added tokens are never read.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 
 def panel_depth(packed: torch.Tensor, weight: torch.Tensor) -> int | None:
-    """The inputs in a panel, with what is filled up; None where it isn't so.
+    """The inputs in a panel, with padding; None if the weights have another order.
 
-    `packed` is what oneDNN made of `weight`, `[outputs, inputs]`; the first and the last panel are
-    compared, to the bit.
+    `packed` is oneDNN's form of `weight`, `[outputs, inputs]`; the first and the last panel are
+    compared bit by bit.
     """
     outputs, inputs = weight.shape
     size = weight.element_size()
@@ -54,23 +53,23 @@ def _panel(weight: torch.Tensor, index: int, depth: int, numbers: int) -> torch.
     return bits.view(PANEL, depth // numbers, numbers).transpose(0, 1)
 
 
-_NO_MORE: tuple[str, list[float], str] = ("none", [], "")  # what to do with the product: nothing
+_NO_MORE: tuple[str, list[float], str] = ("none", [], "")  # the product is not changed further
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """`[width, in]` weights, packed, and their biases. Called with `[..., in]`."""
+    """Packed `[width, in]` weights and their biases. Called with `[..., in]`."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     width: int
     nbytes: int
     depth: int | None = None
-    """Of `panel_depth`: code of ours can read the weights."""
+    """From `panel_depth`: our code can read the weights."""
 
     @property
     def kind(self) -> tuple[torch.Size, bool]:
-        """Of one kind, one piece of code computes."""
+        """The same code computes products of one kind."""
         return self.weight.shape, self.bias is None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -81,7 +80,7 @@ class Packed:
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether oneDNN computes in this type here; float16 needs processors of its own kind."""
+    """True if oneDNN computes in this type here; float16 needs special processors."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
@@ -90,7 +89,7 @@ def can_pack(weight: torch.Tensor) -> bool:
 
 
 def pack(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> Packed:
-    """One layer that computes what these do beside each other: rows of weights after rows."""
+    """One layer that computes these side by side: the rows of their weights in order."""
     rows = weights[0] if len(weights) == 1 else torch.cat(list(weights))
     bias = join_biases(weights, biases)
     own_bytes = 0 if bias is None else bias.nbytes
@@ -113,7 +112,7 @@ def join_biases(
 
 
 class PackedLinear(torch.nn.Module):
-    """In place of an `nn.Linear`: `stop - start` of the columns that `packed` computes."""
+    """Replaces an `nn.Linear`: `stop - start` of the columns that `packed` computes."""
 
     def __init__(self, packed: Packed, start: int, stop: int) -> None:
         super().__init__()
@@ -140,7 +139,7 @@ def packed_bytes(module: torch.nn.Module) -> int:
 
 @torch.inference_mode()
 def prepare(module: torch.nn.Module, tokens: int) -> None:
-    """Has oneDNN make its code for so many tokens, once for layers that are alike."""
+    """Lets oneDNN generate its code for this many tokens, once for identical layers."""
     alike = {packed.kind: packed for packed in _packed(module)}
     for packed in alike.values():
         x = torch.zeros(1, tokens, packed.weight.shape[1], dtype=packed.weight.dtype)
@@ -148,13 +147,13 @@ def prepare(module: torch.nn.Module, tokens: int) -> None:
 
 
 def _packed(module: torch.nn.Module) -> list[Packed]:
-    """Of all in `module`, shared ones once."""
+    """All packed layers in `module`, shared ones once."""
     parts = {id(m.packed): m.packed for m in module.modules() if isinstance(m, PackedLinear)}
     return list(parts.values())
 
 
 _STEPS = ((16, 1), (64, 4), (512, 16))
-"""Up to so many tokens: multiples of so many."""
+"""Up to the first number of tokens: multiples of the second."""
 _LARGE = 64
 
 
@@ -164,7 +163,7 @@ def rounded(tokens: int) -> int:
 
 
 def sizes(most: int) -> list[int]:
-    """Of steps of up to `most` tokens."""
+    """Padded sizes of steps of up to `most` tokens."""
     return sorted({rounded(tokens) for tokens in range(1, most + 1)})
 
 
@@ -185,7 +184,7 @@ def padded(forward: Forward) -> Forward:
 
 @dataclass(frozen=True, slots=True)
 class _Unpadded:
-    """Implements AttentionState: `state` sees the step's own tokens alone."""
+    """Implements AttentionState: `state` sees only the step's own tokens."""
 
     state: AttentionState
     tokens: int

@@ -1,4 +1,5 @@
-"""How far rounding alone moves a model's logits: the same pass with its sums in another order."""
+"""Measures how far rounding alone moves a model's logits: the same pass with its sums in another
+order."""
 
 from __future__ import annotations
 
@@ -11,15 +12,15 @@ from torch.overrides import TorchFunctionMode
 
 _SAFETY = 3.0
 _ROUNDINGS = 4.0
-"""Few logits may agree by chance: no bound is below so many relative roundings."""
+"""Few logits may agree by chance: a bound is at least this many relative roundings."""
 _NEGLIGIBLE = 1e-4
-"""Nor below what matters to no token."""
+"""Nor is a bound below this, which matters to no token."""
 _TF32_EPS = 2.0**-10
 
 
 def noise_bound(run: Callable[[], torch.Tensor], expected: torch.Tensor) -> torch.Tensor:
-    """How far right logits may be from `expected`, as shares of its range; `[rows]`. `run` computes
-    `expected` `[rows, vocab]` once more, in its own dtype."""
+    """The allowed distance of right logits from `expected`, as shares of its range; `[rows]`. `run`
+    computes `expected` `[rows, vocab]` once more, in its own dtype."""
     with _HalvedSums():
         found = run()
     least = max(_NEGLIGIBLE, _ROUNDINGS * _rounding(found))
@@ -27,14 +28,15 @@ def noise_bound(run: Callable[[], torch.Tensor], expected: torch.Tensor) -> torc
 
 
 def typical(differences: torch.Tensor, *, may_choose: bool, dtype: torch.dtype) -> float:
-    """The worst row's; among experts in 16 bits the median: near a tie others are taken."""
+    """That of the worst row. With experts in 16 bits the median: near a tie other experts are
+    chosen."""
     if may_choose and dtype != torch.float32:
         return float(differences.median())
     return float(differences.max())
 
 
 def _rounding(logits: torch.Tensor) -> float:
-    """The relative rounding of the products that made them."""
+    """The relative rounding of the products behind them."""
     shortened = logits.is_cuda and torch.get_float32_matmul_precision() != "highest"
     if logits.dtype == torch.float32 and shortened:
         return _TF32_EPS
@@ -42,7 +44,7 @@ def _rounding(logits: torch.Tensor) -> float:
 
 
 def row_differences(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Of `[rows, vocab]`, as shares of the range of what was expected."""
+    """Of `[rows, vocab]`, as shares of the range of the expected logits."""
     spread = (expected.max() - expected.min()).clamp_min(1e-6)
     return (found - expected).abs().amax(dim=-1) / spread
 

@@ -1,4 +1,4 @@
-"""The line between rank 0 and one other: messages in order; it ends when either process does."""
+"""The connection between rank 0 and another rank: messages in order, until either process ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Channel:
         self._end = end
 
     def bound(self, timeout_s: float) -> None:
-        """Sends end with OSError when the other end takes nothing for so long."""
+        """A send ends with OSError when the other end accepts nothing for this long."""
         whole = int(timeout_s)
         limit = _TIMEVAL.pack(whole, int(1e6 * (timeout_s - whole)))
         self._end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -52,7 +52,8 @@ class Channel:
         socket.send_fds(self._end, [b"m"], [loan.fd])
 
     def receive_memory(self) -> torch.Tensor:
-        """What the other end lends, uint8 `[bytes]`; mapped as long as a tensor is over it."""
+        """The memory that the other end lends, uint8 `[bytes]`; mapped as long as a tensor uses
+        it."""
         place = MemfdPlace(**self.receive_facts())
         _, descriptors, _, _ = socket.recv_fds(self._end, 1, 1)
         if not descriptors:
@@ -63,7 +64,7 @@ class Channel:
             os.close(descriptors[0])
 
     def wait_end(self) -> None:
-        """Returns once the other end is gone, or this one closed; takes no message."""
+        """Returns once the other end is gone, or this one closed; reads no message."""
         watch = select.poll()
         watch.register(self._end, select.POLLRDHUP)
         watch.poll()
@@ -72,7 +73,7 @@ class Channel:
         self._end.close()
 
     def shut(self) -> None:
-        """Wakes those who wait at either end."""
+        """Wakes waiting calls at both ends."""
         with suppress(OSError):  # the other end is gone already
             self._end.shutdown(socket.SHUT_RDWR)
 

@@ -1,9 +1,8 @@
 """Collectives between ranks on CPUs of one host.
 
-Shared memory on which the ranks of one host lay their parts of a sum, and wait for the others'.
-
-Each rank has two places, used in turns: before it writes the same one again, it has seen that every
-other rank is past the sum before, and so has read it.
+Ranks write their parts of a sum into shared memory, and wait for the others' parts. Each rank has
+two buffers, used in turn. Before it writes the same one again, every other rank has finished the
+sum before, and so has read it.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from engine.device.group import LOADING_TIMEOUT_S, MEETING_TIMEOUT_S
 from kvrelay.errors import PeerError
 
 PLACE_BYTES = 4 << 20
-_BORDER_BYTES = 64  # between what two ranks write: a cache line
+_BORDER_BYTES = 64  # a cache line between the ranks' memory
 _YIELD_S = 2e-3
 _NAP_S = 50e-6
-"""Ranks are about equally fast: who waits longer has lost its core, or the other has."""
+"""Ranks are about equally fast: a rank that waits longer has lost its core, or the other has."""
 
 
 def board_bytes(size: int) -> int:
@@ -36,7 +35,8 @@ def board_bytes(size: int) -> int:
 
 
 class Board:
-    """`memory` is uint8 `[board_bytes]`, zeros at first; all ranks call the same, in one order.
+    """`memory` is uint8 `[board_bytes]`, zeros at first; all ranks make the same calls, in one
+    order.
 
     Raises PeerError when another rank doesn't come.
     """
@@ -53,7 +53,7 @@ class Board:
         self.closed = False
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """In float32 and in the order of ranks, so the same on all of them."""
+        """In float32 and in the order of ranks, so the result is the same on all."""
         first, *others = self._exchange(part)
         whole = first.to(torch.float32, copy=True)
         for other in others:
@@ -64,13 +64,13 @@ class Board:
         return torch.cat(self._exchange(part), dim=-1)
 
     def _exchange(self, part: torch.Tensor) -> list[torch.Tensor]:
-        """# rank |-> its part, until the next call but one"""
+        """# rank |-> its part, valid until the next call but one"""
         assert part.nbytes <= PLACE_BYTES, part.shape
         self._turn += 1
         places = self._places[self._turn % 2, :, : part.nbytes].view(part.dtype)
         found = [place.view(part.shape) for place in places]
         found[self._rank].copy_(part)
-        with self._fence:  # what is written before it is seen before what is written after
+        with self._fence:  # earlier writes are visible before later ones
             self._turns[self._rank] = self._turn
         self._wait()
         return found

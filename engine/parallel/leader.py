@@ -1,4 +1,4 @@
-"""Rank 0's side of a worker's ranks: starts the others, tells them each step, ends with them."""
+"""Rank 0's side of a worker's ranks: starts the others, sends them each step, ends with them."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ _PATIENCE_S = 5.0
 
 
 class Leader:
-    """The other ranks are child processes, which end when this one does, however it ends."""
+    """The other ranks are child processes, which end when this one ends, however it ends."""
 
     def __init__(
         self, devices: Sequence[str], threads: int, orders: dict[str, Any], timeout_s: float
     ) -> None:
-        """`devices` are the ranks', `orders` what the followers load, as `load_followed` takes it;
-        `threads` of each. One that is waited for longer than `timeout_s` in a step is lost."""
+        """`devices` are those of the ranks, `orders` the followers' load orders, as `load_followed`
+        takes them; `threads` is the number for each. A rank that is waited for longer than
+        `timeout_s` in a step is lost."""
         size = len(devices)
         self._folder = Path(tempfile.mkdtemp(prefix=f"kvrelay-ranks-{os.getpid()}-"))
         meeting = self._folder / "meeting"
@@ -79,7 +80,7 @@ class Leader:
     def memory(
         self, layout: KvLayout, blocks: int, device: torch.device, allocate: Allocate | None
     ) -> KvMemory:
-        """With each rank's heads together. The others wait no longer from now on."""
+        """The KV pool with each rank's heads. From now on the others wait no longer."""
         size, channels = self.group.size, [one.channel for one in self._followers]
         for channel in channels:
             channel.send_facts(blocks=blocks)
@@ -98,7 +99,7 @@ class Leader:
         return self._loans[-1]
 
     def tell(self, slices: Sequence[SequenceSlice], is_long: bool) -> None:
-        """Raises PeerError when one is gone."""
+        """Raises PeerError when a rank is gone."""
         message = self._teller.encode(slices, is_long)
         for one in self._followers:
             try:
@@ -107,16 +108,16 @@ class Leader:
                 raise PeerError(one.obituary()) from error
 
     def watch(self, lost: Callable[[PeerError], None]) -> None:
-        """`lost` is called, on a thread, when a rank ends by itself; none is left then."""
+        """`lost` is called on a thread when a rank ends by itself; then no rank is left."""
         self._lost.add_done_callback(lambda lost_one: lost(lost_one.result()))
 
     def last_words(self) -> str | None:
-        """Why a follower has given up, if one has."""
+        """The error with which a follower has ended, if one has."""
         found = (one.last_words() for one in self._followers)
         return next((words for words in found if words), None)
 
     def close(self) -> None:
-        """The others end; idempotent."""
+        """Ends the other ranks; idempotent."""
         with self._ending:
             self._closing = True
         for one in self._followers:
@@ -134,7 +135,7 @@ class Leader:
         self.group.give_up()
         for other in self._followers:
             if other is not one:
-                other.process.kill()  # who waits for its part over gloo hears of it
+                other.process.kill()  # ends the waiting of others over gloo
         self._lost.set_result(PeerError(one.obituary()))
 
 
@@ -160,7 +161,7 @@ class _Follower:
         self.channel = Channel(ours)
 
     def load(self, orders: dict[str, Any]) -> None:
-        """Returns when it has. Raises ModelError when it can't."""
+        """Returns when the rank has loaded. Raises ModelError when it can't."""
         try:
             self.channel.send_facts(rank=self.rank, device=self._device, **orders)
             facts = self.channel.receive_facts()
@@ -185,7 +186,7 @@ class _Follower:
         return f"rank {self.rank} has ended with exit code {code}"
 
     def end(self) -> None:
-        """It has nothing to put away."""
+        """The process has nothing to clean up."""
         self.process.kill()
         self.process.wait()
         self.channel.shut()
@@ -193,7 +194,7 @@ class _Follower:
 
 
 def _started(devices: Sequence[str], threads: int) -> list[_Follower]:
-    """All of them or none."""
+    """Starts all of them or none."""
     started: list[_Follower] = []
     try:
         for rank, device in enumerate(devices[1:], start=1):

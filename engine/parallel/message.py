@@ -1,10 +1,10 @@
-"""One step as a rank is told it: whole numbers in one buffer. Pure.
+"""The message that tells a rank one step: whole numbers in one buffer. Pure.
 
-[slices, groups, is_long, changed | of each slice: row, tokens, start, flags, scored | of each slice
-whose tables changed, of each group: blocks kept, blocks told | all tokens | all blocks told)
+[slices, groups, is_long, changed | for each slice: row, tokens, start, flags, scored | for each
+slice whose tables changed, for each group: blocks kept, new blocks | all tokens | all new blocks)
 
-A *row* is a place where both sides keep the block tables of one sequence, so that only what is new
-in them is told: mostly nothing.
+A *row* is a place where both sides keep the block tables of one sequence. So only new blocks are
+sent: mostly none.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _HEAD = 4
 _FACTS = 5
 _SAMPLES, _CHANGED = 1, 2  # flags
 _SPARE_ROWS = 256
-"""Sequences that are remembered beyond those of a step: those of the other role's steps."""
+"""Sequences remembered beyond those of a step: those of the other role's steps."""
 _SAMPLE = SampleRequest(
     sampling=Sampling(max_tokens=1, seed=0), choice=0, index=0, prompt_ids=(), emitted_ids=()
 )
 
 _Name = tuple[RequestKey, int]
-Int32s = NDArray[np.int32]
+_Int32s = NDArray[np.int32]
 
 
 class StepTeller:
-    """Rank 0's side. What it tells must reach the others, in order."""
+    """Rank 0's side. Its messages must reach the others in order."""
 
     def __init__(self) -> None:
         self._told: OrderedDict[_Name, tuple[int, Tables]] = OrderedDict()  # the last used last
@@ -42,7 +42,7 @@ class StepTeller:
         self._rows = 0
 
     def encode(self, slices: Sequence[SequenceSlice], is_long: bool) -> bytes:
-        """What the forward pass needs: not what is sampled, nor for whom."""
+        """The input of the forward pass, without sampling and owners."""
         facts: list[int] = []
         changes: list[int] = []
         tokens: list[int] = []
@@ -65,7 +65,7 @@ class StepTeller:
         return np.array([*head, *facts, *changes, *tokens, *blocks], dtype=np.int32).tobytes()
 
     def _row(self, piece: SequenceSlice) -> tuple[int, Tables | None]:
-        """Where it is kept, and what was there; None: of another sequence."""
+        """The row of the sequence, and the tables known there; None: those of another sequence."""
         name = (piece.key, piece.choice)
         row, known = self._told.get(name) or (self._new_row(), None)
         if known is not piece.tables:
@@ -149,7 +149,7 @@ class StepHearer:
         return self._rows[row]
 
 
-def _cut(numbers: Int32s, lengths: Int32s) -> list[tuple[int, ...]]:
+def _cut(numbers: _Int32s, lengths: _Int32s) -> list[tuple[int, ...]]:
     flat, ends = numbers.tolist(), np.cumsum(lengths).tolist()
     return [
         tuple(flat[end - length : end]) for end, length in zip(ends, lengths.tolist(), strict=True)

@@ -1,8 +1,8 @@
 """Collectives between ranks on GPUs of one host, each with its own. Never run so far: no machine
-with two GPUs was at hand.
+with two GPUs was available.
 
-They are queued on the caller's stream, so that nobody waits for another rank here: one that hangs
-is found by NCCL's watchdog, which ends the process.
+They are queued on the caller's stream, so no call waits for another rank. NCCL's watchdog finds a
+rank that hangs, and ends the process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class NcclGroup:
         self._nccl.set_timeout(timedelta(seconds=timeout_s))
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """16 bits are added in 16: NCCL has no wider sums."""
+        """16-bit values are added in 16 bits: NCCL has no wider sums."""
         assert self._nccl is not None, "not connected"
         whole = part.to(self._device).contiguous()
         with _peer_errors():
@@ -56,7 +56,7 @@ class NcclGroup:
         return side_by_side(parts.view(self.size, *part.shape))[..., :outputs]
 
     def give_up(self) -> None:
-        """Ends what runs on the device, which would wait for ever."""
+        """Ends running work on the device, which would wait for ever."""
         if self._nccl is not None:
             self._nccl.abort()
 

@@ -10,8 +10,8 @@ from engine.device.group import Group
 
 
 def open_group(device: str, rank: int, size: int, meeting: Path) -> Group:
-    """What the ranks' devices need: NCCL between GPUs, shared memory and gloo between processes
-    that compute on CPUs. `meeting` is a file that all ranks see, and none exists there yet."""
+    """NCCL between GPUs, shared memory and gloo between processes that compute on CPUs. `meeting`
+    is a file that all ranks see and that doesn't exist yet."""
     if torch.device(device).type == "cuda":
         from engine.parallel.nccl_group import NcclGroup
 

@@ -1,8 +1,7 @@
-"""What an engine needs of the other ranks; a model on one device has none.
+"""The other ranks of an engine, the devices of all ranks, and their KV; a model on one device has
+no others.
 
-Which device each rank of a worker computes on.
-
-The KV pool of several ranks, as rank 0 has it: on CPUs one piece of shared memory, which the
+The KV pool of several ranks, as rank 0 sees it: on CPUs one piece of shared memory, which the
 others map; on CUDA a piece on each GPU, which rank 0 maps.
 """
 
@@ -33,19 +32,19 @@ class Ranks(Protocol):
     def group(self) -> Group | None: ...
 
     def in_turn(self, work: Callable[[], T]) -> T:
-        """Rank after rank, so that only one at a time has the whole model in memory."""
+        """One rank after another, so that only one at a time has the whole model in memory."""
 
     def memory(
         self, layout: KvLayout, blocks: int, device: torch.device, allocate: Allocate | None
     ) -> KvMemory:
         """The KV pool as this rank sees it: all heads on rank 0, on the others their own. Only rank
-        0's `blocks` count."""
+        0's `blocks` counts."""
 
     def tell(self, slices: Sequence[SequenceSlice], is_long: bool) -> None:
-        """The others run this step too."""
+        """Lets the other ranks run this step too."""
 
     def watch(self, lost: Callable[[PeerError], None]) -> None:
-        """`lost` is called, on a thread, when another rank has ended by itself."""
+        """`lost` is called on a thread when another rank has ended by itself."""
 
     def close(self) -> None: ...
 
@@ -75,14 +74,14 @@ ALONE = Alone()
 
 
 def own_layout(layout: KvLayout, group: Group | None) -> KvLayout:
-    """What of the model's KV this rank holds."""
+    """This rank's part of the model's KV."""
     if group is None:
         return layout
     return ShardLayout(model=layout, shard=Shard(rank=group.rank, size=group.size)).local
 
 
 def block_bytes(layout: KvLayout, group: Group | None) -> int:
-    """What one block takes on all ranks together."""
+    """The size of one block on all ranks together."""
     ranks = 1 if group is None else group.size
     return PoolMap(layout=layout, blocks=1, ranks=ranks).bytes_per_block
 
@@ -100,7 +99,7 @@ def rank_devices(device: str, size: int) -> tuple[str, ...]:
 
 
 def check_gpus(size: int) -> None:
-    """Raises ModelError where rank 0 can't reach the KV of all others."""
+    """Raises ModelError if rank 0 can't reach the KV of all others."""
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found < size:
         raise ModelError(

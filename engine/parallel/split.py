@@ -1,11 +1,8 @@
-"""Leaves of a loaded model what one rank holds, by the family's own tensor parallel plan.
+"""Keeps one rank's share of a loaded model, by the family's own tensor parallel plan.
 
-The plan is transformers': a name pattern |-> how that linear layer, or parameter, is cut.
-Embeddings stay whole on every rank.
-
-Modules around a rank's share of another, which make of the ranks' outputs the whole one.
-
-Which tensor parallel degrees a model's heads allow. Pure.
+The plan is transformers': # name pattern |-> how that linear layer or parameter is cut. Embeddings
+stay whole on every rank. Modules around a rank's share combine the ranks' outputs. A model's heads
+limit the possible degrees.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ _LIBRARY.define("sum_of_ranks(Tensor part) -> Tensor")
 _LIBRARY.define("joined_ranks(Tensor part, int size, int outputs) -> Tensor")
 SUM = torch.ops.kvrelay.sum_of_ranks.default
 JOIN = torch.ops.kvrelay.joined_ranks.default
-"""Stand for a group's collectives where a forward pass is captured; never run."""
+"""Stand for a group's collectives in a captured forward pass; they never run."""
 
 
 @torch.library.register_fake("kvrelay::sum_of_ranks", lib=_LIBRARY)
@@ -41,8 +38,8 @@ def _joined_shape(part: torch.Tensor, size: int, outputs: int) -> torch.Tensor:
 
 
 class Summed(nn.Module):
-    """Each rank has some of the inputs, so that the outputs are parts of a sum. The bias, if any,
-    is added once."""
+    """Each rank has some of the inputs, so its outputs are parts of a sum. The bias, if any, is
+    added once."""
 
     def __init__(self, inner: nn.Module, group: Group, bias: nn.Parameter | None = None) -> None:
         super().__init__()
@@ -57,7 +54,8 @@ class Summed(nn.Module):
 
 
 class JoinedOutputs(nn.Module):
-    """Each rank has some of the outputs; `outputs` are all, without what fills the last share."""
+    """Each rank has some of the outputs; `outputs` is their number without the padding of the last
+    share."""
 
     def __init__(self, inner: nn.Module, group: Group, outputs: int) -> None:
         super().__init__()
@@ -115,8 +113,8 @@ def whole_attention(family: str) -> ModelError:
 
 
 def split(module: Any, group: Group, kv_heads: Mapping[int, Sequence[int]]) -> None:
-    """In place. `kv_heads` of each layer's planes. Raises ModelError where `check_plan` does, and
-    for sizes that don't divide."""
+    """Works in place. `kv_heads` are those of each layer's planes. Raises ModelError like
+    `check_plan`, and for sizes that don't divide."""
     check_plan(module)
     plan = _plan(module)
     cutter = _Cutter(module.config.model_type, group, _heads_by_name(module, kv_heads))
@@ -129,7 +127,7 @@ def split(module: Any, group: Group, kv_heads: Mapping[int, Sequence[int]]) -> N
 
 
 def _heads_by_name(module: Any, kv_heads: Mapping[int, Sequence[int]]) -> dict[str, int]:
-    """# name of a linear layer that makes keys or values |-> their heads"""
+    """# name of a linear layer for keys or values |-> their heads"""
     layers = [(name, m.layer_idx) for name, m in module.named_modules() if hasattr(m, "layer_idx")]
     return {
         f"{name}.{leaf}": heads
@@ -155,7 +153,7 @@ class _Cutter:
         self._kv_heads = kv_heads
 
     def cut_parameter(self, module: nn.Module, name: str, style: str) -> None:
-        """One without a module of its own, such as all experts' weights in one."""
+        """A parameter without its own module, such as the joint weights of all experts."""
         owner, _, key = name.rpartition(".")
         holder = module.get_submodule(owner)
         tensor = holder.get_parameter(key)
@@ -219,12 +217,13 @@ class _Cutter:
         return tensor.narrow(dim, self._group.rank * each, each).clone()
 
     def _packed_share(self, name: str, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Of both halves, gate and up."""
+        """The share of both halves, gate and up."""
         halves = tensor.chunk(2, dim=dim)
         return torch.cat([self._share(name, half, dim) for half in halves], dim=dim)
 
     def _padded_share(self, name: str, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Of one size on all ranks, filled up with zeros on the last: vocabularies may be odd."""
+        """Of the same size on all ranks; the last is padded with zeros, because vocabularies may be
+        odd."""
         assert dim == 0, name
         each = -(-len(tensor) // self._group.size)
         share = tensor[self._group.rank * each : (self._group.rank + 1) * each]
@@ -238,7 +237,7 @@ def _frozen(tensor: torch.Tensor) -> nn.Parameter:
 
 
 def check_degree(size: int, family: str, heads: Collection[int], kv_heads: Collection[int]) -> None:
-    """`heads`, `kv_heads`: of any layer. Raises ModelError that names the degrees there are."""
+    """`heads`, `kv_heads`: of any layer. Raises ModelError that names the possible degrees."""
     if _allows(size, heads, kv_heads):
         return
     possible = [str(n) for n in range(1, gcd(*heads) + 1) if _allows(n, heads, kv_heads)]
@@ -249,7 +248,7 @@ def check_degree(size: int, family: str, heads: Collection[int], kv_heads: Colle
 
 
 def _allows(size: int, heads: Collection[int], kv_heads: Collection[int]) -> bool:
-    """A KV head may be on several ranks, and these have nothing of another then."""
+    """A KV head may be on several ranks; these then have no other KV head."""
     shared = all(count % size == 0 or size % count == 0 for count in kv_heads)
     return shared and all(count % size == 0 for count in heads)
 

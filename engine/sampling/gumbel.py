@@ -51,8 +51,8 @@ def _times(words: Words, factor: int) -> tuple[Words, Words]:
 
 
 BLOCKS = 16
-"""Counters of a group. Word w of its counter b is the noise of the group's id 16 w + b: so that 16
-ids in a row are the same word of 16 counters."""
+"""Counters of a group. Word w of its counter b is the noise of the group's id 16 w + b, so 16
+consecutive ids are the same word of 16 counters."""
 GROUP = 4 * BLOCKS
 
 LOG_TAIL = (
@@ -74,7 +74,7 @@ _HALVES = 0x7FFFFFFF
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draws:
-    """What the draws of some rows depend on beside their logits."""
+    """The inputs of some rows' draws beside their logits."""
 
     keys: NDArray[np.uint32]  # [rows, 4]: seed's low and high word, choice, index
     temperatures: NDArray[np.float32]  # [rows]; 0: the most likely id
@@ -98,9 +98,10 @@ def draws_of(requests: Sequence[SampleRequest]) -> Draws:
 
 
 def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """Token ids `[rows]` from `logits` fp32 `[rows, vocab]`, row by row: the noise takes room.
+    """Token ids `[rows]` from `logits` fp32 `[rows, vocab]`, row by row, because noise takes
+    memory.
 
-    Of what is cut the logits are -inf already.
+    Logits of ids that are cut are -inf already.
     """
     keys = send(draws.keys.astype(np.int64), torch.long, logits.device)
     temperatures = send(draws.temperatures, torch.float32, logits.device)
@@ -120,7 +121,7 @@ def noise(key: torch.Tensor, vocab: int) -> torch.Tensor:
 
 
 def gumbel(words: torch.Tensor) -> torch.Tensor:
-    """Of 32-bit words in int64; of each the highest 31 bits count."""
+    """For 32-bit words in int64; the highest 31 bits of each count."""
     halves = words >> 1
     near = _uniform(halves)
     r, exponent = _parts(_uniform(_HALVES - halves))  # of 1 - near, which must not be rounded

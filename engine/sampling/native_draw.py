@@ -1,4 +1,5 @@
-"""Draws tokens on a CPU by our kernel: the bits of `engine.sampling.gumbel`, many times as fast."""
+"""Draws tokens on a CPU by our kernel: the same bits as `engine.sampling.gumbel`, many times as
+fast."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class DrawKernel:
     _fork: int
 
     def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-        """As `engine.sampling.gumbel.draw` of what `truncation` leaves, on torch's threads."""
+        """Like `engine.sampling.gumbel.draw` of the ids that `truncation` leaves, on torch's
+        threads."""
         logits = logits.contiguous()
         rows, vocab = logits.shape
         tokens = torch.empty(rows, dtype=torch.long)
@@ -53,14 +55,14 @@ class DrawKernel:
         return tokens
 
     def truncate(self, logits: torch.Tensor, draws: Draws, row: int) -> torch.Tensor:
-        """As `engine.sampling.truncation.truncate`, of one row `[vocab]`."""
+        """Like `engine.sampling.truncation.truncate`, for one row `[vocab]`."""
         found = torch.empty_like(logits)
         temperature, cut = float(draws.temperatures[row]), draws.cuts[row].ctypes.data
         self._truncate(len(logits), logits.data_ptr(), temperature, cut, found.data_ptr())
         return found
 
     def noise(self, key: NDArray[np.uint32], vocab: int) -> torch.Tensor:
-        """As `engine.sampling.gumbel.noise`."""
+        """Like `engine.sampling.gumbel.noise`."""
         groups = -(-vocab // GROUP)
         found = torch.empty(groups * GROUP)
         self._noise(groups, key.ctypes.data, found.data_ptr())
@@ -83,7 +85,7 @@ def open_draw(path: Path) -> DrawKernel:
 
 @cache
 def host_draw() -> DrawKernel | None:
-    """None, and one line in the log, where it can't be built."""
+    """None, and one line in the log, if it can't be built."""
     try:
         return open_draw(built(SOURCE))
     except BuildError as error:

@@ -12,7 +12,7 @@ from engine.device.streams import send
 
 
 def apply_penalties(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor:
-    """`logits` fp32 `[requests, vocab]`, unchanged; a copy is returned where anything applies.
+    """`logits` fp32 `[requests, vocab]`, unchanged; a copy is returned if anything applies.
 
     Order: bias, repetition (Keskar et al., CTRL, §4.1; prompt and output ids), frequency and
     presence (output ids), then stop ids are masked while fewer than `min_tokens` are out.
@@ -36,7 +36,7 @@ def apply_penalties(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> 
 
 
 def _is_plain(request: SampleRequest) -> bool:
-    """Nothing applies. Nearly all requests are so, in every step."""
+    """Nothing applies, as for nearly all requests in every step."""
     sampling = request.sampling
     return (
         sampling.repetition_penalty == 1.0

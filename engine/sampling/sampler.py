@@ -3,9 +3,8 @@
 Counter based: a token depends on its own request alone. On a GPU nothing waits for the device until
 the tokens are asked for.
 
-Log probabilities of drawn tokens and of the most likely ones. Runs in the worker.
-
-Log probabilities of a prompt's tokens, from the logits before them. Runs in the worker.
+Also the log probabilities of drawn tokens, of the most likely ones, and of a prompt's tokens. Runs
+in the worker.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from kvrelay.types import PromptLogprob, Sampling, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """On the host once the device has come to where they were made."""
+    """On the host once the device has reached the point where they were made."""
 
     rows: list[int]  # of the requests that want any
     own: torch.Tensor  # [rows, 1]
@@ -38,7 +37,7 @@ class Logprobs:
     def told(
         self, requests: Sequence[SampleRequest], tokens: Sequence[int]
     ) -> dict[int, TokenLogprobs]:
-        """# request |-> its token's logprobs, where it wants them"""
+        """# request |-> its token's logprobs, if it wants them"""
         found = (self.own.tolist(), self.ids.tolist(), self.values.tolist())
         return {
             row: TokenLogprobs(tokens[row], own[0], _top(ids, values, requests[row]))
@@ -49,7 +48,7 @@ class Logprobs:
 def find_logprobs(
     logits: torch.Tensor, requests: Sequence[SampleRequest], tokens: torch.Tensor
 ) -> Logprobs | None:
-    """Of `tokens`, `[requests]`; None: nobody wants any."""
+    """For `tokens` `[requests]`; None: no request wants any."""
     rows = [i for i, r in enumerate(requests) if r.sampling.logprobs is not None]
     if not rows:
         return None
@@ -78,7 +77,7 @@ def sample(
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What is drawn for the `requests`. `tokens` `[requests]` stay on the device."""
+    """The drawn tokens of the `requests`. `tokens` `[requests]` stay on the device."""
 
     wanted: Sequence[Sequence[SampleRequest]]
     requests: Sequence[SampleRequest]
@@ -87,7 +86,7 @@ class Drawn:
     _fetched: torch.Tensor  # the tokens
 
     def sampled(self) -> list[tuple[Sampled, ...]]:
-        """The device has come to where they were drawn."""
+        """Call it when the device has reached the point of the draw."""
         tokens: list[int] = self._fetched.tolist()
         logprobs = {} if self.logprobs is None else self.logprobs.told(self.requests, tokens)
         if not logprobs and len(self.requests) == len(self.wanted):
@@ -98,7 +97,7 @@ class Drawn:
 
 @torch.inference_mode()
 def draw(logits: torch.Tensor, wanted: Sequence[Sequence[SampleRequest]]) -> Drawn:
-    """As `sample`. Logprobs are told of the logits before temperature and truncation."""
+    """Like `sample`. Logprobs are those of the logits before temperature and truncation."""
     requests = [request for row in wanted for request in row]
     if len(requests) > len(wanted):
         rows = [i for i, row in enumerate(wanted) for _ in row]
@@ -115,7 +114,7 @@ def _choose(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Te
 
 
 def draw_tokens(logits: torch.Tensor, draws: gumbel.Draws) -> torch.Tensor:
-    """Truncates and draws by the fastest way that there is here; all draw the same."""
+    """Truncates and draws in the fastest available way; all ways draw the same tokens."""
     if logits.device.type == "cpu" and (kernel := host_draw()) is not None:
         return kernel.draw(logits, draws)
     logits = truncate(logits, draws)
@@ -127,7 +126,7 @@ def draw_tokens(logits: torch.Tensor, draws: gumbel.Draws) -> torch.Tensor:
 
 
 def prepare_draws(device: torch.device, vocab: int) -> None:
-    """Builds or compiles what draws there, so that the first request doesn't wait for it."""
+    """Builds or compiles the kernel, so that the first request doesn't wait for it."""
     sampling = Sampling(max_tokens=1, seed=0, temperature=1.0)
     one = SampleRequest(sampling=sampling, choice=0, index=0, prompt_ids=(), emitted_ids=())
     draw_tokens(torch.zeros((1, vocab), device=device), gumbel.draws_of([one]))
@@ -139,28 +138,28 @@ def _has_triton() -> bool:
 
 
 def _most_likely(logits: torch.Tensor) -> torch.Tensor:
-    """On a CPU numpy takes a tenth of the time that torch does; both take the first of equals."""
+    """On a CPU numpy takes a tenth of torch's time; both take the first of equal ones."""
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
     return logits.argmax(dim=-1)
 
 
 _ROWS = 64
-"""So many distributions are made at a time: together they take as much as the logits."""
+"""Distributions made at a time: together they take as much memory as the logits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """On the host once the device has come to where they were made."""
+    """On the host once the device has reached the point where they were made."""
 
-    wanted: list[tuple[int, Scoring]]  # slice, what it scores
+    wanted: list[tuple[int, Scoring]]  # slice and its scoring
     own: torch.Tensor  # [rows]
     ranks: torch.Tensor  # [rows]
     ids: torch.Tensor  # [rows, widest], most likely first
     values: torch.Tensor
 
     def told(self) -> dict[int, tuple[PromptLogprob, ...]]:
-        """# slice |-> one for each token scored"""
+        """# slice |-> one entry for each scored token"""
         found = (self.own.tolist(), self.ranks.tolist(), self.ids.tolist(), self.values.tolist())
         rows = zip(*found, strict=True)
         return {

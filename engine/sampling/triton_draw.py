@@ -1,6 +1,6 @@
-"""Draws tokens on a CUDA device, on the caller's stream: the bits of `engine.sampling.gumbel`.
+"""Draws tokens on a CUDA device, on the caller's stream: the same bits as `engine.sampling.gumbel`.
 
-Imported only where it is used: PyTorch for CUDA brings Triton along. Runs in the worker.
+Imported only when used: PyTorch for CUDA installs Triton with it. Runs in the worker.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from engine.sampling.gumbel import BLOCKS, GROUP, Draws
 from engine.sampling.triton_draw_kernel import draw_pieces
 
 TILE = {"COUNTERS": 512, "BLOCKS": BLOCKS, "GROUP": GROUP}
-"""A program has so many counters and scores four ids of each."""
+"""A program has this many counters and scores four ids of each."""
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """As `engine.sampling.gumbel.draw`."""
+    """Like `engine.sampling.gumbel.draw`."""
     scores, ids = best_of_pieces(logits, draws)
     return ids.gather(1, scores.argmax(dim=1, keepdim=True))[:, 0]
 

@@ -1,8 +1,8 @@
 """top_k, top_p and min_p: which ids may be drawn. Runs in the worker.
 
-Ids are ranked by logit, equal ones by id. top_k keeps the first of them, top_p of these the first
-whose probabilities at the row's temperature reach its share of theirs, and min_p of these those of
-at least its share of the largest. `truncation.h` does the same.
+Ids are ranked by logit, equal ones by id. top_k keeps the first k of them. top_p keeps of these the
+first ids whose probabilities, at the row's temperature, reach its share of the sum. min_p keeps of
+these the ids with at least its share of the largest probability. `truncation.h` does the same.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from engine.device.streams import send
 from engine.sampling.gumbel import Draws
 
 _HEAD = 1024
-"""On a CPU so many ids are ranked first; where they don't settle what is kept, all are."""
+"""On a CPU this many ids are ranked first; if they don't decide which ids are kept, all are."""
 
 
 def truncate(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """`logits` fp32 `[rows, vocab]`, unchanged; in the copy that is returned where anything is cut,
-    what is cut is -inf."""
+    """`logits` fp32 `[rows, vocab]`, unchanged. If any id is cut, a copy is returned, with -inf for
+    cut ids."""
     is_cut = (draws.cuts != (0.0, 1.0, 0.0)).any(axis=1) & (draws.temperatures > 0)
     if not is_cut.any():
         return logits
@@ -44,7 +44,7 @@ def _kept_of(logits: torch.Tensor, temperatures: torch.Tensor, cuts: torch.Tenso
 
 
 def _masked(logits: torch.Tensor, ids: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Of the ranked `ids` the first `kept` (`[rows, 1]`) stay."""
+    """Keeps the first `kept` (`[rows, 1]`) of the ranked `ids`."""
     stays = torch.arange(ids.shape[1], device=ids.device) < kept
     values = torch.where(stays, logits.gather(1, ids), float("-inf"))
     return torch.full_like(logits, float("-inf")).scatter_(1, ids, values)
@@ -53,7 +53,7 @@ def _masked(logits: torch.Tensor, ids: torch.Tensor, kept: torch.Tensor) -> torc
 def _rank_all(
     logits: torch.Tensor, probabilities: torch.Tensor, cuts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All ids in their order, and how many of them are kept."""
+    """All ids in their order, and the number of kept ones."""
     ids = logits.sort(dim=-1, descending=True, stable=True).indices
     return ids, _kept(probabilities.gather(1, ids), cuts)
 
@@ -61,9 +61,9 @@ def _rank_all(
 def _rank_head(
     logits: torch.Tensor, probabilities: torch.Tensor, cuts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `_rank_all`, of the largest logits; and for which rows these are enough.
+    """Like `_rank_all`, for the largest logits; and the rows for which these are enough.
 
-    `topk` breaks ties as it likes, so ids of the last one's logit are not certain.
+    `topk` breaks ties in any order, so ids with the last one's logit are not certain.
     """
     ids = logits.topk(_HEAD, dim=-1, sorted=False).indices.sort(dim=-1).values
     ranked, order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True)
@@ -74,7 +74,7 @@ def _rank_head(
 
 
 def _kept(ranked: torch.Tensor, cuts: torch.Tensor) -> torch.Tensor:
-    """How many ids of the ranked probabilities are kept: `[rows, 1]`, at least 1."""
+    """The number of kept ids among the ranked probabilities: `[rows, 1]`, at least 1."""
     width = ranked.shape[1]
     top_k, top_p, min_p = cuts.split(1, dim=1)
     totals = ranked.cumsum(dim=-1)

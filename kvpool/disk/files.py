@@ -1,7 +1,7 @@
 """The disk tier's files: few large segments of fixed-size slots. Runs in the pool node.
 
-A segment is sparse until its slots are written. Nothing is forced to disk: what a crash of the
-machine tears apart fails its checksum when it is read, and is dropped.
+A segment is sparse until its slots are written. Nothing is flushed to disk: blocks that a crash of
+the machine damages fail their checksum when they are read, and are dropped.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _PATTERN = "kvrelay-*.segment"
 
 
 class DiskFiles:
-    """The segments in one folder, which no other process uses meanwhile."""
+    """The segments in one folder, which no other process uses at the same time."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        """Makes the folder. Raises ConfigError when it can't be used."""
+        """Creates the folder. Raises ConfigError when it can't be used."""
         self._folder = folder
         self._max_bytes = max_bytes
         self._segments: dict[int, int] = {}  # number |-> descriptor
@@ -54,8 +54,8 @@ class DiskFiles:
             raise ConfigError(f"pool.disk: another pool node uses {folder}") from error
 
     def found_format(self) -> PoolFormat | None:
-        """What the segments hold; None when there are none. Files that are no segments of this
-        version are deleted."""
+        """The format of the blocks in the segments; None without segments. Files that are no
+        segments of this version are deleted."""
         found: PoolFormat | None = None
         for path in sorted(self._folder.glob(_PATTERN)):
             format_ = _format_of(path)
@@ -66,7 +66,7 @@ class DiskFiles:
         return found
 
     def open(self, format_: PoolFormat) -> int:
-        """From now on the slots hold blocks of this format; how many there are.
+        """From now on the slots hold blocks of this format. Returns their number.
 
         Raises ConfigError when not one fits.
         """
@@ -84,7 +84,7 @@ class DiskFiles:
         return self._slots
 
     def scan(self) -> Iterator[RestoredBlock]:
-        """What the slots say they hold; reads their headers only."""
+        """The blocks in the slots, by their headers only."""
         for path in sorted(self._folder.glob(_PATTERN)):
             number = _number_of(path)
             if number is None or number * self._per_segment >= self._slots:
@@ -103,7 +103,8 @@ class DiskFiles:
             path.unlink()
 
     def write(self, slot: PoolPlace, header: SlotHeader, payload: memoryview) -> None:
-        """Raises OSError. `payload` must not change meanwhile; `header.written` is set here."""
+        """Raises OSError. `payload` must not change during the call; `header.written` is set
+        here."""
         self._written += 1
         numbered = SlotHeader(
             hash=header.hash,
@@ -118,8 +119,8 @@ class DiskFiles:
             raise OSError(f"a write of {size} bytes was cut short")
 
     def read(self, slot: PoolPlace, block_hash: BlockHash, target: memoryview) -> int | None:
-        """Fill `target` with the block; its checksum, or None when the slot holds another block or
-        damaged bytes. Raises OSError."""
+        """Fills `target` with the block. Returns its checksum, or None when the slot holds another
+        block or damaged bytes. Raises OSError."""
         descriptor, offset = self._at(slot)
         head = bytearray(SLOT_HEADER_BYTES)
         if os.preadv(descriptor, [head, target], offset) != SLOT_HEADER_BYTES + target.nbytes:

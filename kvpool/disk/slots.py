@@ -1,10 +1,10 @@
-"""What stands at the head of a segment file and of each of its slots. Pure.
+"""The headers of a segment file and of its slots. Pure.
 
-    [0, 4096)                     file header: magic, version, what the blocks are
+    [0, 4096)                     file header: magic, version, format of the blocks
     then for each slot:           slot header (512 bytes), then one block's bytes
 
-A header ends in the xxh3_64 of all that stands before it. A slot names its block, so that the index
-is rebuilt from the headers alone; the block's own checksum is looked at whenever it is read.
+A header ends with the xxh3_64 of its other bytes. A slot names its block, so that the index can be
+rebuilt from the headers alone. The block's own checksum is compared at every read.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _SUM = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotHeader:
-    """`written` orders what was written, also over restarts; `checksum` is the xxh3_64 of the
-    `length` bytes that follow."""
+    """`written` orders the writes, also over restarts; `checksum` is the xxh3_64 of the `length`
+    bytes that follow."""
 
     hash: BlockHash
     parent: BlockHash | None
@@ -53,7 +53,7 @@ class SlotHeader:
 
     @classmethod
     def unpack(cls, data: bytes) -> SlotHeader | None:
-        """None for what is not a whole header of this version."""
+        """None unless it is a whole header of this version."""
         if not _is_sealed(data, SLOT_HEADER_BYTES):
             return None
         magic, version, has_parent, block_hash, parent, written, length, checksum = (
@@ -82,7 +82,7 @@ def pack_file_header(format_: PoolFormat) -> bytes:
 
 
 def unpack_file_header(data: bytes) -> PoolFormat | None:
-    """None for what is not a whole header of this version."""
+    """None unless it is a whole header of this version."""
     if not _is_sealed(data, FILE_HEADER_BYTES):
         return None
     magic, version, block_bytes, fingerprint, physical = _FILE.unpack_from(data)

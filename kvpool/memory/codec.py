@@ -15,13 +15,13 @@ from kvpool.memory.rows import SlabRows
 from kvpool.memory.views import SlabViews
 
 _PIECE_ELEMENTS = 1 << 20
-"""4 MiB in float32; smaller ones spend their time on starting operations (measured)."""
+"""4 MiB in float32; smaller pieces spend their time on starting operations (measured)."""
 _MAGNITUDE_BITS = {2: (torch.int16, 0x7FFF), 4: (torch.int32, 0x7FFF_FFFF)}
 
 
 def gather_changed(views: SlabViews, rows: SlabRows, dtype: torch.dtype, codec: Codec) -> None:
-    """`rows`, of `dtype`, are by token. What isn't finite makes its codec block and head NaN as
-    a whole, so that a broken pool stays visible."""
+    """`rows`, of `dtype`, are by token. An element that isn't finite makes its whole codec block
+    and head NaN, so that a broken pool stays visible."""
     for layers, tokens in _pieces(views):
         values = views.values[layers, tokens]
         found = torch.empty(values.shape, dtype=dtype, device=values.device)
@@ -43,7 +43,8 @@ def scatter_changed(views: SlabViews, rows: SlabRows, dtype: torch.dtype, codec:
 
 
 def _pieces(views: SlabViews) -> Iterator[tuple[slice, slice]]:
-    """(layers, tokens) of each; tokens begin at codec blocks, and are whole ones or the last."""
+    """(layers, tokens) of each piece; its tokens begin at codec blocks, and consist of whole ones
+    or end with the last."""
     layers, tokens, heads, dim = views.values.shape
     whole = tokens // CODEC_BLOCK_TOKENS * CODEC_BLOCK_TOKENS
     most = max(1, _PIECE_ELEMENTS // (heads * dim * CODEC_BLOCK_TOKENS)) * CODEC_BLOCK_TOKENS
@@ -84,7 +85,7 @@ def _encode(found: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, cod
 def _largest(blocks: torch.Tensor) -> torch.Tensor:
     """Magnitude per block and head, float32 `[layers, blocks, heads]`; not finite if any isn't.
 
-    Magnitudes order as their bits do, as integers, and integers are reduced faster.
+    As integers, the bits of magnitudes have the same order, and integers are reduced faster.
     """
     integers, mask = _MAGNITUDE_BITS[blocks.element_size()]
     magnitudes = blocks.view(integers) & mask

@@ -1,14 +1,10 @@
-"""One piece of a handoff between the paged pool and one slab with its header. Runs in the worker
-that owns the blocks; the slab may be another process's, seen through a window.
+"""Moves one piece of a handoff between the paged pool and a slab with its header. Runs in the
+worker that owns the blocks; the slab may be another process's, seen through a window.
 
-Payloads in a host's memory carry a checksum. Between devices of one host they carry none: there the
-header's own, with lease, piece and length, shows that the slab was filled, and for what.
+Payloads in host memory carry a checksum. Between devices of one host they carry none: the header's
+own checksum, with lease, piece and length, shows that the slab was filled and for which piece.
 
-Collation of a pool whose heads lie on several devices: each rank's through a slab of their own.
-Runs in rank 0 of the worker that owns the blocks.
-
-Collation of planned writes: sections of a slab to and from the paged pool. Runs in the worker
-that owns the blocks; the slab may be another process's, seen through a window.
+A pool whose heads are on several devices is collated by rank 0, through one slab for each rank.
 
 On a CUDA device the work is queued on the caller's current stream; the caller waits for it.
 """
@@ -33,13 +29,13 @@ from kvpool.memory.rows import plane_rows, section_rows
 from kvpool.memory.views import SlabViews, plane_views, row_index, slab_views
 from kvrelay.errors import PeerError
 
-Move = Callable[[KvMemory, SlabSection, torch.Tensor], None]
-"""Between the pool of one rank and a slab."""
+_Move = Callable[[KvMemory, SlabSection, torch.Tensor], None]
+"""Moves data between the pool of one rank and a slab."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Share:
-    """What one rank has of a plane: `section` is its own, `heads` are the whole section's."""
+    """One rank's part of a plane: `section` is its own, `heads` are the whole section's."""
 
     rank: int
     section: SlabSection
@@ -52,9 +48,9 @@ def move_parts(
     wire: WireFormat,
     slab: torch.Tensor,
     end: End,
-    move: Move,
+    move: _Move,
 ) -> None:
-    """At the source out of the pool, at the target into all copies of the heads."""
+    """At the source moves out of the pool, at the target into all copies of the heads."""
     whole = slab_views(section, wire, slab)
     for plane, views in zip(section.part.planes, whole, strict=True):
         for share in _shares(memory.map, section, wire, plane, end):
@@ -100,7 +96,7 @@ def _copy(source: SlabViews, target: SlabViews) -> None:
 
 
 def gather_write(memory: KvMemory, side: Side, write: SlabWrite, out: torch.Tensor) -> None:
-    """The source's blocks into `out`, uint8 `[write.nbytes]`, in the write's format."""
+    """Copies the source's blocks into `out`, uint8 `[write.nbytes]`, in the write's format."""
     slab = out if out.device == _device(memory) else torch.empty_like(out, device=_device(memory))
     for section in write.sections:
         _move(memory, side, section, write.wire, slab, End.SOURCE)
@@ -109,14 +105,15 @@ def gather_write(memory: KvMemory, side: Side, write: SlabWrite, out: torch.Tens
 
 
 def scatter_write(memory: KvMemory, side: Side, write: SlabWrite, payload: torch.Tensor) -> None:
-    """`payload`, uint8 `[write.nbytes]`, into the target's blocks. Only their owner calls it."""
+    """Copies `payload`, uint8 `[write.nbytes]`, into the target's blocks. Only their owner calls
+    it."""
     slab = payload.to(_device(memory))
     for section in write.sections:
         _move(memory, side, section, write.wire, slab, End.TARGET)
 
 
 def _device(memory: KvMemory) -> torch.device:
-    """With its number, which `memory.device` may lack."""
+    """The device with its number, which `memory.device` may lack."""
     return memory.parts[0].flat.device
 
 
@@ -128,7 +125,7 @@ def _move(
     slab: torch.Tensor,
     end: End,
 ) -> None:
-    """At the source out of the pool, at the target into it."""
+    """At the source moves out of the pool, at the target into it."""
     if memory.lies_apart or (slab.is_cuda and memory.map.ranks > 1):
 
         def move(part: KvMemory, own: SlabSection, payload: torch.Tensor) -> None:
@@ -165,12 +162,12 @@ def _move_planes(
 
 
 def _is_verbatim(memory: KvMemory, wire: WireFormat) -> bool:
-    """Whether the slab holds the pool's own bits."""
+    """True if the slab holds the pool's own bits."""
     return wire.codec is Codec.NONE and wire.dtype == memory.layout.dtype
 
 
 def slab_bytes(layout: KvLayout, tokens: int) -> int:
-    """A slab with room for `tokens` tokens and the header."""
+    """Size of a slab with room for `tokens` tokens and the header."""
     return HEADER_BYTES + chunk_bytes(layout, tokens)
 
 
@@ -184,9 +181,9 @@ def write_slab(
     lease_id: int,
     window: torch.Tensor,
 ) -> int:
-    """Gather `write`, which is `piece`'s, into a lent slab and put the header before it.
+    """Gathers `write`, which belongs to `piece`, into a lent slab and puts the header before it.
 
-    `window` is uint8; returns the bytes used. Raises PeerError when they are more than it has.
+    `window` is uint8; returns the bytes used. Raises PeerError if they don't fit.
     """
     payload = window[HEADER_BYTES : HEADER_BYTES + write.nbytes]
     if payload.numel() < write.nbytes:
@@ -216,10 +213,10 @@ def read_slab(
     lease_id: int,
     window: torch.Tensor,
 ) -> SlabHeader:
-    """Check that a filled slab is `write`, the reader's own cut of `piece`, and scatter it.
+    """Checks that a filled slab is `write`, the reader's own cut of `piece`, and scatters it.
 
-    Raises PeerError, with no block touched, if it is not whole, or not of this model, dtype, codec,
-    lease and piece.
+    Raises PeerError, with no block touched, if it is incomplete or of another model, dtype, codec,
+    lease or piece.
     """
     header = SlabHeader.unpack(bytes(_buffer(window[:HEADER_BYTES])), fingerprint=fingerprint)
     _check(header, piece, write, lease_id)

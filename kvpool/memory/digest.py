@@ -1,7 +1,7 @@
 """The digest of KV in a worker's own blocks, for the canary. Runs in the worker that owns them.
 
-It finds each token's slot by itself: what collation and direct reads do wrong must not be repeated
-here.
+It finds each token's slot by itself, so that it doesn't repeat an error of collation or direct
+reads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvpool.core.transfer.write import TokenSpan
 from kvpool.memory.kv_memory import KvMemory
 
 _TOKENS = 2**31
-"""The signs of tokens are those of numbers from here on, of a layer's elements those below."""
+"""Signs of tokens come from numbers from here on, signs of a layer's elements from those below."""
 
 
 @torch.inference_mode()
@@ -71,7 +71,7 @@ def _by_token(
 
 
 def _rows(values: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """float32 `[tokens, heads x dim]` of one layer's `[slots, heads, dim]`, whatever its dtype."""
+    """float32 `[tokens, heads x dim]` of one layer's `[slots, heads, dim]` of any dtype."""
     rows = values.flatten(1).view(torch.uint8).index_select(0, slots)
     return rows.view(values.dtype).float()
 

@@ -1,6 +1,5 @@
-"""A piece of a handoff read by its receiver straight out of a peer's pool, without a slab. Runs in
-the worker that owns the target's blocks.
-"""
+"""Reads a piece of a handoff straight out of a peer's pool, without a slab. Runs in the receiver,
+the worker that owns the target's blocks."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ def fetch(
     source: Side,
     write: SlabWrite,
 ) -> None:
-    """Done when it returns. Every head travels, from the peer's rank that holds it to ours. Raises
-    PeerError."""
+    """Done when it returns. Every head is copied, from the peer's rank that holds it to ours.
+    Raises PeerError."""
     theirs = _map_of(memory.layout, kv.block_size, kv.blocks, kv.ranks)
     region = RegionName(kv.region)
     window = connection.window(region)
@@ -38,14 +37,14 @@ def fetch(
         connection.read_many([*reads_of(memory, target, theirs, region, source, write)])
         return
     if window.numel() != theirs.nbytes:
-        raise PeerError(f"a pool of {window.numel()} bytes where {theirs.nbytes} were told")
+        raise PeerError(f"the pool has {window.numel()} bytes, not {theirs.nbytes} as announced")
     _copy(memory, target, KvMemory.over(theirs, window), source, write)
     memory.settle()
 
 
 @lru_cache(maxsize=64)
 def _map_of(layout: KvLayout, block_size: int, blocks: int, ranks: int) -> PoolMap:
-    """A peer's. Raises PeerError."""
+    """The map of a peer's pool. Raises PeerError."""
     found = PoolMap(layout=replace(layout, block_size=block_size), blocks=blocks, ranks=ranks)
     try:
         assert found.parts
@@ -56,7 +55,7 @@ def _map_of(layout: KvLayout, block_size: int, blocks: int, ranks: int) -> PoolM
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shared:
-    """What one rank of the peer's holds of what one of ours does."""
+    """The heads that one rank of the peer and one of our ranks share."""
 
     theirs: int
     ours: int
@@ -87,7 +86,8 @@ def _copy(memory: KvMemory, target: Side, peer: KvMemory, source: Side, write: S
 
 
 def _as_bytes(plane: torch.Tensor) -> Any:
-    """Of host memory: numpy copies a row at a time by memcpy, torch an element at a time."""
+    """A view of host memory as bytes: numpy copies a row at a time by memcpy, torch an element at a
+    time."""
     return plane.view(torch.uint8).numpy()
 
 
@@ -102,8 +102,8 @@ def _planes(
     end: End,
     seen: Callable[[torch.Tensor], Any] = _as_is,
 ) -> list[Any]:
-    """# plane |-> what travels of it, `[layers, slots, heads, dim]` of one rank, `seen` as a tensor
-    or an array; the layer is the same for both"""
+    """# plane |-> the part that travels, `[layers, slots, heads, dim]` of one rank, `seen` as a
+    tensor or an array; the layer is the same for both"""
     group, layer = section.part.group, section.part.source_layer
     planes, layers = part.planes[group], slice(layer, layer + section.part.layers)
     found = []
@@ -121,8 +121,8 @@ def reads_of(
     source: Side,
     write: SlabWrite,
 ) -> Iterator[Read]:
-    """One descriptor per run, layer and plane; one per token where only some of a rank's heads
-    belong to one of ours."""
+    """One descriptor per run, layer and plane; one per token if only some of a rank's heads belong
+    to one of ours."""
     for section in write.sections:
         for shared in _shared(theirs, memory.map, section.part.group):
             ours = _planes(memory.parts[shared.ours], section, shared, End.TARGET)

@@ -1,8 +1,9 @@
-"""Whole blocks between a worker's paged memory and the places of a pool node. Runs in the worker.
+"""Copies whole blocks between a worker's paged memory and the places of a pool node. Runs in the
+worker.
 
-A place holds a block of every layer group: for each group, for each layer, for each plane
-`[token, head, dim]`. The bytes pass through staging memory of the worker's own, where their
-checksums are taken: before they are written to a place, and before they touch a block.
+A place holds a block of every layer group: for each group, for each layer, for each plane `[token,
+head, dim]`. The bytes pass through the worker's own staging memory. There checksums are taken,
+before bytes are written to a place and before they touch a block.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from kvpool.transport.peer.base import Connection, Read, RegionName, RegionWrite
 from kvrelay.errors import PeerError
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_STAGING_BYTES = 4 * 2**20  # about what a core's cache holds
+_STAGING_BYTES = 4 * 2**20  # about the size of a core's cache
 
 
 def staging_bytes(block_bytes: int) -> int:
-    """Staging for as many blocks as make sense, one at least."""
+    """Staging for a useful number of blocks, at least one."""
     return max(1, _STAGING_BYTES // block_bytes) * block_bytes
 
 
@@ -59,7 +60,7 @@ class HostBlocks:
         return self._staging[: len(blocks)]
 
     def scatter(self, blocks: Sequence[Place]) -> None:
-        """The first rows of `staged` into `blocks`; done on return."""
+        """Copies the first rows of `staged` into `blocks`; done on return."""
         if self._rows is not None:
             self._rows.of(blocks).scatter(self._staging[: len(blocks)])
             return
@@ -69,14 +70,14 @@ class HostBlocks:
         self._memory.settle()
 
     def staged(self, blocks: int) -> torch.Tensor:
-        """uint8 `[blocks, block_bytes]`: what `scatter` takes."""
+        """uint8 `[blocks, block_bytes]`: the source of `scatter`."""
         return self._staging[:blocks]
 
     def _planes(
         self, blocks: Sequence[Place], copies: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """(in the pool `[layers, all blocks, tokens, elements]`, block ids, in the places `[layers,
-        blocks, tokens, elements]`) of each plane and rank; elements are those of the rank's heads,
+        blocks, tokens, elements]`) of each plane and rank. Elements are those of the rank's heads,
         as words."""
         pool, size = self._memory.map, self._memory.layout.block_size
         for index, group in enumerate(self._memory.layout.groups):
@@ -114,7 +115,7 @@ def _holders(pool: PoolMap, group: int, plane: int, copies: int) -> Iterator[int
 
 
 def _widest_word(*tensors: torch.Tensor) -> torch.dtype:
-    """A type to copy these by: the fewer words, the faster."""
+    """The widest type to copy these by: the fewer words, the faster."""
     common = 8
     for tensor in tensors:
         size = tensor.element_size()
@@ -135,9 +136,9 @@ def store_blocks(
     sources: Sequence[Place],
     places: Sequence[PoolPlace],
 ) -> tuple[int, ...]:
-    """Gather `sources[i]` into `places[i]` of the node's region; the checksums.
+    """Gathers `sources[i]` into `places[i]` of the node's region. Returns the checksums.
 
-    Raises PeerError when the node is gone; some places are written then.
+    Raises PeerError when the node is gone; some places may be written by then.
     """
     found: list[int] = []
     for at in range(0, len(places), blocks.batch_blocks):
@@ -156,8 +157,8 @@ def fetch_blocks(
     expected: Sequence[int],
     targets: Sequence[Place],
 ) -> int:
-    """Scatter `places[i]` into `targets[i]`; how many were, before the first whose bytes don't
-    match their checksum. Raises PeerError when the node is gone."""
+    """Scatters `places[i]` into `targets[i]`. Returns the number of blocks before the first whose
+    bytes don't match their checksum. Raises PeerError when the node is gone."""
     done = 0
     for at in range(0, len(places), blocks.batch_blocks):
         end = at + blocks.batch_blocks
@@ -198,7 +199,7 @@ def _read(
 def _window(
     connection: Connection, region: RegionName, places: Sequence[PoolPlace], block_bytes: int
 ) -> torch.Tensor | None:
-    """The node's places, `[places, block_bytes]`, where the link can map them."""
+    """The node's places, `[places, block_bytes]`, if the link can map them."""
     window = connection.window(region)
     if window is None:
         return None

@@ -12,7 +12,7 @@ from kvpool.core.layout.layout import KvLayout
 from kvpool.core.transfer.pool_map import PoolMap
 
 Allocate = Callable[[int], torch.Tensor]
-"""Zeros, uint8 `[bytes]`, on the device that the KV is to be on."""
+"""Zeros, uint8 `[bytes]`, on the KV's device."""
 
 
 class KvMemory:
@@ -43,14 +43,14 @@ class KvMemory:
 
     @classmethod
     def over(cls, pool: PoolMap, flat: torch.Tensor) -> KvMemory:
-        """A pool that lies in `flat` already, such as a peer's seen through a window."""
+        """A pool that is in `flat` already, such as a peer's seen through a window."""
         memory = cls.__new__(cls)
         memory._lay_out(pool, flat)
         return memory
 
     @classmethod
     def of_parts(cls, pool: PoolMap, flats: Sequence[torch.Tensor]) -> KvMemory:
-        """# rank |-> its heads' memory, all seen from the device of the first"""
+        """# rank |-> memory of its heads, all seen from the device of the first"""
         memory = cls.__new__(cls)
         memory._say(pool, flats[0].device)
         memory._flat = None
@@ -111,13 +111,13 @@ class KvMemory:
         return [plane[index] for plane in self.planes[group]]
 
     def settle(self) -> None:
-        """Returns once all that this thread has queued for the device is done."""
+        """Returns once everything that this thread has queued for the device is done."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def beside(self) -> AbstractContextManager[object]:
-        """What this thread queues for the device within runs beside what others queue, not behind
-        it: only blocks that the device has done with may be touched, and `settle` ends it."""
+        """Within the context, this thread's work runs in parallel with other threads' work on the
+        device. Only blocks that the device has finished with may be touched. `settle` ends it."""
         if self.device.type != "cuda":
             return nullcontext()
         return torch.cuda.stream(torch.cuda.Stream(self.device))

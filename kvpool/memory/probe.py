@@ -1,6 +1,5 @@
-"""How fast this worker gathers, scatters and names what it would read: timed at its start, on a
-small pool of the same layout. Blocks in use are never touched.
-"""
+"""Measures how fast this worker gathers, scatters and prepares reads, at its start, on a small pool
+of the same layout. Blocks in use are never touched."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ _ROUNDS = 4  # of which the first warms up
 def measure_copies(
     layout: KvLayout, device: torch.device | str, slab_bytes: int, ranks: int = 1
 ) -> tuple[Sample, ...]:
-    """Of all layers, in pieces of at most `slab_bytes`: blocks that lie together, and blocks that
-    lie apart."""
+    """Copies all layers, in pieces of at most `slab_bytes`, of adjacent blocks and of scattered
+    blocks."""
     blocks = max(2, min(256, _MOST_BYTES // layout.bytes_per_block))
     memory = KvMemory(layout, blocks, device, ranks=ranks)
     counts = sorted({2, blocks})
@@ -45,7 +44,7 @@ def measure_codecs(
     slab_bytes: int,
     ranks: int = 1,
 ) -> tuple[CodecSpeed, ...]:
-    """On blocks that lie together: what lies apart costs a run each, whatever the codec."""
+    """Uses adjacent blocks: scattered ones cost one run each, whatever the codec."""
     blocks = max(2, min(256, _MOST_BYTES // layout.bytes_per_block))
     memory = KvMemory(layout, blocks, device, ranks=ranks)
     return tuple(_codec_speed(memory, codec, slab_bytes) for codec in codecs)
@@ -82,7 +81,7 @@ def _samples(memory: KvMemory, blocks: int, slab_bytes: int) -> Iterator[Sample]
 
 
 def _prepared(memory: KvMemory, side: Side, writes: Sequence[SlabWrite]) -> Sample:
-    """Naming what a peer's pool like ours would be asked for."""
+    """Prepares the descriptors for a read of a peer's pool like ours."""
 
     def name() -> int:
         batches = (reads_of(memory, side, memory.map, RegionName(""), side, w) for w in writes)
@@ -107,7 +106,7 @@ def _checked(
 
 
 def _writes(layout: KvLayout, tokens: int, slab_bytes: int) -> tuple[SlabWrite, ...]:
-    """All that the tokens have, whatever the windows."""
+    """All KV of the tokens, regardless of windows."""
     one = ShardLayout(model=layout, shard=Shard())
     span = TokenSpan(start=0, tokens=tokens, next_position=0)
     return cut(one, one, span=span, staging_bytes=slab_bytes)
@@ -122,7 +121,7 @@ def _together(blocks: int) -> tuple[BlockId, ...]:
 
 
 def _apart(blocks: int) -> tuple[BlockId, ...]:
-    """No block follows its neighbour."""
+    """No block is followed by its neighbour."""
     return tuple(BlockId(i) for i in reversed(range(blocks)))
 
 

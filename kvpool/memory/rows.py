@@ -1,13 +1,11 @@
-"""Copies, bit by bit, between rows of a pool in host memory and rows of a slab. Runs in the worker
-that owns the blocks.
+"""Copies rows, bit by bit, between a pool in host memory and a slab. Runs in the worker that owns
+the blocks.
 
-Everything that travels is seen as rows of one length, so that a section's copies are one call of
-numpy, which moves a row at a time: twice as fast as PyTorch's indexing, an element at a time.
+All data is seen as rows of one length. So the copies of a section are one call of numpy, which
+moves a row at a time: twice as fast as PyTorch's indexing, which moves an element at a time.
 
-Where the pieces of a section's planes lie in a pool in host memory, as rows of one length. Pure.
-
-A worker's sections ask the same again and again, of other layers or other blocks: what does not
-depend on these is found once.
+A worker's sections ask for the same rows again and again, for other layers or blocks; the part that
+does not depend on these is computed once.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanePlace:
-    """Where a plane's pieces lie in the pool, in bytes: the `i`-th piece of the group's `l`-th
-    layer at `start + l x layer + i x step`."""
+    """The pieces of a plane in the pool, in bytes: the `i`-th piece of the group's `l`-th layer is
+    at `start + l x layer + i x step`."""
 
     start: int
     layer: int
@@ -42,14 +40,14 @@ class PlanePlace:
 
     @property
     def grain(self) -> int:
-        """What all of these are multiples of."""
+        """The greatest common divisor of these numbers."""
         return gcd(self.start, self.layer, self.step, self.nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PieceRows:
-    """The rows of one plane's piece, one after another: those of the `i`-th piece of the `l`-th
-    layer are `first + l x layer + i x step`."""
+    """Consecutive rows of one plane's pieces: those of the `i`-th piece of the `l`-th layer are
+    `first + l x layer + i x step`."""
 
     first: Index
     layer: Index
@@ -57,7 +55,7 @@ class PieceRows:
 
     @staticmethod
     def of(places: Sequence[PlanePlace], row_bytes: int) -> PieceRows:
-        """`places`: of the ranks that share the plane's heads, in their order."""
+        """`places`: those of the ranks that share the plane's heads, in their order."""
         rows = [place.nbytes // row_bytes for place in places]
         first = [np.arange(n) + at.start // row_bytes for at, n in zip(places, rows, strict=True)]
         return PieceRows(
@@ -69,8 +67,8 @@ class PieceRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PartRows:
-    """A pool of `rows` rows: `copies[c][p]` are those of a piece of the `p`-th plane, where its
-    heads lie for the `c`-th time."""
+    """A pool of `rows` rows: `copies[c][p]` are those of a piece of the `p`-th plane in the `c`-th
+    copy of its heads."""
 
     row_bytes: int
     rows: int
@@ -78,7 +76,7 @@ class PartRows:
     copies: tuple[tuple[PieceRows, ...], ...]
 
     def of(self, pieces: Index) -> LayerRows:
-        """Of these pieces."""
+        """The rows of these pieces."""
         copies = tuple(
             (
                 np.concatenate([(at.first + at.step * pieces[:, None]).ravel() for at in planes]),
@@ -110,8 +108,8 @@ class LayerRows:
 def part_rows(
     pool: PoolMap, group: int, planes: tuple[PlaneSlice, ...], end: End, tokens: int
 ) -> PartRows:
-    """Of pieces of `tokens` slots; where only some of a rank's heads travel, or several ranks hold
-    them, of one slot."""
+    """For pieces of `tokens` slots; of one slot if only some of a rank's heads travel, or several
+    ranks hold them."""
     copies = max(pool.copies(group, plane.plane) for plane in planes)
     places = [
         [places_of(pool, group, plane, end, tokens, copy) for plane in planes]
@@ -159,7 +157,7 @@ def _place(
     )
 
 
-Bytes = NDArray[np.uint8]
+_Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -170,7 +168,7 @@ class SlabRows:
     where heads have copies.
     """
 
-    pool: Bytes
+    pool: _Bytes
     index: Index
     others: tuple[Index, ...] = ()
 
@@ -179,7 +177,7 @@ class SlabRows:
         return SlabRows(pool=self.pool, index=self.index[layers, rows], others=others)
 
     def gather(self, slab: torch.Tensor) -> None:
-        """Into `slab`, contiguous, of any dtype."""
+        """Copies into `slab`, contiguous, of any dtype."""
         rows = self._of(slab)
         np.take(self.pool, self.index.ravel(), axis=0, out=rows, mode="clip")
 
@@ -189,20 +187,20 @@ class SlabRows:
         for index in (self.index, *self.others):
             self.pool[index.ravel()] = rows
 
-    def _of(self, slab: torch.Tensor) -> Bytes:
-        rows: Bytes = slab.view(-1).view(torch.uint8).numpy()
+    def _of(self, slab: torch.Tensor) -> _Bytes:
+        rows: _Bytes = slab.view(-1).view(torch.uint8).numpy()
         return rows.reshape(self.index.size, self.pool.shape[1])
 
 
-def pool_rows(memory: KvMemory, row_bytes: int) -> Bytes:
-    """`[rows, row_bytes]`, without what is left at the end."""
-    flat: Bytes = memory.flat.numpy()
+def pool_rows(memory: KvMemory, row_bytes: int) -> _Bytes:
+    """`[rows, row_bytes]`, without the rest at the end."""
+    flat: _Bytes = memory.flat.numpy()
     return flat[: len(flat) // row_bytes * row_bytes].reshape(-1, row_bytes)
 
 
 def section_rows(memory: KvMemory, section: SlabSection, side: Side, end: End) -> SlabRows:
-    """All planes, for each layer; rows are as long as alignment allows: whole blocks, parts of
-    them, tokens, or parts of a token where only some of its heads travel."""
+    """All planes, for each layer. Rows are as long as alignment allows: whole blocks, parts of
+    blocks, tokens, or parts of a token if only some of its heads travel."""
     part, planes = section.part, memory.layout.groups[section.part.group].planes
     whole = all(plane.heads == planes[plane.plane].heads for plane in part.planes)
     whole = whole and memory.map.ranks == 1
@@ -263,15 +261,16 @@ class BlockRows:
 
 
 def _rows_from(starts: Sequence[int], counts: Sequence[int], row_bytes: int) -> Index:
-    """Which rows the pieces are that begin at these bytes."""
+    """The rows of the pieces that begin at these bytes."""
     return np.concatenate(
         [start // row_bytes + np.arange(n) for start, n in zip(starts, counts, strict=True)]
     )
 
 
 def _block_pieces(pool: PoolMap, copy: int) -> Iterator[tuple[int, int, int, int]]:
-    """(where block 0 has it, its bytes, bytes from block to block, group) of each piece of a block:
-    of each layer's planes, token by token and rank by rank where several ranks share the heads"""
+    """(start of block 0's piece, its bytes, bytes from block to block, group) of each piece of a
+    block: of each layer's planes, token by token and rank by rank if several ranks share the
+    heads"""
     tokens = pool.layout.block_size if pool.ranks == 1 else 1
     for index, group in enumerate(pool.layout.groups):
         for layer in range(len(group.layers)):

@@ -88,8 +88,8 @@ def _places(
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, HEADS_TILE: tl.constexpr,
     DIM_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Of a program's codec block, `[tokens, heads, dim]`: where it lies in the pool, in the slab's
-    values, and its scales `[heads]`; what of it there is, and of its heads."""
+    """The places of a program's codec block, `[tokens, heads, dim]`, in the pool and in the slab's
+    values, and of its scales `[heads]`; with masks of its existing tokens and heads."""
     block, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
     token = block * BLOCK + tl.arange(0, BLOCK)
     head = tl.program_id(1) * HEADS_TILE + tl.arange(0, HEADS_TILE)
@@ -106,7 +106,7 @@ def _places(
 
 @triton.jit
 def _largest(numbers):
-    """`[tokens, heads, dim]` to `[heads]` magnitudes; infinite where any isn't finite."""
+    """`[tokens, heads, dim]` to `[heads]` magnitudes; infinite if any element isn't finite."""
     magnitudes = tl.abs(numbers)
     magnitudes = tl.where(magnitudes <= 3.4028234663852886e38, magnitudes, float("inf"))
     return tl.max(tl.max(magnitudes, axis=2), axis=0)
@@ -114,13 +114,13 @@ def _largest(numbers):
 
 @triton.jit
 def _int8_codes(scaled):
-    """To the nearest, ties to even: adding 1.5 x 2^23 leaves no bits for a fraction."""
+    """Rounds to nearest, ties to even: adding 1.5 x 2^23 leaves no bits for a fraction."""
     return ((scaled + 12582912.0) - 12582912.0).to(tl.int8)
 
 
 @triton.jit
 def _e4m3_codes(scaled):
-    """To the nearest, ties to even, on devices without fp8 too; magnitudes are at most 448."""
+    """Rounds to nearest, ties to even, on devices without fp8 too; magnitudes are at most 448."""
     bits = scaled.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)

@@ -1,6 +1,5 @@
-"""A section's planes as tensors: where they lie in a slab, and in the pool. Runs in the worker that
-owns the blocks. Views only: nothing is copied here.
-"""
+"""A section's planes as tensors, in a slab and in the pool. Runs in the worker that owns the
+blocks. Views only: nothing is copied here."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ _VALUES = {Codec.FP8: torch.float8_e4m3fn, Codec.INT8: torch.int8}
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SlabViews:
     """One plane of one section in a slab: `values` `[layers, tokens, heads, dim]`; `scales` float32
-    `[layers, codec blocks, heads]`, None without a codec. There are gaps only between layers.
-    """
+    `[layers, codec blocks, heads]`, None without a codec. Gaps exist only between layers."""
 
     values: torch.Tensor
     scales: torch.Tensor | None
@@ -82,8 +80,8 @@ class BlockPieces(NamedTuple):
 def pieces_of(
     table: Sequence[BlockId], section: SlabSection, block_size: int, grain: int
 ) -> BlockPieces:
-    """Each `grain` of the section's tokens; it divides the block size, and the section's start and
-    length."""
+    """One piece for each `grain` of the section's tokens. It divides the block size, and the
+    section's start and length."""
     first, last = section.start // block_size, -(-(section.start + section.tokens) // block_size)
     blocks = tuple(table[first:last])
     assert len(blocks) == last - first, f"a table of {len(table)} blocks ends before {last}"
@@ -93,7 +91,7 @@ def pieces_of(
 
 
 def row_index(table: Sequence[BlockId], section: SlabSection, block_size: int) -> torch.Tensor:
-    """int64 `[tokens]`: each token's slot. Not to be changed: planes and layers share it."""
+    """int64 `[tokens]`: each token's slot. Read only: planes and layers share it."""
     return _slots(pieces_of(table, section, block_size, 1))
 
 

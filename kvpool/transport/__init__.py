@@ -1,1 +1,1 @@
-"""Which transports exist, which of them two processes use, and what a link is worth."""
+"""The transports, the choice between them for two processes, and the speed of a link."""

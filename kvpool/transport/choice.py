@@ -1,6 +1,6 @@
-"""Which transports a worker or pool node takes when nobody names them. Pure.
+"""Chooses the transports of a worker or pool node whose settings name none. Pure.
 
-Between hosts one is enough, and the UCX of two would disturb each other.
+Between hosts one is enough, and the UCX libraries of two would disturb each other.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from kvpool.transport.link_kind import LinkKind
 
 TRANSPORTS = ("cuda_ipc", "shm", "nixl", "ucx")
-"""By preference."""
+"""In order of preference."""
 BETWEEN_HOSTS = ("nixl", "ucx")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """`obstacle`: transport |-> why it can't be used here, or an empty text; `kind`: transport |->
-    what its links would be."""
+    """`obstacle`: # transport |-> why it can't be used here, or an empty text; `kind`: # transport
+    |-> the kind of its links"""
 
     obstacle: Callable[[str], str]
     kind: Callable[[str], LinkKind]
@@ -27,14 +27,14 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenTransports:
-    """By preference, and why the others aren't among them."""
+    """The transports in order of preference, and why the others are not among them."""
 
     transports: tuple[str, ...]
     left_out: tuple[tuple[str, str], ...]
 
     @property
     def why(self) -> str:
-        """Those with the same reason together."""
+        """Transports with the same reason are named together."""
         named: dict[str, list[str]] = {}
         for name, why in self.left_out:
             named.setdefault(why, []).append(name)
@@ -45,7 +45,7 @@ def choose_transports(
     machine: Machine, *, on_gpu: bool, spans_hosts: bool, require: Iterable[str] = ()
 ) -> ChosenTransports:
     """All that this machine can use: within the host cuda_ipc (on a GPU) and shm, between hosts the
-    first of nixl and ucx. With `require` only those of these kinds."""
+    first of nixl and ucx. With `require` only transports of these kinds."""
     required = tuple(require)
     taken: list[str] = []
     left_out: list[tuple[str, str]] = []
@@ -63,7 +63,7 @@ def choose_transports(
 
 
 def spans_hosts(host: str) -> bool:
-    """Whether peers of other hosts can reach a worker that listens there."""
+    """True if peers of other hosts can reach a worker that listens there."""
     try:
         return not ipaddress.ip_address(host).is_loopback
     except ValueError:

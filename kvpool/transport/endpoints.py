@@ -1,9 +1,8 @@
-"""A worker's ends of all transports that it has, in the order of preference.
+"""A worker's endpoints of all its transports, in order of preference.
 
-Memory is registered with each of them under one name of our own, which `name_over` turns into the
-one that a peer on that transport knows.
-
-Which transports can be used on this host: each is tried for real, with memory registered.
+Memory is registered with each of them under one name of our own. `name_over` turns it into the name
+that a peer on that transport knows. Whether a transport can be used on this host is tested by
+opening it and registering memory.
 """
 
 from __future__ import annotations
@@ -38,21 +37,21 @@ def scheme_of(address: str) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedRegion:
     """Memory that peers may be lent, over one transport or several. A transport that can't share
-    the memory of the others has its own."""
+    the others' memory has its own."""
 
     name: RegionName
     memory: torch.Tensor  # uint8 [bytes]
     over: dict[str, Region]  # scheme |-> as registered there
 
     def memory_on(self, scheme: str | None) -> torch.Tensor:
-        """Where a peer on that transport writes, uint8 `[bytes]`. Only with a link between devices
-        there are two such memories; of a peer that is gone (None) the header tells."""
+        """The memory that a peer on that transport writes to, uint8 `[bytes]`. Only with a link
+        between devices there are two. If the peer is gone (None), the slab's header decides."""
         return self.memory if scheme is None else self.over[scheme].memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointOptions:
-    """As `open_endpoint` takes them."""
+    """The arguments of `open_endpoint`."""
 
     host: str = LOOPBACK_HOST
     port_range: tuple[int, int] | None = None
@@ -77,7 +76,7 @@ DEFAULTS = EndpointOptions()
 
 
 class Endpoints:
-    """`schemes` by preference. With `require` only links of those kinds are used."""
+    """`schemes` in order of preference. With `require` only links of those kinds are used."""
 
     def __init__(
         self,
@@ -88,7 +87,7 @@ class Endpoints:
         options: EndpointOptions = DEFAULTS,
         require: Collection[LinkKind] = (),
     ) -> None:
-        """Those that can't be opened are logged. Raises ConfigError when no usable one is left."""
+        """Logs the transports that can't be opened. Raises ConfigError when none is left."""
         self._require = frozenset(require)
         self._ucx = options.ucx
         self._open: dict[str, Endpoint] = {}
@@ -112,11 +111,11 @@ class Endpoints:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """One per transport, for peers."""
+        """One address for each transport, for peers."""
         return tuple(endpoint.address for endpoint in self._open.values())
 
     def register(self, nbytes: int) -> SharedRegion:
-        """New memory. shm shares only its own, so that is what the others use too."""
+        """New memory. shm shares only its own memory, so the others use that too."""
         first = _SHARES_ONLY_ITS_OWN if _SHARES_ONLY_ITS_OWN in self._open else self.schemes[0]
         region = self._open[first].register(nbytes)
         over = {first: region}
@@ -126,8 +125,8 @@ class Endpoints:
         return self._named(region.memory, over)
 
     def adopt(self, memory: torch.Tensor) -> SharedRegion:
-        """Memory that exists, over each transport that can share it. Raises ConfigError when none
-        can."""
+        """Registers existing memory with each transport that can share it. Raises ConfigError when
+        none can."""
         tried = {scheme: _adopted(endpoint, memory) for scheme, endpoint in self._open.items()}
         over = {scheme: region for scheme, region in tried.items() if region is not None}
         if not over:
@@ -140,14 +139,14 @@ class Endpoints:
             self._open[scheme].deregister(registered)
 
     def name_over(self, scheme: str, name: str) -> RegionName | None:
-        """What a peer on that transport calls the region; None: it can't reach it."""
+        """The name of the region for a peer on that transport; None: the peer can't reach it."""
         region = self._regions.get(RegionName(name))
         over = region.over if region is not None else {}
         return over[scheme].name if scheme in over else None
 
     def connect(self, addresses: Iterable[str]) -> Connection:
-        """Over the first transport of our preference that the peer has too and that reaches it.
-        Raises PeerError, saying what was tried."""
+        """Connects over the first transport of our preference that the peer has too and that
+        reaches it. Raises PeerError that names all attempts."""
         theirs = {scheme_of(address): address for address in addresses}
         failures: list[str] = []
         for scheme in (scheme for scheme in self._open if scheme in theirs):
@@ -197,7 +196,7 @@ PROBE_BYTES = 4096
 
 
 def obstacle(transport: str, ucx: UcxOptions, *, gpus: int, device: str = "cuda") -> str:
-    """Why it can't be used here; empty when it can. `gpus`: how many this process can use."""
+    """Why it can't be used here; empty when it can. `gpus`: number that this process can use."""
     if transport == "cuda_ipc" and not gpus:
         return "no CUDA device"
     nothing = Callbacks(

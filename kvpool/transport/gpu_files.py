@@ -1,4 +1,5 @@
-"""Whether this machine can have a GPU at all, without the seconds that PyTorch's import takes."""
+"""A quick test whether this machine can have a GPU, without importing PyTorch, which takes
+seconds."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from pathlib import Path
 
 NO_GPU = "this machine has no GPU"
 DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")
-"""Of NVIDIA's driver, AMD's, and of Windows' for Linux, in /dev."""
+"""Device files in /dev: of NVIDIA's driver, AMD's, and Windows' for Linux."""
 
 
 def has_gpu_files(folder: Path = Path("/dev")) -> bool:

@@ -1,4 +1,4 @@
-"""What the GPUs of this host offer to cuda_ipc."""
+"""The facts about this host's GPUs that cuda_ipc needs."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuCount:
-    """`why_none` says why there is no GPU to use; empty when there is one."""
+    """`why_none` says why there is no usable GPU; empty when there is one."""
 
     count: int
     why_none: str = ""
 
 
 def count_gpus() -> GpuCount:
-    """What PyTorch can use. Starts nothing on the devices."""
+    """The GPUs that PyTorch can use. Starts nothing on the devices."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return GpuCount(count=count, why_none="" if count else _why_none())
 

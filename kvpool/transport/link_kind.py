@@ -1,14 +1,13 @@
-"""What this host offers to links: RDMA devices and the kind of memory access that UCX may use.
+"""This host's RDMA devices, and the kind of memory access that UCX may use.
 
 Read from /sys and the environment when asked; nothing is opened.
 
-What a UCX library can do on this host: version, build, and transports per device.
+`describe` asks a UCX library for its version, build and transports per device. It runs in its own
+process, because a library may fail to load, or clash with the one that is loaded already: `python
+-m kvpool.transport.link_kind LIBRARY` prints the result as JSON.
 
-`describe` asks in a process of its own, for a library may not load, or may clash with the one that
-is loaded already: `python -m kvpool.transport.link_kind LIBRARY` prints what it finds as JSON.
-
-CMA (process_vm_readv and _writev): how UCX moves bytes between processes of one host, and what
-keeps it from that. Without it UCX takes TCP.
+CMA (process_vm_readv and _writev) moves bytes between processes of one host. Without it UCX uses
+TCP.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ _PATIENCE_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UcxInfo:
-    """`components` are what it was built with; `resources` are transport/device pairs that work
-    here; `configured` its build flags, where the package tells."""
+    """`components` are those that it was built with; `resources` are transport/device pairs that
+    work here; `configured` are its build flags, if the package has them."""
 
     version: str
     components: tuple[str, ...]
@@ -57,7 +56,7 @@ def library_of_nixl() -> Path | None:
 
 
 def library_of_ucxx() -> Path | None:
-    """The UCX that ucxx loads: that of its wheel, or the system's where it is told to prefer it."""
+    """The UCX that ucxx loads: that of its wheel, or the system's if it is told to prefer it."""
     prefers_system = os.environ.get("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "").lower() == "true"
     if prefers_system or not find_spec("libucx"):
         found = ctypes.util.find_library("ucp")
@@ -66,7 +65,7 @@ def library_of_ucxx() -> Path | None:
 
 
 def describe(library: Path, options: UcxOptions) -> UcxInfo | str:
-    """With these options; or why it can't be told."""
+    """The library's facts with these options, or the reason why there are none."""
     command = [sys.executable, "-m", "kvpool.transport.link_kind", str(library)]
     variables = {f"UCX_{name}": value for name, value in options.settings().items()}
     environment = {**os.environ, **variables, "UCX_LOG_LEVEL": "fatal"}
@@ -93,7 +92,7 @@ def _first(folder: Path, pattern: str) -> Path | None:
 
 
 class _Params(ctypes.Structure):
-    """The head of ucp_params_t; a mask of FEATURES makes UCX read no more."""
+    """The head of ucp_params_t; with a mask of FEATURES UCX reads no more."""
 
     _fields_ = (
         ("field_mask", ctypes.c_uint64),
@@ -103,7 +102,7 @@ class _Params(ctypes.Structure):
 
 
 def _ask(library: str) -> UcxInfo:
-    """In the process of its own."""
+    """Runs in the library's own process."""
     ucp = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
     ucp.ucp_get_version_string.restype = ctypes.c_char_p
     text = _context_text(ucp)
@@ -116,7 +115,7 @@ def _ask(library: str) -> UcxInfo:
 
 
 def _context_text(ucp: ctypes.CDLL) -> str:
-    """What UCX prints of a context."""
+    """UCX's text about a context."""
     major, minor, release = (ctypes.c_uint() for _ in range(3))
     ucp.ucp_get_version(*(ctypes.byref(part) for part in (major, minor, release)))
     config, context = ctypes.c_void_p(), ctypes.c_void_p()
@@ -132,7 +131,7 @@ def _context_text(ucp: ctypes.CDLL) -> str:
 
 
 def _printed(write: object) -> str:
-    """What a C function writes to the file that it is given."""
+    """The text that a C function writes to a file."""
     libc = ctypes.CDLL(None)
     libc.open_memstream.restype = ctypes.c_void_p
     text, size = ctypes.c_char_p(), ctypes.c_size_t()
@@ -143,7 +142,7 @@ def _printed(write: object) -> str:
 
 
 def _configured(library: Path) -> str:
-    """From the ucx_info that lies beside the library, or is the system's."""
+    """From the ucx_info beside the library, or the system's."""
     beside = library.resolve().parent.parent / "bin" / "ucx_info"
     command = str(beside) if beside.exists() else "ucx_info"
     environment = {**os.environ, "LD_LIBRARY_PATH": str(library.resolve().parent)}
@@ -162,14 +161,14 @@ if __name__ == "__main__":
 
 
 _RDMA_TRANSPORTS = ("rc", "dc", "ud", "srd", "gga")
-"""How UCX's names of RDMA transports begin."""
+"""Prefixes of UCX's names of RDMA transports."""
 
 SYSFS = Path("/sys/class/infiniband")
 DEVICES = Path("/dev/infiniband")
 
 
 class LinkKind(StrEnum):
-    """What `transfer.require` may ask for; `tcp` can't be asked for, it is what is left."""
+    """The kinds that `transfer.require` accepts. `tcp` can't be required: it is the fallback."""
 
     LOOPBACK = "loopback"
     SHM = "shm"
@@ -195,7 +194,7 @@ class RdmaPort:
 
 
 def rdma_ports(sysfs: Path = SYSFS) -> tuple[RdmaPort, ...]:
-    """In the order of their names; none where the kernel has no RDMA."""
+    """In the order of their names; empty if the kernel has no RDMA."""
     return tuple(_port(path) for path in sorted(sysfs.glob("*/ports/*")))
 
 
@@ -211,7 +210,7 @@ def _port(path: Path) -> RdmaPort:
 
 
 def _roce(path: Path) -> list[tuple[str, str]]:
-    """GID index |-> RoCE version, of those in use, and the traffic class."""
+    """# GID index in use |-> RoCE version, and the traffic class."""
     found = [
         (f"gid {entry.name}", _read(entry)) for entry in sorted(path.glob("gid_attrs/types/*"))
     ]
@@ -221,7 +220,7 @@ def _roce(path: Path) -> list[tuple[str, str]]:
 
 
 def _read(path: Path) -> str:
-    """Empty for what the kernel doesn't tell: unused GIDs are unreadable."""
+    """Empty if the kernel has no value: unused GIDs are unreadable."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -231,7 +230,7 @@ def _read(path: Path) -> str:
 def no_rdma(
     sysfs: Path = SYSFS, devices: Path = DEVICES, environment: Mapping[str, str] = os.environ
 ) -> str | None:
-    """What on this host keeps UCX from RDMA, or None when nothing does."""
+    """Why UCX can't use RDMA on this host, or None if it can."""
     ports = rdma_ports(sysfs)
     if not ports:
         return f"this host has no RDMA device ({sysfs} is empty or absent)"
@@ -258,14 +257,14 @@ def _excluded(active: set[str], environment: Mapping[str, str]) -> str | None:
 
 
 def link_kind(scheme: str, ucx: UcxOptions) -> LinkKind:
-    """What a link of this transport is here, between hosts if it can be."""
+    """The kind of this transport's links here, between hosts if it connects hosts."""
     if scheme in ("nixl", "ucx"):
         return LinkKind.TCP if rdma_obstacle(scheme, ucx) else LinkKind.RDMA
     return LinkKind(scheme)
 
 
 def rdma_obstacle(scheme: str, ucx: UcxOptions) -> str | None:
-    """Why nixl or ucx doesn't use RDMA here, or None: its UCX is asked, in another process."""
+    """Why nixl or ucx doesn't use RDMA here, or None. Asks its UCX in another process."""
     library = library_of_nixl() if scheme == "nixl" else library_of_ucxx()
     if library is None:
         return f"{scheme} is not installed"
@@ -290,7 +289,7 @@ class _Iovec(ctypes.Structure):
 
 
 def obstacle(info: UcxInfo, tls: str | None, ptrace_scope: Path = PTRACE_SCOPE) -> str | None:
-    """Why this UCX doesn't use it here; None where it does. `tls`: as UCX_TLS says."""
+    """Why this UCX doesn't use CMA here; None if it does. `tls`: the value of UCX_TLS."""
     if any(name.partition("/")[0] == _NAME for name in info.resources):
         return None
     if _NAME not in info.components:
@@ -306,7 +305,7 @@ def obstacle(info: UcxInfo, tls: str | None, ptrace_scope: Path = PTRACE_SCOPE) 
 
 
 def _scope(path: Path) -> int:
-    """0 where the kernel has no Yama."""
+    """0 if the kernel has no Yama."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -314,7 +313,7 @@ def _scope(path: Path) -> int:
 
 
 def try_write() -> str | None:
-    """Into memory of this very process: why the system refuses even that."""
+    """Writes into this process's own memory. Returns why the system refuses even that."""
     libc = ctypes.CDLL(None, use_errno=True)
     source, target = ctypes.create_string_buffer(b"x"), ctypes.create_string_buffer(1)
     local, remote = (_Iovec(ctypes.addressof(memory), 1) for memory in (source, target))

@@ -1,7 +1,8 @@
-"""Within one process: endpoints find each other in a table, a region's window is the region itself.
+"""Within one process: endpoints find each other in a table, and a region's window is the region
+itself.
 
-Each side of a connection has a bounded inbox and one thread that delivers from it, so a callback
-never runs on the caller's stack and a peer that does not read slows the sender down.
+Each side of a connection has a bounded inbox and one thread that delivers from it. So a callback
+never runs on the caller's stack, and a peer that does not read slows the sender down.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _table_lock = threading.Lock()
 
 
 class _Inbox:
-    """Messages on their way to one side. Once ended it takes none; what it holds still leaves."""
+    """Messages on their way to one side. Once ended it accepts none, but still delivers those it
+    holds."""
 
     def __init__(self) -> None:
         self._messages: deque[bytes] = deque()
@@ -110,7 +112,7 @@ class LoopbackConnection:
         self._inbox.end(drop=True)
 
     def deliver(self, callbacks: Callbacks, *, accepted: bool) -> None:
-        """Run by this side's thread until either side closes."""
+        """Runs on this side's thread until either side closes."""
         if accepted:
             callbacks.on_connect(self)
         while (payload := self._inbox.get()) is not None:
@@ -146,7 +148,7 @@ class LoopbackEndpoint:
         return self.adopt(torch.zeros(nbytes, dtype=torch.uint8))
 
     def adopt(self, memory: torch.Tensor) -> Region:
-        """Any memory of this process."""
+        """Accepts any memory of this process."""
         assert memory.dtype is torch.uint8 and memory.is_contiguous()
         with self._lock:
             assert not self._closed

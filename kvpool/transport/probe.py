@@ -13,7 +13,7 @@ from kvpool.core.transfer.link_cost import Sample, TimedStep
 from kvpool.transport.peer.base import Connection, Read, RegionName
 
 PROBE_BYTES = 32 * 2**20
-"""The region that each worker keeps for it: with the peer's, more than most caches hold."""
+"""The region that each worker keeps for probes: with the peer's, larger than most caches."""
 
 BUDGET_S = 0.25
 _DESCRIPTORS = (1, 16, 256)
@@ -31,8 +31,8 @@ def measure(
 ) -> list[Sample]:
     """`region` is the peer's probe region, `own` ours (uint8 `[PROBE_BYTES]`); both get garbage.
     Writes are no larger than a slab: on a CPU those that leave its cache are slower. `ping` returns
-    when the peer has answered. Ends soon after BUDGET_S, with the smallest size measured in any
-    case. Raises PeerError."""
+    when the peer has answered. Ends soon after BUDGET_S, but always measures the smallest size.
+    Raises PeerError."""
     end_s = time.monotonic() + BUDGET_S
     samples = [Sample(step=TimedStep.MESSAGE, seconds=median(_timed([ping] * _MESSAGES)))]
     for size in _SIZES:
@@ -47,8 +47,8 @@ def measure(
 def _sample(
     connection: Connection, region: RegionName, own: torch.Tensor, size: int, pieces: int
 ) -> Sample:
-    """A write without `pieces`, out of memory that is used again and again as a slab is; else a
-    read in so many. Each round is somewhere else."""
+    """A write without `pieces`, from memory that is reused as a slab is; else a read in this many
+    pieces. Each round uses another place."""
     if not pieces:
         writes = [partial(connection.write, region, at, own[:size]) for at in _STARTS]
         return Sample(step=TimedStep.WRITE, nbytes=size, seconds=min(_timed(writes)))
@@ -70,7 +70,7 @@ def _scattered(
 
 
 def _timed(rounds: Sequence[Callable[[], None]]) -> list[float]:
-    """Seconds of all but the first. What disturbs a copy makes it slower, never faster."""
+    """Seconds of all rounds but the first. Disturbances make a copy slower, never faster."""
     taken = []
     for run in rounds:
         started_s = time.monotonic()

@@ -32,6 +32,7 @@ from router.core.state.candidate import Candidate, Prediction
 from router.core.state.generation import ChoiceTokens, GenerationRequest
 from router.core.state.promises import Promise, digest_of
 from router.core.state.quarantine import Pair, Placement
+from router.core.state.story import LIFETIMES, Moment, Story, found
 
 
 class RequestState(StrEnum):
@@ -240,6 +241,8 @@ class Request:
     moves: int = 0  # to other decode workers
     stood_back_s: float = 0.0  # while it was preempted after its first token
     prefill_worker: Incarnation | None = None  # has its prompt, or gets it once it has a slot
+    worker_names: tuple[str, ...] = ()  # of its latest placement: who prefills, who decodes
+    story: Story = field(init=False)
     request_id: str = field(init=False)
     objectives: Objectives = field(init=False)  # its own, else those of its tier
     digest: int = field(init=False)  # by which it is known when it comes again
@@ -254,6 +257,7 @@ class Request:
         self.key = RequestKey(self.request_id, self.attempt)
         self.digest = digest_of(self.submitted)
         self.choices = tuple(TokenOrder(choice=i) for i in range(self.submitted.sampling.n))
+        self.story = Story.begun(self.submitted, self.ledger.submitted_s)
 
     def enter(self, state: RequestState) -> None:
         assert state in TRANSITIONS[self.state], (
@@ -337,10 +341,8 @@ class Request:
         """Of its longest choice, without `less_s` of its time; None if it had to be run again or
         is short."""
         tokens = max(choice.next_index for choice in self.choices)
-        first_s, last_s = map(
-            self.ledger.after_s,
-            (LifetimeMoment.FIRST_TOKEN_RECEIVED, LifetimeMoment.LAST_TOKEN_RECEIVED),
-        )
+        first_s = self.ledger.after_s(LifetimeMoment.FIRST_TOKEN_RECEIVED)
+        last_s = self.ledger.after_s(LifetimeMoment.LAST_TOKEN_RECEIVED)
         if self.disturbed or tokens < FEWEST_TOKENS or first_s is None or last_s is None:
             return None
         return max(0.0, last_s - first_s - less_s) / (tokens - 1)
@@ -363,7 +365,7 @@ class Request:
         return True
 
     @property
-    def legs(self) -> tuple[Incarnation, ...]:
+    def workers(self) -> tuple[Incarnation, ...]:
         """The workers that this attempt still needs."""
         if self.placed is None:
             return ()
@@ -372,6 +374,13 @@ class Request:
             return (decode,)
         return (decode, self.prefill_worker)
 
+    @property
+    def outcome(self) -> str:
+        """What was delivered so far, in words."""
+        tokens = sum([len(choice.delivered) for choice in self.choices])
+        preempted = f", preempted for {self.stood_back_s:.3f} s" if self.stood_back_s else ""
+        return f"{tokens} tokens{preempted}"
+
     def place(self, admitted: Admitted, now_s: float) -> None:
         """Its decode worker is asked now. `prefill_worker` stays None where it computes the prompt
         itself."""
@@ -379,6 +388,7 @@ class Request:
         self.placed = admitted
         self.placed_s = now_s
         self.prefill_worker = None if candidate.prefill is None else candidate.prefill.incarnation
+        self.worker_names = candidate.names
         self.ledger.is_local = candidate.is_local
         if not self.disturbed:
             self.predicted = admitted.prediction
@@ -390,6 +400,7 @@ class Request:
         assert self.placed is not None and candidate.prefill is not None
         self.placed = replace(self.placed, candidate=candidate)
         self.prefill_worker = candidate.prefill.incarnation
+        self.worker_names = candidate.names
         self.ledger.mark(LifetimeMoment.DISPATCHED, now_s)
 
     def cap(self, max_tokens: int) -> None:
@@ -402,6 +413,11 @@ class Request:
         if moment.name == LifetimeMoment.PREFILL_STARTED and self.found_tokens is None:
             self.found_tokens = moment.tokens
         self.ledger.mark(moment.name, moment.at_s)
+        if (happened := LIFETIMES.get(moment.name)) is not None:
+            started = happened is Moment.PREFILL_STARTED
+            by = self.worker_names[:1] if started else self.worker_names[-1:]
+            cause = found(moment.tokens, moment.source) if moment.tokens else ""
+            self.story.note(happened, moment.at_s, by, cause)
 
     def add_prompt_logprobs(self, event: PromptLogprobs) -> None:
         """Those that an earlier attempt has told are skipped."""

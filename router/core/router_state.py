@@ -33,6 +33,7 @@ from router.core.state.directory import Directory
 from router.core.state.ladder import Ladders
 from router.core.state.promises import Promises, ReleaseClock
 from router.core.state.quarantine import Quarantine, RecentPairs
+from router.core.state.story import Story, StoryRing
 from router.core.state.waiting import WaitingRoom
 from router.core.state.worker_view import WorkerView
 from router.core.workers import Workers
@@ -173,11 +174,16 @@ class RouterState:
     lengths: OutputLengths = field(default_factory=OutputLengths)
     forecast: Forecast = field(init=False)
     ladders: Ladders = field(init=False)
+    stories: StoryRing = field(default_factory=StoryRing)
     local_prefills: int = 0  # prompts that decode workers took beside the prefill workers
 
     def __post_init__(self) -> None:
         self.forecast = open_forecast(self.workers, self.dispatch.turn_in_s, self.lengths)
         self.ladders = Ladders(self.tiers)
+
+    def stories_of(self, asked: str) -> list[Story]:
+        """What happened to the requests that a client knows as `asked`, in their order."""
+        return self.stories.find(asked, (one.story for one in self.requests.values()))
 
     # --- the laws, between events ---------------------------------------------------------------
 
@@ -196,12 +202,16 @@ class RouterState:
 
     def _check_state(self, request: Request) -> None:
         """What a request must hold in its state."""
-        key, state, legs = request.key, request.state, request.legs
+        key, state, needed = request.key, request.state, request.workers
         assert state not in (RequestState.SEEKING, RequestState.GONE), f"{key} is {state}"
-        assert bool(legs) is (state is not RequestState.WAITING), f"{key} is {state} with {legs}"
-        assert all(leg in self.workers for leg in legs), f"{key} is at a worker that has left"
+        assert bool(needed) is (state is not RequestState.WAITING), (
+            f"{key} is {state} with {needed}"
+        )
+        assert all(worker in self.workers for worker in needed), (
+            f"{key} is at a worker that has left"
+        )
         if state in (RequestState.ASKED, RequestState.QUEUED) and request.sampling.max_tokens:
-            assert key in self.workers[legs[0]].outlook, f"{key} is {state} without a slot"
+            assert key in self.workers[needed[0]].outlook, f"{key} is {state} without a slot"
 
     def _check_waiting(self) -> None:
         waits = {one.request_id for one in self._in(RequestState.WAITING)}
@@ -238,7 +248,7 @@ class RouterState:
 
     def _has_slot(self, key: RequestKey, view: WorkerView) -> bool:
         request = self.requests.get(key.request_id)
-        return request is not None and request.key == key and view.incarnation == request.legs[0]
+        return request is not None and request.key == key and view.incarnation == request.workers[0]
 
     def _prefills(self, key: RequestKey, view: WorkerView) -> bool:
         """Its prompt was sent there, or will be. After a handoff that sampled no token there, it
@@ -247,7 +257,7 @@ class RouterState:
         if request is None or request.key != key or request.placed is None:
             return False
         states = (RequestState.ASKED, RequestState.PREFILLING, RequestState.DECODING)
-        prefiller = request.prefill_worker or request.legs[0]
+        prefiller = request.prefill_worker or request.workers[0]
         return request.state in states and prefiller == view.incarnation
 
     def _moves_to(self, key: RequestKey, view: WorkerView) -> bool:

@@ -35,8 +35,8 @@ LOOKED_AT = 8
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Queued:
-    """Implements `engine.core.prompt_order.Prompt`. It will probably take `seconds`; the decode
-    worker holds the KV of its first `held_tokens`."""
+    """Implements `engine.core.prompt_order.OrderedPrompt`. It will probably take `seconds`; the
+    decode worker holds the KV of its first `held_tokens`."""
 
     spec: RequestSpec
     seconds: float

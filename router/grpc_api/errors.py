@@ -28,7 +28,7 @@ FAILURES: Mapping[str, Any] = {
     FailureReason.ABORTED: grpc.StatusCode.ABORTED,
     FailureReason.DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-"""# reason of a RequestFailedError |-> its status, where it isn't UNAVAILABLE"""
+"""# reason of a RequestFailedError |-> its status, if not UNAVAILABLE"""
 
 
 @dataclass(frozen=True, slots=True)

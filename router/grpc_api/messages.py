@@ -16,7 +16,7 @@ from kvrelay.wire import logprobs_to_wire
 from router.core.state.generation import QuarantinedPair, WorkerStatus
 from router.text.request_fields import FIELDS, objectives_of
 from router.text.sampling import RequestedSampling
-from router.text.service import ChatPrompt, Prompt, TextDelta, TextGeneration
+from router.text.service import ChatPrompt, PromptInput, TextDelta, TextGeneration
 
 OPTIONAL_FIELDS = (
     "temperature",
@@ -54,7 +54,7 @@ def sampling_of(message: pb.SamplingParams) -> RequestedSampling:
 
 
 def objectives_in(slo: pb.Slo, call_remaining_s: float | None) -> Objectives:
-    """The call's own deadline counts too, where it is the earlier one. Raises InvalidRequest."""
+    """The call's own deadline counts if it is earlier. Raises InvalidRequest."""
     given = {f"slo.{field.name}": value for field, value in slo.ListFields()}
     asked = objectives_of(given, FIELDS)
     if call_remaining_s is None or (asked.deadline_s or inf) <= call_remaining_s:
@@ -62,7 +62,7 @@ def objectives_in(slo: pb.Slo, call_remaining_s: float | None) -> Objectives:
     return replace(asked, deadline_s=call_remaining_s)
 
 
-def prompt_of(request: pb.GenerateRequest) -> Prompt:
+def prompt_of(request: pb.GenerateRequest) -> PromptInput:
     match request.WhichOneof("input"):
         case "tokenized":
             return tuple(request.tokenized.input_ids)
@@ -92,7 +92,7 @@ def _struct(chat: pb.ChatInput) -> dict[str, object]:
 
 
 def _variable(value: object) -> object:
-    """The protocol has no whole numbers: a template would write 5 as 5.0."""
+    """The protocol has no integers: without this a template would write 5 as 5.0."""
     match value:
         case float() if value.is_integer():
             return int(value)
@@ -105,7 +105,7 @@ def _variable(value: object) -> object:
 
 
 def prompt_told(generation: TextGeneration) -> list[pb.PromptLogprob]:
-    """For the first message."""
+    """The prompt's part of the first message."""
     return [
         pb.PromptLogprob(
             token=pb.TokenLogprob(token_id=entry.token_id, logprob=entry.logprob),

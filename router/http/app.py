@@ -15,10 +15,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrelay.errors import KvrelayError
 from router.http import info
+from router.http.api import HttpApi
 from router.http.chat import chat_completions
 from router.http.completions import completions
 from router.http.errors import on_bug, on_disconnect, on_http_exception, on_kvrelay_error
-from router.http.face import HttpFace
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
@@ -39,17 +39,17 @@ PUBLIC_ROUTES = [
 INTERNAL_ROUTES = [METRICS, Route("/debug/kv", info.debug_kv)]
 
 
-def create_public_app(face: HttpFace, *, with_metrics: bool = False) -> Starlette:
-    """For clients."""
-    return _app(face, [*PUBLIC_ROUTES, *([METRICS] if with_metrics else [])])
+def create_public_app(api: HttpApi, *, with_metrics: bool = False) -> Starlette:
+    """The application for clients."""
+    return _app(api, [*PUBLIC_ROUTES, *([METRICS] if with_metrics else [])])
 
 
-def create_internal_app(face: HttpFace) -> Starlette:
-    """For those who run the cluster."""
-    return _app(face, INTERNAL_ROUTES)
+def create_internal_app(api: HttpApi) -> Starlette:
+    """The application for operators."""
+    return _app(api, INTERNAL_ROUTES)
 
 
-def _app(face: HttpFace, routes: list[Route]) -> Starlette:
+def _app(api: HttpApi, routes: list[Route]) -> Starlette:
     app = Starlette(
         routes=routes,
         middleware=[Middleware(RequestIdEcho)],
@@ -60,13 +60,13 @@ def _app(face: HttpFace, routes: list[Route]) -> Starlette:
             Exception: on_bug,
         },
     )
-    app.state.face = face
+    app.state.api = api
     return app
 
 
 class RequestIdEcho:
-    """Every response has x-request-id: the client's own, or a new one. It is part of the id under
-    which logs and `/debug/kv` show the request."""
+    """Every response has x-request-id: the client's own, or a new one. Logs and `/debug/kv` show
+    the request under an id that contains it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

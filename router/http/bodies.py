@@ -1,9 +1,8 @@
-"""HTTP body -> strict model, or an InvalidRequest that names the field and what was expected.
+"""An HTTP body becomes a strict model, or an InvalidRequest that names the field and what is
+expected.
 
-The request bodies, as strict models. A field that isn't here or among the neutral ones
-(`router.http.neutral_fields`) is refused, never ignored.
-
-Request body -> the face-independent sampling parameters.
+Fields must be in the models here or among the neutral ones (`router.http.neutral_fields`); others
+are refused, never ignored.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Body = TypeVar("Body", bound=BaseModel)
 async def read_body(
     request: Request, kind: type[Body], neutral: Mapping[str, Neutral], max_body_bytes: int
 ) -> Body:
-    """Raises InvalidRequest; BodyTooLarge and UnsupportedMediaType are kinds of it."""
+    """Raises InvalidRequest, of which BodyTooLarge and UnsupportedMediaType are kinds."""
     _check_media_type(request)
     fields = _json_object(await _read(request, max_body_bytes))
     _drop_neutral(fields, neutral, "")
@@ -88,7 +87,7 @@ def _json_object(body: bytes) -> dict[str, Any]:
 
 
 def _drop_neutral(fields: dict[str, Any], neutral: Mapping[str, Neutral], prefix: str) -> None:
-    """Known fields without an effect here leave; one with a value that asks for more is refused."""
+    """Removes known fields without an effect here. A value that would need one is refused."""
     for name in neutral.keys() & fields.keys():
         if not neutral[name].accepts(fields.pop(name)):
             raise InvalidRequest(
@@ -109,7 +108,7 @@ EITHER = {
     "stop": "a string or a list of strings",
     "content": 'a string or a list of {"type": "text", "text": ...}',
 }
-"""# field of several types |-> what it may be: pydantic would complain of each type in turn"""
+"""# field of several types |-> its types in words, because pydantic would name each type in turn"""
 
 
 def _invalid(error: ValidationError) -> InvalidRequest:
@@ -150,11 +149,11 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
     continuous_usage_stats: bool | None = None
-    """vLLM's: with `include_usage`, every chunk has the usage so far."""
+    """From vLLM: with `include_usage`, every chunk has the usage so far."""
 
 
 class GenerationBody(StrictBody):
-    """What completions and chat completions share. null means: not given."""
+    """Fields of both completions and chat completions. null means: not given."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -165,7 +164,7 @@ class GenerationBody(StrictBody):
     repetition_penalty: float | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    """Goes before `max_tokens`."""
+    """Wins over `max_tokens`."""
     min_tokens: int | None = None
     n: int | None = None
     seed: int | None = None
@@ -179,9 +178,9 @@ class GenerationBody(StrictBody):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     cache_salt: str | None = None
-    """vLLM's: requests with different ones share no cached KV."""
+    """From vLLM: requests with different salts share no cached KV."""
     tier: str | None = None
-    """Of QoS."""
+    """The QoS tier."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -216,7 +215,7 @@ class ChatBody(GenerationBody):
 
 
 class TokenizeBody(StrictBody):
-    """vLLM's: a prompt or messages."""
+    """As in vLLM: a prompt or messages."""
 
     prompt: str | None = None
     messages: list[MessageBody] | None = None
@@ -309,7 +308,7 @@ def stream_flags(body: GenerationBody) -> StreamFlags:
 
 
 def objectives_in(request: Request) -> Objectives:
-    """Of its headers. Raises InvalidRequest."""
+    """The objectives in the request's headers. Raises InvalidRequest."""
     return objectives_of(request.headers, HEADERS)
 
 
@@ -318,7 +317,7 @@ def wants_ledger(request: Request) -> bool:
 
 
 def stop_reason(delta: TextDelta, eos_ids: Sequence[int]) -> str | int | None:
-    """vLLM's: the stop string or stop token id; null for an end-of-sequence id."""
+    """As in vLLM: the stop string or stop token id; null for an end-of-sequence id."""
     if delta.stop_string is not None:
         return delta.stop_string
     return None if delta.stop_token_id in eos_ids else delta.stop_token_id

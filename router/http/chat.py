@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay.errors import InvalidRequest
+from router.http.api import HttpApi, api_of, new_id
 from router.http.bodies import (
     ChatBody,
     MessageBody,
@@ -21,34 +22,39 @@ from router.http.bodies import (
     stream_flags,
     wants_ledger,
 )
-from router.http.face import HttpFace, face_of, new_id
 from router.http.neutral_fields import CHAT_NEUTRAL
-from router.http.reply import GenerationResponse, Reply, Totals, chat_logprobs, prompt_logprobs
+from router.http.reply import (
+    ChoiceTotals,
+    GenerationResponse,
+    Reply,
+    chat_logprobs,
+    prompt_logprobs,
+)
 from router.text.service import ChatPrompt, TextDelta, TextRequest
 
 
 async def chat_completions(request: Request) -> Response:
     received_s = time.perf_counter()
-    face = face_of(request)
+    api = api_of(request)
     objectives = objectives_in(request)
-    body = await read_body(request, ChatBody, CHAT_NEUTRAL, face.max_body_bytes)
+    body = await read_body(request, ChatBody, CHAT_NEUTRAL, api.max_body_bytes)
     request_id = new_id("chatcmpl", request)
-    reply = ChatReply(face, body, request_id, ledger=wants_ledger(request))
+    reply = ChatReply(api, body, request_id, ledger=wants_ledger(request))
     asked = TextRequest(
         request_id=reply.id,
         prompt=chat_prompt(body.messages, body),
         sampling=sampling_of(body, logprobs=_logprobs(body), prompt_logprobs=body.prompt_logprobs),
         model=body.model or "",
         tenant=body.cache_salt or "",
-        tier=face.service.tiers.tier_of(body.tier or "", request.headers),
+        tier=api.service.tiers.tier_of(body.tier or "", request.headers),
         objectives=objectives,
         received_s=received_s,
     )
-    return GenerationResponse(face, [asked], reply)
+    return GenerationResponse(api, [asked], reply)
 
 
 def chat_prompt(messages: Sequence[MessageBody], body: ChatBody | TokenizeBody) -> ChatPrompt:
-    """Raises InvalidRequest: no messages, or content that isn't text."""
+    """Raises InvalidRequest without messages, or for content that isn't text."""
     if not messages:
         raise InvalidRequest("messages is empty: send at least one", param="messages")
     return ChatPrompt(
@@ -94,11 +100,11 @@ def _logprobs(body: ChatBody) -> int | None:
 
 
 class ChatReply(Reply):
-    def __init__(self, face: HttpFace, body: ChatBody, request_id: str, *, ledger: bool) -> None:
+    def __init__(self, api: HttpApi, body: ChatBody, request_id: str, *, ledger: bool) -> None:
         super().__init__(stream_flags(body), ledger=ledger)
         self.id = request_id
-        self._eos_ids = face.service.defaults.eos_token_ids
-        self._tokenizer = face.service.tokenizer
+        self._eos_ids = api.service.defaults.eos_token_ids
+        self._tokenizer = api.service.tokenizer
         self._with_logprobs = bool(body.logprobs)
         self._with_token_ids = bool(body.return_token_ids)
         self._prompt_logprobs = body.prompt_logprobs
@@ -107,7 +113,7 @@ class ChatReply(Reply):
             "id": self.id,
             "object": "chat.completion.chunk" if self.stream else "chat.completion",
             "created": int(time.time()),
-            "model": face.service.model_name,
+            "model": api.service.model_name,
         }
 
     def chunk(self, position: int, delta: TextDelta) -> dict[str, object]:
@@ -123,7 +129,7 @@ class ChatReply(Reply):
     def closing_chunk(self) -> dict[str, object]:
         return {**self._envelope, "choices": []}
 
-    def whole(self, totals: Totals) -> dict[str, object]:
+    def whole(self, totals: ChoiceTotals) -> dict[str, object]:
         choices = [
             {
                 **self._choice(delta),

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay.errors import InvalidRequest
+from router.http.api import HttpApi, api_of, new_id
 from router.http.bodies import (
     CompletionBody,
     objectives_in,
@@ -21,14 +22,13 @@ from router.http.bodies import (
     stream_flags,
     wants_ledger,
 )
-from router.http.face import HttpFace, face_of, new_id
 from router.http.neutral_fields import COMPLETION_NEUTRAL
 from router.http.reply import (
+    ChoiceTotals,
     CompletionLogprobs,
     EchoedPrompt,
     GenerationResponse,
     Reply,
-    Totals,
     prompt_logprobs,
 )
 from router.text.service import TextDelta, TextGeneration, TextRequest
@@ -38,11 +38,11 @@ MAX_PROMPTS = 128
 
 async def completions(request: Request) -> Response:
     received_s = time.perf_counter()
-    face = face_of(request)
+    api = api_of(request)
     objectives = objectives_in(request)
-    body = await read_body(request, CompletionBody, COMPLETION_NEUTRAL, face.max_body_bytes)
+    body = await read_body(request, CompletionBody, COMPLETION_NEUTRAL, api.max_body_bytes)
     request_id = new_id("cmpl", request)
-    reply = CompletionReply(face, body, request_id, ledger=wants_ledger(request))
+    reply = CompletionReply(api, body, request_id, ledger=wants_ledger(request))
     asked = TextRequest(
         request_id=reply.id,
         prompt="",
@@ -54,12 +54,12 @@ async def completions(request: Request) -> Response:
         ),
         model=body.model or "",
         tenant=body.cache_salt or "",
-        tier=face.service.tiers.tier_of(body.tier or "", request.headers),
+        tier=api.service.tiers.tier_of(body.tier or "", request.headers),
         objectives=objectives,
         add_special_tokens=body.add_special_tokens is not False,
         received_s=received_s,
     )
-    return GenerationResponse(face, _one_each(asked, _prompts(body)), reply)
+    return GenerationResponse(api, _one_each(asked, _prompts(body)), reply)
 
 
 def _prompt_logprobs(body: CompletionBody) -> int | None:
@@ -69,7 +69,7 @@ def _prompt_logprobs(body: CompletionBody) -> int | None:
 
 
 def _one_each(asked: TextRequest, prompts: Sequence[str | tuple[int, ...]]) -> list[TextRequest]:
-    """A single one keeps the call's id."""
+    """A single prompt keeps the call's id."""
     if len(prompts) == 1:
         return [replace(asked, prompt=prompts[0])]
     return [
@@ -79,7 +79,7 @@ def _one_each(asked: TextRequest, prompts: Sequence[str | tuple[int, ...]]) -> l
 
 
 def _prompts(body: CompletionBody) -> list[str | tuple[int, ...]]:
-    """A list of numbers is one prompt; a list of strings or of lists is several."""
+    """A list of numbers is one prompt; a list of strings or lists is several."""
     if isinstance(body.prompt, str):
         return [body.prompt]
     numbers = tuple(part for part in body.prompt if isinstance(part, int))
@@ -95,26 +95,26 @@ def _prompts(body: CompletionBody) -> list[str | tuple[int, ...]]:
 
 class CompletionReply(Reply):
     def __init__(
-        self, face: HttpFace, body: CompletionBody, request_id: str, *, ledger: bool
+        self, api: HttpApi, body: CompletionBody, request_id: str, *, ledger: bool
     ) -> None:
         super().__init__(stream_flags(body), ledger=ledger)
         self.id = request_id
-        self._eos_ids = face.service.defaults.eos_token_ids
+        self._eos_ids = api.service.defaults.eos_token_ids
         self._with_logprobs = body.logprobs is not None
         self._with_token_ids = bool(body.return_token_ids)
         self._choices_per_prompt = body.n or 1
         self._echo = bool(body.echo)
         self._prompt_logprobs = body.prompt_logprobs
-        self._tokenizer = face.service.tokenizer
+        self._tokenizer = api.service.tokenizer
         self._logprobs = defaultdict[int, CompletionLogprobs](
-            partial(CompletionLogprobs, face.service.tokenizer, body.logprobs or 0)
+            partial(CompletionLogprobs, api.service.tokenizer, body.logprobs or 0)
         )
         self._begun: set[int] = set()
         self._envelope: dict[str, object] = {
             "id": self.id,
             "object": "text_completion",
             "created": int(time.time()),
-            "model": face.service.model_name,
+            "model": api.service.model_name,
         }
 
     def chunk(self, position: int, delta: TextDelta) -> dict[str, object]:
@@ -123,7 +123,7 @@ class CompletionReply(Reply):
     def closing_chunk(self) -> dict[str, object]:
         return {**self._envelope, "choices": []}
 
-    def whole(self, totals: Totals) -> dict[str, object]:
+    def whole(self, totals: ChoiceTotals) -> dict[str, object]:
         choices = [self._choice(position, delta) for (position, _), delta in totals.items()]
         return {**self._envelope, "choices": choices, "usage": self.usage()}
 

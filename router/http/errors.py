@@ -1,4 +1,4 @@
-"""Every error leaves in OpenAI's shape: {"error": {message, type, code, param}}."""
+"""Every error has OpenAI's shape: {"error": {message, type, code, param}}."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvrelay.errors import (
 log = logging.getLogger(__name__)
 
 TIER_HEADER = "x-kvrelay-tier"
-"""Of an answer, or a refusal: the QoS tier that was applied."""
+"""In answers and refusals: the QoS tier that was applied."""
 
 
 class BodyTooLarge(InvalidRequest):
@@ -112,7 +112,7 @@ def _refused(error: Refused) -> ErrorReply:
 
 
 def _refusal_headers(error: Refused) -> dict[str, str]:
-    """OpenAI's clients try again by themselves unless they are told not to."""
+    """OpenAI's clients try again by themselves unless a header forbids it."""
     tier = {TIER_HEADER: error.tier} if error.tier else {}
     if error.retry_after_s is None:
         return {**tier, "x-should-retry": "false"}
@@ -143,12 +143,12 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def on_disconnect(request: Request, error: Exception) -> Response:
-    """The client left while its body was read: nobody reads this."""
+    """The client left while its body was read; nobody reads this answer."""
     return Response(status_code=499)
 
 
 async def on_bug(request: Request, error: Exception) -> Response:
-    """The server logs the traceback after this."""
+    """After this the server logs the traceback."""
     request_id = {"request_id": request.state.request_id}
     log.error("internal error in %s %s", request.method, request.url.path, extra=request_id)
     return INTERNAL.response()

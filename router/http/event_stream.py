@@ -1,4 +1,4 @@
-"""The body of a streamed answer: server-sent events, and comments while there is nothing to say.
+"""The body of a streamed answer: server-sent events, and comments while no token comes.
 
 Proxies cut a connection that is silent for long. A comment keeps it open; clients skip it.
 """
@@ -27,22 +27,22 @@ Headers = list[tuple[bytes, bytes]]
 
 @dataclass(slots=True, kw_only=True)
 class Silence:
-    """Nothing was sent since `since_s`; that is to last `longest_s` at most. Pure."""
+    """Nothing was sent since `since_s`; a silence may last `longest_s`. Pure."""
 
     longest_s: float
     since_s: float
 
     def left_s(self, now_s: float) -> float:
-        """Until something must be sent; 0 or less: now."""
+        """Seconds until something must be sent; 0 or less: now."""
         return self.since_s + self.longest_s - now_s
 
 
 class EventStream:
-    """The status line leaves with the first event or comment; until then an error can have a status
-    of its own."""
+    """The status line leaves with the first event or comment. Until then an error can have its own
+    status."""
 
     def __init__(self, send: Send, headers: Callable[[], Headers], keep_alive_s: float) -> None:
-        """`headers` are asked for when the stream opens."""
+        """`headers` is called when the stream opens."""
         self.is_open = False
         self._send = send
         self._headers = headers

@@ -10,54 +10,54 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay.errors import InvalidRequest
+from router.http.api import HttpApi, api_of, json_response
 from router.http.bodies import DetokenizeBody, TokenizeBody, read_body
 from router.http.chat import chat_prompt
-from router.http.face import HttpFace, face_of, json_response
 from router.http.neutral_fields import TEMPLATE_NEUTRAL
-from router.text.service import Prompt
+from router.text.service import PromptInput
 
 
 async def models(request: Request) -> Response:
-    return json_response({"object": "list", "data": [_model_card(face_of(request))]})
+    return json_response({"object": "list", "data": [_model_card(api_of(request))]})
 
 
 async def model(request: Request) -> Response:
-    face = face_of(request)
-    face.service.check_model(request.path_params["model"])
-    return json_response(_model_card(face))
+    api = api_of(request)
+    api.service.check_model(request.path_params["model"])
+    return json_response(_model_card(api))
 
 
-def _model_card(face: HttpFace) -> dict[str, object]:
-    facts = face.service.dispatcher.model()
+def _model_card(api: HttpApi) -> dict[str, object]:
+    facts = api.service.dispatcher.model()
     return {
-        "id": face.service.model_name,
+        "id": api.service.model_name,
         "object": "model",
-        "created": int(face.started_s),
+        "created": int(api.started_s),
         "owned_by": "kvrelay",
-        "root": face.service.model_name,
+        "root": api.service.model_name,
         "max_model_len": facts.max_model_len if facts is not None else None,
     }
 
 
 async def tokenize(request: Request) -> Response:
-    face = face_of(request)
-    body = await read_body(request, TokenizeBody, TEMPLATE_NEUTRAL, face.max_body_bytes)
-    face.service.check_model(body.model or "")
-    ids = await face.service.prompt_ids(
+    api = api_of(request)
+    body = await read_body(request, TokenizeBody, TEMPLATE_NEUTRAL, api.max_body_bytes)
+    api.service.check_model(body.model or "")
+    ids = await api.service.prompt_ids(
         _prompt_of(body), add_special_tokens=body.add_special_tokens is not False
     )
-    texts = [face.service.tokenizer.backend.id_to_token(i) for i in ids]
+    texts = [api.service.tokenizer.backend.id_to_token(i) for i in ids]
     return json_response(
         {
             "count": len(ids),
-            "max_model_len": face.service.facts().max_model_len,
+            "max_model_len": api.service.facts().max_model_len,
             "tokens": ids,
             "token_strs": texts if body.return_token_strs else None,
         }
     )
 
 
-def _prompt_of(body: TokenizeBody) -> Prompt:
+def _prompt_of(body: TokenizeBody) -> PromptInput:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt")
     if body.messages is not None:
@@ -66,10 +66,10 @@ def _prompt_of(body: TokenizeBody) -> Prompt:
 
 
 async def detokenize(request: Request) -> Response:
-    face = face_of(request)
-    body = await read_body(request, DetokenizeBody, {}, face.max_body_bytes)
-    face.service.check_model(body.model or "")
-    text = face.service.tokenizer.decode(body.tokens, skip_special_tokens=False)
+    api = api_of(request)
+    body = await read_body(request, DetokenizeBody, {}, api.max_body_bytes)
+    api.service.check_model(body.model or "")
+    text = api.service.tokenizer.decode(body.tokens, skip_special_tokens=False)
     return json_response({"prompt": text})
 
 
@@ -78,18 +78,18 @@ async def health(request: Request) -> Response:
 
 
 async def ping(request: Request) -> Response:
-    """vLLM's and SageMaker's: `health` without a body."""
+    """As in vLLM and SageMaker: `health` without a body."""
     return Response()
 
 
 async def load(request: Request) -> Response:
-    """vLLM's: how many requests this router is serving."""
-    running = face_of(request).service.dispatcher.running_requests()
+    """As in vLLM: the number of requests that this router is serving."""
+    running = api_of(request).service.dispatcher.running_requests()
     return json_response({"server_load": running})
 
 
 async def ready(request: Request) -> Response:
-    service = face_of(request).service
+    service = api_of(request).service
     if service.draining:
         return json_response({"ready": False, "reason": "this router is draining"}, status=503)
     reason = service.dispatcher.not_ready()
@@ -99,14 +99,14 @@ async def ready(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    service = face_of(request).service
+    service = api_of(request).service
     snapshot = service.dispatcher.snapshot()
     content = await asyncio.to_thread(service.metrics.exposition, snapshot)
     return Response(content, media_type=CONTENT_TYPE_LATEST)
 
 
 async def debug_kv(request: Request) -> Response:
-    found = await face_of(request).service.dispatcher.debug_kv()
+    found = await api_of(request).service.dispatcher.debug_kv()
     return json_response(
         MessageToDict(
             found, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
@@ -115,4 +115,4 @@ async def debug_kv(request: Request) -> Response:
 
 
 async def version(request: Request) -> Response:
-    return json_response({"version": face_of(request).version})
+    return json_response({"version": api_of(request).version})

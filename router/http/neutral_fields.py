@@ -1,4 +1,4 @@
-"""Fields of OpenAI's and vLLM's requests that have no effect here, and the values that need none.
+"""Fields of OpenAI's and vLLM's requests without an effect here, and the values that need none.
 
 null is neutral for each of them. Any other value would change the answer, so it is refused.
 """
@@ -11,20 +11,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neutral:
-    """Only `values` are accepted, and null. `instead` says why others are not, or what to send."""
+    """Only `values` and null are accepted. `instead` says why, or what to send."""
 
     values: tuple[object, ...] = ()
     instead: str = ""
 
     def accepts(self, given: object) -> bool:
-        """True is not 1."""
+        """True doesn't equal 1."""
         kinds = ((one, type(one) is bool) for one in (None, *self.values))
         return any(given == one and is_bool == (type(given) is bool) for one, is_bool in kinds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anything(Neutral):
-    """Every value: it changes no answer."""
+    """Any value is accepted, because none changes the answer."""
 
     def accepts(self, given: object) -> bool:
         return True
@@ -76,7 +76,7 @@ COMMON_NEUTRAL: Mapping[str, Neutral] = {
     "return_tokens_as_token_ids": Neutral(values=(False,), instead="send return_token_ids"),
     "return_token_offsets": ANYTHING,
     "return_mm_kwargs": ANYTHING,
-    "routed_experts_prompt_start": Neutral(values=(0,), instead="routing is not told"),
+    "routed_experts_prompt_start": Neutral(values=(0,), instead="routing is not reported"),
     "kv_transfer_params": Neutral(instead="the router chooses the workers"),
     "ec_transfer_params": Neutral(instead=NO_MEDIA),
     "vllm_xargs": Neutral(values=({},), instead=NO_EXTENSIONS),
@@ -87,7 +87,7 @@ COMMON_NEUTRAL: Mapping[str, Neutral] = {
 
 COMPLETION_NEUTRAL: Mapping[str, Neutral] = {
     **COMMON_NEUTRAL,
-    "suffix": Neutral(values=("",), instead="the model goes on behind the prompt"),
+    "suffix": Neutral(values=("",), instead="the model only continues the prompt"),
     "prompt_embeds": Neutral(instead="send text or token ids"),
 }
 
@@ -99,7 +99,7 @@ TEMPLATE_NEUTRAL: Mapping[str, Neutral] = {
     "mm_processor_kwargs": Neutral(values=({},), instead=NO_MEDIA),
     "tools": Neutral(values=([],), instead=NO_TOOLS),
 }
-"""Of messages, whether they are answered or only tokenized."""
+"""Fields of messages, for answers and for tokenizing alone."""
 
 CHAT_NEUTRAL: Mapping[str, Neutral] = {
     **COMMON_NEUTRAL,
@@ -130,4 +130,4 @@ MESSAGE_NEUTRAL: Mapping[str, Neutral] = {
     "reasoning": Neutral(instead="put it into content"),
     "reasoning_content": Neutral(instead="put it into content"),
 }
-"""Of OpenAI's messages. An answer that is sent back has them."""
+"""Fields of OpenAI's messages, which an answer has when it is sent back."""

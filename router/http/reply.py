@@ -1,6 +1,6 @@
 """How a generation becomes a response: streamed or whole, aborted when the client goes away.
 
-Log-probabilities in OpenAI's two shapes.
+Log probabilities have OpenAI's two shapes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from starlette.types import Receive, Scope, Send
 
 from kvrelay.errors import KvrelayError
 from kvrelay.types import PromptLogprob, TokenLogprobs, value
+from router.http.api import DONE_EVENT, HttpApi, event, json_response, run_until_disconnect
 from router.http.bodies import StreamFlags
 from router.http.errors import INTERNAL, TIER_HEADER, reply_of
 from router.http.event_stream import EventStream
-from router.http.face import DONE_EVENT, HttpFace, event, json_response, run_until_disconnect
 from router.text.service import DeltaSum, TextDelta, TextGeneration, TextRequest, merged, start_all
 from router.text.tokenizer import TextTokenizer
 
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 CAPPED_HEADER = "x-kvrelay-capped"
 
-Totals = Mapping[tuple[int, int], TextDelta]
-"""# (prompt, choice) |-> all it gained"""
+ChoiceTotals = Mapping[tuple[int, int], TextDelta]
+"""# (prompt, choice) |-> the sum of its deltas"""
 
 
 class Reply(ABC):
@@ -43,17 +43,17 @@ class Reply(ABC):
 
     @abstractmethod
     def chunk(self, position: int, delta: TextDelta) -> dict[str, object]:
-        """One event's object; `position` is the prompt's."""
+        """The object of one event; `position` is that of the prompt."""
 
     @abstractmethod
     def closing_chunk(self) -> dict[str, object]:
-        """The last event's object, without choices."""
+        """The object of the last event, without choices."""
 
     @abstractmethod
-    def whole(self, totals: Totals) -> dict[str, object]: ...
+    def whole(self, totals: ChoiceTotals) -> dict[str, object]: ...
 
     def streamed(self, position: int, delta: TextDelta) -> bytes:
-        """One event, with the usage of its choice so far if every one is to have it."""
+        """One event, with the usage of its choice so far if every event shall have it."""
         chunk = self.chunk(position, delta)
         if self._flags.continuous_usage:
             prompt = len(self.generations[position].prompt_ids)
@@ -67,8 +67,7 @@ class Reply(ABC):
         return _usage(prompt, completion) | {"prompt_tokens_details": {"cached_tokens": cached}}
 
     def headers(self) -> list[tuple[str, str]]:
-        """The tier that was applied; whether the output is shorter than asked for, and how long it
-        may be."""
+        """The tier that was applied, and the length that the output was cut to, if it was."""
         capped = [one.capped_tokens for one in self.generations if one.capped_tokens is not None]
         tiers = [(TIER_HEADER, one.tier) for one in self.generations[:1] if one.tier]
         return [*tiers, (CAPPED_HEADER, str(min(capped)))] if capped else tiers
@@ -98,9 +97,9 @@ def _usage(prompt: int, completion: int) -> dict[str, object]:
 class GenerationResponse(Response):
     """Runs the requests while it answers."""
 
-    def __init__(self, face: HttpFace, requests: Sequence[TextRequest], reply: Reply) -> None:
-        self._service = face.service
-        self._keep_alive_s = face.keep_alive_s
+    def __init__(self, api: HttpApi, requests: Sequence[TextRequest], reply: Reply) -> None:
+        self._service = api.service
+        self._keep_alive_s = api.keep_alive_s
         self._requests = requests
         self._reply = reply
 
@@ -119,7 +118,7 @@ class GenerationResponse(Response):
         await json_response(body, headers=dict(self._reply.headers()))(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
-        """A first token, or a comment, opens the stream: until then errors have their own
+        """A first token, or a comment, opens the stream; until then errors have their own
         status."""
         reply = self._reply
         reply.generations = await start_all(self._service, self._requests)
@@ -156,7 +155,7 @@ def _error_event(error: Exception, request_id: str) -> bytes:
 
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON can't say."""
+"""Stands for minus infinity, which JSON doesn't have."""
 
 
 def _finite(logprob: float) -> float:
@@ -165,15 +164,15 @@ def _finite(logprob: float) -> float:
 
 @value
 class EchoedPrompt:
-    """`entries` are of all its tokens but the first."""
+    """`entries` are those of all its tokens but the first."""
 
     token_ids: Sequence[int]
     entries: Sequence[PromptLogprob]
 
 
 class CompletionLogprobs:
-    """One choice's, with `top` alternatives; remembers how much text came before, for
-    `text_offset`."""
+    """The log probabilities of one choice, with `top` alternatives. It counts the characters
+    before, for `text_offset`."""
 
     def __init__(self, tokenizer: TextTokenizer, top: int) -> None:
         self._tokenizer = tokenizer
@@ -183,7 +182,7 @@ class CompletionLogprobs:
     def shape(
         self, entries: Sequence[TokenLogprobs], echoed: EchoedPrompt | None = None
     ) -> dict[str, object]:
-        """With the tokens of an echoed prompt, the first of which has no log probability."""
+        """Includes the tokens of an echoed prompt, the first of which has no log probability."""
         known: list[TokenLogprobs | PromptLogprob] = [*entries]
         ids = [entry.token_id for entry in entries]
         if echoed is not None:
@@ -197,13 +196,14 @@ class CompletionLogprobs:
         }
 
     def _offset_of(self, token_id: int) -> int:
-        """Of the next token."""
+        """The offset of the next token."""
         offset = self._offset
         self._offset += len(self._tokenizer.token_text(token_id))
         return offset
 
     def _name(self, token_id: int) -> str:
-        """Its text; as OpenAI has it the bytes of one that is half a character, for many are."""
+        """The token's text. A half character is named by its bytes, as OpenAI does, because many
+        look alike."""
         token = self._tokenizer.token_bytes(token_id)
         try:
             return token.decode()
@@ -211,8 +211,8 @@ class CompletionLogprobs:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
     def _alternatives(self, entry: TokenLogprobs | PromptLogprob) -> dict[str, float]:
-        """With the chosen token, even when it isn't among the best. Of two tokens with one text the
-        likelier counts."""
+        """Includes the chosen token, even when it isn't among the best. Of two tokens with the same
+        text the likelier counts."""
         named: dict[str, float] = {}
         for token_id, logprob in (*entry.top[: self._top], (entry.token_id, entry.logprob)):
             named.setdefault(self._name(token_id), _finite(logprob))
@@ -222,7 +222,7 @@ class CompletionLogprobs:
 def prompt_logprobs(
     tokenizer: TextTokenizer, entries: Sequence[PromptLogprob], top: int
 ) -> list[dict[str, object] | None]:
-    """In vLLM's shape: for each token of the prompt by token id; none for the first."""
+    """In vLLM's shape: for each token of the prompt, by token id; none for the first."""
     return [None, *(_by_id(tokenizer, entry, top) for entry in entries)]
 
 

@@ -1,5 +1,5 @@
-"""One worker as the router reaches it: an Attach stream that is opened again when it breaks, also
-when the router's core rejects what came."""
+"""The router's link to one worker: an Attach stream that is opened again when it breaks, also when
+the router's core rejects a message."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ LAST_RETRY_S = 5.0
 REFUSAL_S = 5.0
 MESSAGE_BYTES = 64 * 1024 * 1024
 PING_MS, PATIENCE_MS = 5_000, 10_000
-"""A worker that answers no ping for so long is gone, with its host, or hangs: it is lost. (gRPC's
+"""A worker that answers no ping for this long is gone or hangs: it is lost. (gRPC's
 keepalive_timeout_ms doesn't bound this wait, ping_timeout_ms does.)"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """Why a stream ended. `fault`: by what the worker said."""
+    """Why a stream ended. `fault`: because of the worker's message."""
 
     reason: str
     fault: bool = False
@@ -75,7 +75,7 @@ class WorkerLink:
         self._task = asyncio.ensure_future(self._run())
 
     def send(self, message: ToWorker) -> None:
-        """Queued; lost with the stream, as `lost` then tells."""
+        """Queued; lost with the stream, which `lost` then reports."""
         self._outgoing.put_nowait(encode_to_worker(message))
 
     async def debug_kv(self) -> pb.DebugKvResponse:
@@ -87,7 +87,7 @@ class WorkerLink:
         await self._channel.close()
 
     async def _run(self) -> None:
-        """Attach again and again, more and more slowly while it fails."""
+        """Attaches again and again, at growing intervals while it fails."""
         retry_s = FIRST_RETRY_S
         while not self._refused:
             ended = _Ended("the link was closed")
@@ -101,7 +101,7 @@ class WorkerLink:
             await asyncio.sleep(retry_s)
 
     async def _attach_once(self) -> _Ended:
-        """Until the stream ends, for whatever reason."""
+        """Returns when the stream ends, for whatever reason."""
         try:
             await self._attach()
         except grpc.aio.AioRpcError as error:
@@ -116,7 +116,7 @@ class WorkerLink:
         return _Ended("it closed the stream")
 
     def _fault(self, error: Exception) -> _Ended:
-        """What the worker said can't be taken: a bug, on one of the two sides."""
+        """A message of the worker can't be accepted: a bug, on one of the two sides."""
         if not self._refused:
             text = "worker at %s: its message was rejected, so its link is closed and opened again"
             log.error(text, self.address, exc_info=error)
@@ -137,7 +137,7 @@ class WorkerLink:
             outgoing.put_nowait(None)
 
     async def _joined(self, hello: WorkerHello, stream: AsyncIterator[pb.FromWorker]) -> None:
-        """Raises PeerError, which the worker is told first."""
+        """Raises PeerError, after the worker was told."""
         self.hello = hello
         try:
             self._owner.joined(self, hello)
@@ -156,7 +156,7 @@ class WorkerLink:
         self._owner.said(worker, events, decode_counters(batch.counters), blocks)
 
     def _detached(self, reason: str) -> bool:
-        """Whether there was a worker to lose."""
+        """True if there was a worker to lose."""
         hello, self.hello = self.hello, None
         if hello is None:
             return False

@@ -1,8 +1,7 @@
 """One address where a router listens: HTTP by an embedded uvicorn, and gRPC on a second port.
 
-A router has two of them, the public one and the internal one. Runs in the router's event loop.
-
-Opening a router's port, with an error that says what is wrong with it.
+A router has two of them, the public one and the internal one. Runs in the router's event loop. A
+port that can't be opened is an error that says why.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ BACKLOG = 2048
 
 
 def listen(kind: str, host: str, port: int) -> socket.socket:
-    """`kind` as in the name of its key, such as internal HTTP. Raises ConfigError with the system's
-    reason."""
+    """`kind` names the port as its key does, such as internal HTTP. Raises ConfigError with the
+    system's reason."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio turns Nagle's delay off only on sockets that say they are TCP.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -62,7 +61,7 @@ class Ports:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenAt:
-    """Port 0: the system chooses. `kind` stands before a port's name in errors."""
+    """Port 0: the system chooses. Errors name a port by `kind`."""
 
     host: str
     ports: Ports
@@ -70,7 +69,7 @@ class ListenAt:
 
 
 class EmbeddedUvicorn(uvicorn.Server):
-    """Signals belong to the process that embeds it."""
+    """Leaves signals to the process that embeds it."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -109,7 +108,7 @@ class Listener:
             await asyncio.sleep(0.001)
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no new requests, lets running ones finish for `grace_s`, then aborts them."""
+        """Accepts no new requests, lets running ones finish for `grace_s`, then aborts them."""
         if self._serving is None:
             if self._socket is not None:
                 self._socket.close()

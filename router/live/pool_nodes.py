@@ -1,5 +1,5 @@
-"""The pool nodes of a router. Each tells it of its blocks by a stream, and is asked every second
-for a report.
+"""The pool nodes of a router. Each streams the changes of its blocks, and is asked every second for
+a report.
 
 Requests never wait for them.
 """
@@ -53,18 +53,18 @@ class PoolNodeLink:
         await self._channel.close()
 
     async def _watch(self) -> None:
-        """Follow its stream, and begin anew when that ends."""
+        """Follows its stream, and starts again when that ends."""
         told = ""
         while True:
             reason = await self._follow()
             if reason not in ("", told):
-                log.warning("pool node at %s tells nothing of its blocks: %s", self.address, reason)
+                log.warning("pool node at %s does not stream its blocks: %s", self.address, reason)
             told = reason
             await asyncio.sleep(PERIOD_S)
 
     async def _follow(self) -> str:
-        """Until the stream ends; why it has, or nothing if the node is silent altogether. What the
-        node held is forgotten then."""
+        """Returns when the stream ends: the reason, or nothing if the node is silent. The router
+        then forgets the node's blocks."""
         nodes: set[Incarnation] = set()
         stream = self._stub.Watch(pb.WatchRequest(wire_version=WIRE_VERSION))
         try:
@@ -100,7 +100,7 @@ class PoolNodeLink:
 
 
 class PoolNodes:
-    """`post` hears what the nodes hold."""
+    """`post` receives the changes of the nodes' blocks."""
 
     def __init__(self, post: Post) -> None:
         self._post = post
@@ -123,7 +123,7 @@ class PoolNodes:
         return tuple(self._links.values())
 
     def statuses(self) -> tuple[PoolNodeStatus, ...]:
-        """Of those that answer."""
+        """The reports of nodes that answer."""
         return tuple(_status(link.latest) for link in self.links() if link.latest is not None)
 
 

@@ -1,4 +1,4 @@
-"""Writes what a live router's core hears and decides to a file, up to a bound."""
+"""Writes the events and commands of a live router's core to a file, up to a bound."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BUFFER_BYTES = 1 << 20
 
 
 class Recorder:
-    """Raises ConfigError where it can't write. At `most_bytes` it stops, and says so."""
+    """Raises ConfigError if it can't write. At `most_bytes` it stops, and logs that."""
 
     def __init__(self, path: Path, most_bytes: int, beginning: Beginning) -> None:
         self._path = path

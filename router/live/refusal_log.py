@@ -1,7 +1,5 @@
-"""Logs refusals in bursts. Lives in the router's event loop.
-
-Refusals as they are logged: counts by reason, at most one line a second. Pure.
-"""
+"""Logs refusals in bursts: counts by reason, at most one line a second. Lives in the router's event
+loop."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ PERIOD_S = 1.0
 
 
 class BurstLine(NamedTuple):
-    """`request_id` is that of the first refused request: one to look for elsewhere."""
+    """`request_id` is that of the first refused request, as an example."""
 
     text: str
     request_id: str
@@ -40,7 +38,7 @@ class RefusalBursts:
         self._counts[f"{reason} ({tier})" if tier else reason] += 1
 
     def take(self) -> BurstLine | None:
-        """What was collected since the last time; None: nothing."""
+        """The refusals since the last call; None: there were none."""
         if not self._counts:
             return None
         counts, self._counts = self._counts, Counter()
@@ -52,7 +50,7 @@ class RefusalBursts:
 
 
 class RefusalLog:
-    """The first refusal of a burst is logged at once, those of each following second together."""
+    """Logs the first refusal of a burst at once, and those of each following second together."""
 
     def __init__(self) -> None:
         self._bursts = RefusalBursts()
@@ -64,7 +62,7 @@ class RefusalLog:
             self._tell()
 
     def close(self) -> None:
-        """Logs what is left."""
+        """Logs the rest."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -72,7 +70,7 @@ class RefusalLog:
             self._write()
 
     def _tell(self) -> None:
-        """The timer goes on while there was something to say."""
+        """The timer runs as long as there was something to log."""
         self._timer = None
         if self._bursts:
             self._write()

@@ -2,6 +2,8 @@
 
 What the workers and pool nodes of a cluster hold, asked now: `/debug/kv` and Admin.GetKv.
 
+What happened to a request, for Admin.TraceRequest.
+
 What the log and `/metrics` say of the tiers' ladders.
 
 What the log and `kvrelay status` say of quarantined pairs: workers by name.
@@ -26,7 +28,7 @@ from kvrelay.gc_pauses import PAUSES
 from kvrelay.messages import NO_ACTIVITY, Activity, Counters, LinkState, activity
 from kvrelay.types import Incarnation
 from kvrelay.v1 import admin_pb2 as pb
-from kvrelay.v1.admin_pb2 import GetKvResponse
+from kvrelay.v1.admin_pb2 import GetKvResponse, TraceRequestResponse
 from kvrelay.v1.pool_node_pb2 import PoolReport
 from kvrelay.v1.worker_pb2 import DebugKvResponse
 from router.core.core import RouterCore
@@ -41,6 +43,7 @@ from router.core.state.generation import (
 )
 from router.core.state.ladder import P99, P999, Ladder, Ladders, LadderStep
 from router.core.state.quarantine import Quarantine
+from router.core.state.story import MOST_TOLD, Story
 from router.core.state.worker_view import WorkerView
 from router.core.workers import Workers, obstacle
 from router.live.link import WorkerLink
@@ -93,6 +96,27 @@ def _name(found: pb.GetKvResponse, tenant_of: Callable[[str], str]) -> None:
     names = {worker.incarnation: worker.worker for worker in found.workers}
     for pool_held in (held for node in found.pool_nodes for held in node.held):
         pool_held.worker = names.get(pool_held.worker, pool_held.worker)
+
+
+def story_told(story: Story, now_s: float) -> pb.RequestStory:
+    """Its times count from its submission."""
+    from_s = story.submitted_s
+    return pb.RequestStory(
+        request_id=story.request_id,
+        age_s=now_s - from_s,
+        left_out=story.left_out,
+        events=[
+            pb.StoryEvent(
+                at_s=event.at_s - from_s,
+                moment=event.moment,
+                workers=event.workers,
+                reason=event.reason,
+                times=event.times,
+                last_s=event.last_s - from_s,
+            )
+            for event in story.events
+        ],
+    )
 
 
 def ladder_statuses(ladders: Ladders, now_s: float) -> tuple[TierStatus, ...]:
@@ -250,6 +274,12 @@ class ClusterViews:
 
     def running_requests(self) -> int:
         return len(self.core.state.requests)
+
+    def trace(self, request_id: str) -> TraceRequestResponse:
+        found, now_s = self.core.state.stories_of(request_id), time.monotonic()
+        told = found[-MOST_TOLD:]
+        stories = [story_told(story, now_s) for story in told]
+        return TraceRequestResponse(stories=stories, left_out=len(found) - len(told))
 
     async def debug_kv(self) -> GetKvResponse:
         links = list(self.attached.values())

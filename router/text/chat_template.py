@@ -19,7 +19,8 @@ from kvrelay.errors import InvalidRequest, ModelError
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}` marks what the assistant said, for training; here its content passes."""
+    """`{% generation %}` marks the assistant's text for training; here its content passes
+    unchanged."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -89,8 +90,8 @@ class ChatTemplate:
         add_generation_prompt: bool,
         template_kwargs: Mapping[str, Any],
     ) -> str:
-        """`template_kwargs` are further variables. Raises InvalidRequest for those that have a
-        field of their own, and with the template's own words when it refuses the messages."""
+        """`template_kwargs` are further variables. Raises InvalidRequest for names of the request's
+        own fields, and with the template's own words when it refuses the messages."""
         _check_variables(template_kwargs)
         variables = {
             **self._special_tokens,

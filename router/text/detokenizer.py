@@ -1,9 +1,10 @@
-"""One choice's tokens become text, piece by piece: no half character, nothing past a stop string.
+"""Turns one choice's tokens into text, piece by piece: no half character, nothing past a stop
+string.
 
-A short window of tokens is decoded together, because what a token says depends on its neighbours
+A short window of tokens is decoded together, because the text of a token depends on its neighbours
 (spaces, characters split over tokens). Amortised constant work per token.
 
-Finds stop strings in text that arrives piece by piece. Knuth-Morris-Pratt, one state each.
+Stop strings are found by Knuth-Morris-Pratt, with one state each.
 """
 
 from __future__ import annotations
@@ -54,18 +55,19 @@ class _Pattern:
 
 
 class StopStrings:
-    """Of stop strings that end at the same character the longest wins: it starts first."""
+    """If several stop strings end at the same character, the longest wins: it starts first."""
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
         self._patterns = [_Pattern(text) for text in sorted(stop_strings, key=len, reverse=True)]
 
     @property
     def open_characters(self) -> int:
-        """How much of the text's end may be the beginning of a stop string."""
+        """The length of the text's end that may begin a stop string."""
         return max((pattern.matched for pattern in self._patterns), default=0)
 
     def push(self, piece: str, *, accept: bool = True) -> StopHit | None:
-        """The first stop string that `piece` completes; `accept` false passes hits over."""
+        """The first stop string that `piece` completes; with `accept` false, matches are
+        ignored."""
         for position, character in enumerate(piece):
             hits = [pattern for pattern in self._patterns if pattern.step(character)]
             if hits and accept:
@@ -77,14 +79,14 @@ UNFINISHED = "\ufffd"
 WINDOW_TOKENS = 8
 """The window is cut when it has this many tokens."""
 PATIENCE_TOKENS = 8
-"""No character takes this many tokens: what is still unfinished then is not UTF-8."""
+"""A character never takes this many tokens: if it is unfinished by then, it is not UTF-8."""
 CONTEXT_TOKENS = 4
 """Longer than any unfinished character at the window's end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopFound:
-    """`valid_tokens`: how many tokens the choice has, with the one that completed the string."""
+    """`valid_tokens`: the choice's tokens up to the one that completed the string."""
 
     stop_string: str
     valid_tokens: int
@@ -97,7 +99,8 @@ class Delta:
 
 
 class Detokenizer:
-    """Emits text that later tokens can't change. Concatenated it is the decoding of all tokens."""
+    """Emits text that later tokens can't change. All pieces together are the decoded text of all
+    tokens."""
 
     def __init__(self, tokenizer: TextTokenizer, *, skip_special_tokens: bool = True) -> None:
         self._backend = tokenizer.backend
@@ -121,7 +124,7 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """What was held back, with U+FFFD for a character that never came to its end."""
+        """The text held back, with U+FFFD for a character that was never completed."""
         piece = self._decode(self._window)[self._sent_characters :]
         self._window.clear()
         self._sent_characters = 0
@@ -152,8 +155,8 @@ class Detokenizer:
 class TextStream:
     """Detokenises and looks for stop strings across token borders.
 
-    Text that may be the beginning of a stop string is held back, unless stop strings are part of
-    the output anyway. A stop string that ends before `min_tokens` tokens doesn't count.
+    Text that may begin a stop string is held back, unless stop strings are part of the output
+    anyway. A stop string that ends before `min_tokens` tokens doesn't count.
     """
 
     def __init__(
@@ -183,7 +186,8 @@ class TextStream:
         return Delta(text="".join(pieces))
 
     def finish(self) -> Delta:
-        """The choice has ended otherwise: what was held back. It may complete a stop string."""
+        """The choice has ended for another reason. Returns the text held back, which may complete a
+        stop string."""
         delta = self._advance(self._detokenizer.finish())
         text, self._held = delta.text + self._held, ""
         return Delta(text=text, stopped=delta.stopped)

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreloadText:
-    """`is_system`: as the chat template renders it, else as a prompt begins."""
+    """`is_system`: rendered by the chat template as a system message, else a plain prompt's
+    beginning."""
 
     text: str
     is_system: bool
@@ -26,12 +27,12 @@ class PreloadText:
 def preload_specs(
     texts: Sequence[PreloadText], tokenizer: TextTokenizer
 ) -> tuple[RequestSpec, ...]:
-    """What prefill workers are sent. Raises InvalidRequest when there is no chat template."""
+    """The requests for prefill workers. Raises InvalidRequest when there is no chat template."""
     return tuple(_spec(_token_ids(text, tokenizer), text.tenant) for text in texts)
 
 
 def _token_ids(text: PreloadText, tokenizer: TextTokenizer) -> tuple[int, ...]:
-    """All tokens that requests which begin so have in common."""
+    """The tokens that all requests with this beginning share."""
     if not text.is_system:
         return tokenizer.encode(text.text, add_special_tokens=True)
     chats = [

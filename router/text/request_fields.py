@@ -1,8 +1,7 @@
-"""Objectives as a client writes them, in milliseconds -> as the router uses them. Pure.
+"""A request's objectives and QoS tier, from its fields and headers. Pure.
 
-Which QoS tier a request belongs to, by what came with it. Pure.
-
-The QoS tier of a request: the one that it names, else what its headers say. Pure.
+Clients write objectives in milliseconds. The tier is the one that the request names, else the one
+that its headers mean.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import Objectives
 
 MOST_MS = 24 * 3600 * 1000
-"""Nobody means more than a day."""
+"""More than a day is a mistake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveNames:
-    """What a public face calls each of them."""
+    """The names of the objectives in one API."""
 
     ttft: str
     tpot: str
@@ -33,8 +32,7 @@ FIELDS = ObjectiveNames(ttft="slo.ttft_ms", tpot="slo.tpot_ms", deadline="slo.de
 
 
 def objectives_of(given: Mapping[str, str | float], names: ObjectiveNames) -> Objectives:
-    """`given` by name; those not in it are None. Raises InvalidRequest that names the one at
-    fault."""
+    """`given`: by name; missing ones are None. Raises InvalidRequest that names the wrong one."""
     return Objectives(
         ttft_s=_seconds(given, names.ttft),
         tpot_s=_seconds(given, names.tpot),
@@ -65,9 +63,11 @@ def _number(given: str | float) -> float | None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierMatch:
     """`header` is the HTTP header or gRPC metadata that names the tier. A known API key decides
-    before it, which anyone could set; an unknown one decides nothing. Headers by lower-case names.
+    first, because anyone can set the header; an unknown key decides nothing. Names of headers are
+    in lower case.
 
     # values: of the header |-> tier
+
     # api_keys: bearer token |-> tier
     """
 
@@ -76,12 +76,12 @@ class TierMatch:
     api_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def tier_of_key(self, headers: Mapping[str, str]) -> str:
-        """Empty without a bearer token that is known."""
+        """Empty without a known bearer token."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         return self.api_keys.get(token.strip(), "") if scheme.lower() == "bearer" else ""
 
     def tier_of_header(self, headers: Mapping[str, str]) -> str:
-        """Empty for a value that means no tier."""
+        """Empty for a value of no tier."""
         return self.values.get(headers.get(self.header, "").strip(), "")
 
 
@@ -90,14 +90,14 @@ NO_MATCH = TierMatch()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierRules:
-    """Of one cluster."""
+    """The tiers of one cluster."""
 
     tiers: QosTiers = ONE_TIER
     match: TierMatch = NO_MATCH
 
     def tier_of(self, asked: str, headers: Mapping[str, str]) -> str:
-        """`asked` by the request's own field; empty: it doesn't say. Headers by lower-case names.
-        Raises InvalidRequest for a tier that isn't there, or isn't that of its API key."""
+        """`asked` is the request's own field, empty if absent. Names of headers are in lower case.
+        Raises InvalidRequest for an unknown tier, and for another tier than that of its API key."""
         keyed = self.match.tier_of_key(headers)
         if asked and asked not in self.tiers:
             names = ", ".join(tier.name for tier in self.tiers.tiers)

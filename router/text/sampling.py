@@ -1,6 +1,6 @@
-"""Sampling parameters as a user gives them -> as the workers get them, or a reasoned refusal.
+"""Checks a user's sampling parameters and completes them for the workers, or refuses with a reason.
 
-Absent parameters take the checkpoint's generation config, then the neutral value.
+Absent parameters get the value of the checkpoint's generation config, then the neutral value.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_PENALTY = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedSampling:
-    """What the request said; None where it said nothing. `echo`: the answer repeats the prompt."""
+    """The request's parameters; None where absent. `echo`: the answer repeats the prompt."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -56,7 +56,7 @@ class RequestedSampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """Of the checkpoint's generation_config.json, and its end-of-sequence ids."""
+    """From the checkpoint's generation_config.json, with its end-of-sequence ids."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -67,7 +67,7 @@ class GenerationDefaults:
 
     @classmethod
     def load(cls, folder: Path) -> GenerationDefaults:
-        """Raises ModelError when a value there has the wrong type."""
+        """Raises ModelError when a value has the wrong type."""
         generation = read_json(folder / "generation_config.json")
         eos = generation.get("eos_token_id", read_json(folder / "config.json").get("eos_token_id"))
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -95,7 +95,7 @@ def resolve(
     defaults: GenerationDefaults,
     facts: ModelFacts,
 ) -> Sampling:
-    """Raises InvalidRequest that names the first parameter at fault."""
+    """Raises InvalidRequest that names the first wrong parameter."""
     _check_stops(asked, facts.vocab_size)
     top_k = _default(asked.top_k, defaults.top_k)
     max_tokens = _max_tokens(asked, prompt_tokens, facts.max_model_len)
@@ -122,7 +122,8 @@ def resolve(
 
 
 def check_prompt(token_ids: tuple[int, ...], facts: ModelFacts) -> None:
-    """Raises InvalidRequest: empty, out of the vocabulary, or no room for one new token."""
+    """Raises InvalidRequest if the prompt is empty, has unknown ids, or leaves no room for a
+    token."""
     if not token_ids:
         raise InvalidRequest("the prompt is empty: send at least one token", param="prompt")
     if max(token_ids) >= facts.vocab_size or min(token_ids) < 0:
@@ -144,7 +145,7 @@ def _context_exceeded(message: str, param: str) -> InvalidRequest:
 
 
 def _max_tokens(asked: RequestedSampling, prompt_tokens: int, max_model_len: int) -> int:
-    """0 only where the answer tells of the prompt."""
+    """0 is allowed only where the answer includes the prompt."""
     room, most = max_model_len - prompt_tokens, asked.max_tokens
     if most is None:
         return room
@@ -205,7 +206,7 @@ def _logprobs(param: str, value: int | None) -> int | None:
 
 
 def _seed(value: int | None) -> int:
-    """Negative seeds are taken as their two's complement. Drawn when none is given."""
+    """A negative seed counts as its two's complement. Without a seed one is drawn."""
     if value is None:
         return secrets.randbits(63)
     if not -(2**63) <= value < 2**64:

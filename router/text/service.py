@@ -1,10 +1,7 @@
-"""Text in, text out: ties tokenizer, validation and the dispatcher together for both faces.
+"""Text in, text out: ties tokenizer, checks and dispatcher together for both APIs.
 
-Runs in the router's event loop. Knows nothing of HTTP or gRPC.
-
-One choice of a request: its tokens as the dispatcher yields them -> what a face sends.
-
-Several prompts of one HTTP request, run side by side, their deltas merged as they come.
+Runs in the router's event loop. Knows nothing of HTTP or gRPC. Several prompts of one HTTP request
+run side by side, and their deltas are merged as they come.
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextDelta:
-    """What one choice gained. The last one of a choice has its finish reason.
+    """New text of one choice. The last delta of a choice has its finish reason.
 
     `token_ids` and `logprobs` run ahead of `text` while text is held back.
     """
@@ -68,7 +65,7 @@ class TextDelta:
 
 
 class DeltaSum:
-    """A choice that isn't streamed: all its deltas as one."""
+    """All deltas of a choice that isn't streamed, as one."""
 
     def __init__(self) -> None:
         self._deltas: list[TextDelta] = []
@@ -117,7 +114,7 @@ class ChoiceText:
         return Delta(text=delta.text + rest.text, stopped=rest.stopped)
 
     def _spoken_ids(self, tokens: ChoiceTokens) -> tuple[int, ...]:
-        """The token that stopped the choice is counted, but it isn't part of the text."""
+        """Leaves out the token that stopped the choice: it counts, but isn't part of the text."""
         ids = tokens.token_ids
         if tokens.stop_token_id is None or self._keep_stop_token:
             return ids
@@ -140,7 +137,7 @@ class ChoiceText:
 
 
 INLINE_CHARACTERS = 20_000
-"""A longer text is tokenized on a thread: it would hold up every stream."""
+"""Longer texts are tokenized on a thread: in the event loop they would delay every stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,16 +148,15 @@ class ChatPrompt:
     add_special_tokens: bool = False
 
 
-Prompt = str | tuple[int, ...] | ChatPrompt
+PromptInput = str | tuple[int, ...] | ChatPrompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest:
-    """`tier` is that of QoS. `received_s`: perf_counter when the face got the request's first
-    byte."""
+    """`tier` is the QoS tier. `received_s`: perf_counter at the request's first byte."""
 
     request_id: str
-    prompt: Prompt
+    prompt: PromptInput
     sampling: RequestedSampling
     model: str = ""
     tenant: str = ""
@@ -191,7 +187,7 @@ class TextService:
         self.refusals = RefusalLog()
 
     async def start(self, request: TextRequest) -> TextGeneration:
-        """Raises InvalidRequest, ModelNotFound or Refused; the request runs once it returns."""
+        """Raises InvalidRequest, ModelNotFound or Refused. When it returns, the request runs."""
         try:
             return await self._start(request)
         except Refused as refusal:
@@ -213,14 +209,14 @@ class TextService:
             )
 
     def facts(self) -> ModelFacts:
-        """Raises Refused while no worker has said what it serves."""
+        """Raises Refused until a worker has joined."""
         facts = self.dispatcher.model()
         if facts is None:
             raise Refused(RefusalReason.NO_CAPACITY, "no worker has joined yet", retry_after_s=1.0)
         return facts
 
     async def prompt_ids(
-        self, prompt: Prompt, *, add_special_tokens: bool = True
+        self, prompt: PromptInput, *, add_special_tokens: bool = True
     ) -> tuple[int, ...]:
         match prompt:
             case tuple():
@@ -245,9 +241,7 @@ class TextService:
     async def _start(self, request: TextRequest) -> TextGeneration:
         parsed_s = time.perf_counter()
         if self.draining:
-            raise Refused(
-                RefusalReason.DRAINING, "this router stops and takes nothing new", retry_after_s=1.0
-            )
+            raise Refused(RefusalReason.DRAINING, "this router is stopping", retry_after_s=1.0)
         self.check_model(request.model)
         facts = self.facts()
         if request.prompt == "":
@@ -314,12 +308,12 @@ class TextGeneration:
 
     @property
     def prompt_logprobs(self) -> Sequence[PromptLogprob]:
-        """Of each token of the prompt but the first, once the first token is here."""
+        """For each token of the prompt but the first, once the first token is known."""
         return self._generation.prompt_logprobs
 
     @property
     def cached_tokens(self) -> int:
-        """Of the prompt, once the first token is here."""
+        """Cached tokens of the prompt, once the first token is known."""
         return self._generation.cached_tokens
 
     @property
@@ -329,11 +323,11 @@ class TextGeneration:
 
     @property
     def capped_tokens(self) -> int | None:
-        """What its max_tokens were cut to, so as to serve it; None: they weren't."""
+        """Output was cut to this many tokens to serve the request; None: it wasn't."""
         return self._generation.capped_tokens
 
     def abort(self) -> None:
-        """Nothing happens when it has ended already."""
+        """Does nothing if the generation has ended."""
         if not self._ended:
             self._generation.abort()
             self._end("abort")
@@ -408,7 +402,7 @@ def _text_stream(tokenizer: TextTokenizer, asked: RequestedSampling) -> TextStre
 
 
 async def start_all(service: TextService, requests: Sequence[TextRequest]) -> list[TextGeneration]:
-    """All or none: when one is refused, those already admitted are aborted."""
+    """All or none: when one is refused, the admitted ones are aborted."""
     started: list[TextGeneration] = []
     try:
         for request in requests:
@@ -423,7 +417,7 @@ async def start_all(service: TextService, requests: Sequence[TextRequest]) -> li
 async def merged(
     generations: Sequence[TextGeneration],
 ) -> AsyncGenerator[tuple[int, TextDelta]]:
-    """Yields (position of the prompt, delta). Closing it early aborts them all."""
+    """Yields (position of the prompt, delta). Closing it early aborts all."""
     if len(generations) == 1:
         async with aclosing(generations[0].deltas()) as deltas:
             async for delta in deltas:

@@ -1,8 +1,7 @@
 """The model's tokenizer, without torch or transformers: text <-> token ids, and chat -> text.
 
-Runs in the router. Gives the ids that transformers' AutoTokenizer gives for the same folder.
-
-The exact bytes of single tokens, for logprobs: a token may be half a character.
+Runs in the router. Yields the same ids as transformers' AutoTokenizer for the same folder. For log
+probabilities it also knows the exact bytes of a single token, which may be half a character.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ class TextTokenizer:
         return cls(backend, special, _chat_template(folder, config))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Raises InvalidRequest when the text holds half of a surrogate pair."""
+        """Raises InvalidRequest when the text has half of a surrogate pair."""
         try:
             encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
         except TypeError as error:
@@ -130,7 +129,7 @@ class TextTokenizer:
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token adds to the text; half a character where it is half a character."""
+        """The bytes that the token adds to the text, which may be half a character."""
         return self._token_bytes(token_id)
 
     def token_text(self, token_id: int) -> str:
@@ -143,7 +142,7 @@ class TextTokenizer:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """Raises InvalidRequest: no template, or the template refuses the messages."""
+        """Raises InvalidRequest without a template, or when the template refuses the messages."""
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template: use /v1/completions (or text input), "
@@ -168,9 +167,9 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _configure(backend: Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """What tokenizer_config.json says beyond tokenizer.json.
+    """Adds the settings of tokenizer_config.json to those of tokenizer.json.
 
-    Not add_bos_token and add_eos_token: tokenizer.json's post-processor has the last word.
+    Not add_bos_token and add_eos_token: tokenizer.json's post-processor decides these.
     """
     backend.no_truncation()
     backend.no_padding()
@@ -211,7 +210,7 @@ def _added_token(value: object, text: str, special: Mapping[str, str]) -> AddedT
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """A file of its own wins; a list of named templates gives the one named default."""
+    """The template's own file wins; of a list of named templates the one named default is taken."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")

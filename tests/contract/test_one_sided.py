@@ -23,7 +23,7 @@ from kvpool.transport.peer.control_wire import Packet
 from kvpool.transport.peer.endpoint import PeerEndpoint
 from kvpool.transport.peer.exposure import Check
 from kvpool.transport.rdma import nixl, ucx
-from kvpool.transport.rdma.agent import Operation, Piece
+from kvpool.transport.rdma.agent import Operation, RegionPiece
 from kvpool.transport.rdma.one_sided import OneSidedExposure
 from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvpool.transport.registry import open_endpoint
@@ -78,7 +78,7 @@ def test_registered_memory_travels_as_one_batch(
     remote = connection._peer._remote  # type: ignore[attr-defined]
     transfer, batches = remote.transfer, list[int]()
 
-    def counted(operation: Operation, pieces: list[Piece], check: Check) -> None:
+    def counted(operation: Operation, pieces: list[RegionPiece], check: Check) -> None:
         batches.append(len(pieces))
         transfer(operation, pieces, check)
 

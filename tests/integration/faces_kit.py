@@ -14,7 +14,7 @@ import httpx
 import openai
 import uvloop
 
-from router.server import FaceOptions, Faces
+from router.server import RouterServers, ServerOptions
 from router.text.tokenizer import TextTokenizer
 from tests.unit.fake_dispatcher import FakeDispatcher
 
@@ -35,8 +35,8 @@ def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     return run
 
 
-def face_options(**changes: Any) -> FaceOptions:
-    plain = FaceOptions(
+def server_options(**changes: Any) -> ServerOptions:
+    plain = ServerOptions(
         host="127.0.0.1", http_port=0, grpc_port=0, max_body_bytes=2**20, cluster="test"
     )
     return replace(plain, **changes)
@@ -44,7 +44,7 @@ def face_options(**changes: Any) -> FaceOptions:
 
 @dataclass
 class Served:
-    faces: Faces
+    servers: RouterServers
     dispatcher: FakeDispatcher
     url: str
     http_port: int
@@ -69,9 +69,9 @@ class Served:
             yield client
 
 
-def faces_over(dispatcher: FakeDispatcher, folder: Path, **options: Any) -> Faces:
+def servers_over(dispatcher: FakeDispatcher, folder: Path, **options: Any) -> RouterServers:
     tokenizer = TextTokenizer.load(folder)
-    return Faces(dispatcher, folder, tokenizer, MODEL, face_options(**options))
+    return RouterServers(dispatcher, folder, tokenizer, MODEL, server_options(**options))
 
 
 @asynccontextmanager
@@ -79,13 +79,13 @@ async def served(
     folder: Path, dispatcher: FakeDispatcher | None = None, **options: Any
 ) -> AsyncIterator[Served]:
     dispatcher = dispatcher or FakeDispatcher()
-    faces = faces_over(dispatcher, folder, **options)
-    public, internal = await faces.start()
+    servers = servers_over(dispatcher, folder, **options)
+    public, internal = await servers.start()
     url = f"http://127.0.0.1:{public.http}"
     internal_url = f"http://127.0.0.1:{internal.http}"
     try:
         yield Served(
-            faces,
+            servers,
             dispatcher,
             url,
             public.http,
@@ -94,5 +94,5 @@ async def served(
             f"127.0.0.1:{internal.grpc}",
         )
     finally:
-        await faces.stop(grace_s=1.0)
+        await servers.stop(grace_s=1.0)
         assert not dispatcher.running, "a request is still running after the server stopped"

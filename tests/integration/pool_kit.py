@@ -20,7 +20,7 @@ import torch
 
 from cluster.cli import main as cli
 from cluster.core.worker.events import PoolAnswer
-from cluster.worker.pool.side import PoolEvent, PoolSide
+from cluster.worker.pool.side import PoolLinkEvent, PoolSide
 from kvpool.core.fetch.client_events import (
     ClientTick,
     OfferBlocks,
@@ -75,7 +75,7 @@ class PoolWorker:
         generator = torch.Generator().manual_seed(seed)
         for plane in self.memory.planes[0]:
             plane.copy_(torch.randn(plane.shape, generator=generator))
-        self.inbox: queue.SimpleQueue[PoolEvent | BaseException] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[PoolLinkEvent | BaseException] = queue.SimpleQueue()
         self.answers: list[PoolAnswer] = []
         self._numbers = 0
         self.side = PoolSide(
@@ -101,7 +101,7 @@ class PoolWorker:
             raise event
         self.tell(event)
 
-    def tell(self, event: PoolEvent) -> None:
+    def tell(self, event: PoolLinkEvent) -> None:
         self.answers += self.side.handle(event)
         if isinstance(event, PoolJoined):
             self.node = event.welcome.incarnation

@@ -33,8 +33,8 @@ async def test_new_requests_are_refused_while_old_ones_run(folder: Path) -> None
     dispatcher = FakeDispatcher(gates={"second_token"})
     async with served(folder, dispatcher) as s, s.http() as http:
         running = await begin(http, dispatcher)
-        stopping = asyncio.ensure_future(s.faces.stop(grace_s=30.0))
-        while not s.faces.service.draining:
+        stopping = asyncio.ensure_future(s.servers.stop(grace_s=30.0))
+        while not s.servers.service.draining:
             await asyncio.sleep(0)
 
         async with httpx.AsyncClient(base_url=s.url, trust_env=False) as newcomer:
@@ -65,7 +65,7 @@ async def test_who_watches_its_health_does_not_keep_a_router_from_stopping(folde
     async with served(folder) as s, grpc.aio.insecure_channel(s.grpc_address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-        await s.faces.stop(grace_s)
+        await s.servers.stop(grace_s)
 
 
 @in_loop
@@ -73,7 +73,7 @@ async def test_what_runs_too_long_is_cut(folder: Path) -> None:
     dispatcher = FakeDispatcher(gates={"second_token"})
     async with served(folder, dispatcher) as s, s.http() as http:
         running = await begin(http, dispatcher)
-        await s.faces.stop(grace_s=0.1)
+        await s.servers.stop(grace_s=0.1)
         await asyncio.gather(running, return_exceptions=True)
         assert not dispatcher.running
 

@@ -32,7 +32,7 @@ async def aborted_once(s: Served) -> None:
     await s.dispatcher.aborted.get()
     assert s.dispatcher.running == {}
     assert s.dispatcher.yielded_tokens <= 2
-    metrics = s.faces.service.metrics.exposition(s.dispatcher.snapshot()).decode()
+    metrics = s.servers.service.metrics.exposition(s.dispatcher.snapshot()).decode()
     assert "kvrelay:num_requests_running" in metrics
 
 
@@ -129,7 +129,7 @@ async def test_stopping_the_server_ends_what_runs(folder: Path) -> None:
         body: dict[str, object] = {"model": MODEL, "prompt": "a b c", "stream": True}
         writer.write(http_request("/v1/completions", body))
         await s.dispatcher.reached.get()
-        await s.faces.stop(grace_s=0)
+        await s.servers.stop(grace_s=0)
         await aborted_once(s)
         await reader.read()
         writer.close()

@@ -1,4 +1,4 @@
-"""The gRPC face, through the public clients and as raw calls."""
+"""The gRPC API, through the public clients and as raw calls."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ async def test_token_ids_chat_and_stops(folder: Path) -> None:
         assert (await client.generate([1, 7, 8])).token_ids == (7, 8)
         stopped = (await client.generate([1, 7, 8, 9], stop_token_ids=[8])).choices[0]
         assert (stopped.stop_token_id, stopped.token_ids) == (8, (7, 8))
-        assert stopped.text == s.faces.service.tokenizer.decode([7])
+        assert stopped.text == s.servers.service.tokenizer.decode([7])
         cut = (await client.generate(TEXT, stop=[" 😀"])).choices[0]
         assert (cut.text, cut.stop_string) == ("the earth", " 😀")
         limited = await client.generate(TEXT, max_tokens=2)
         assert limited.choices[0].finish_reason is FinishReason.LENGTH
         await client.generate([ChatMessage("user", "hi")])
         prompt = s.dispatcher.requests[-1].prompt_ids
-        assert "<|user|>hi" in s.faces.service.tokenizer.decode(prompt, skip_special_tokens=False)
+        assert "<|user|>hi" in s.servers.service.tokenizer.decode(prompt, skip_special_tokens=False)
 
 
 @in_loop

@@ -18,7 +18,7 @@ from kvrelay.errors import ConfigError, Refused, RequestFailedError
 from kvrelay.qos import QosTier, QosTiers
 from kvrelay.types import Objectives
 from router.text.request_fields import TierMatch, TierRules
-from tests.integration.faces_kit import MODEL, faces_over, in_loop, served
+from tests.integration.faces_kit import MODEL, in_loop, served, servers_over
 from tests.integration.http_kit import CHAT, assert_error, completion, events, full
 from tests.integration.http_kit import checkpoint_folder as checkpoint_folder
 from tests.unit.fake_dispatcher import FakeDispatcher
@@ -331,16 +331,16 @@ async def test_busy_ports_are_errors_that_name_them(folder: Path) -> None:
     async with served(folder) as s:
         grpc_port = int(s.grpc_address.split(":")[1])
         for http, grpc, busy in ((s.http_port, 0, s.http_port), (0, grpc_port, grpc_port)):
-            faces = faces_over(FakeDispatcher(), folder, http_port=http, grpc_port=grpc)
+            servers = servers_over(FakeDispatcher(), folder, http_port=http, grpc_port=grpc)
             with pytest.raises(ConfigError, match=f"127.0.0.1:{busy} is in use"):
-                await faces.start()
+                await servers.start()
 
 
 @in_loop
 async def test_other_bind_errors_give_the_systems_reason(folder: Path) -> None:
-    faces = faces_over(FakeDispatcher(), folder, host="203.0.113.7")
+    servers = servers_over(FakeDispatcher(), folder, host="203.0.113.7")
     with pytest.raises(ConfigError, match=r"203\.0\.113\.7:0: Cannot assign requested address"):
-        await faces.start()
+        await servers.start()
 
 
 @in_loop
@@ -350,10 +350,10 @@ async def test_ipv6_literals(folder: Path) -> None:
             probe.bind(("::1", 0))
         except OSError:
             pytest.skip("this machine has no IPv6")
-    faces = faces_over(FakeDispatcher(), folder, host="::1")
-    public, _ = await faces.start()
+    servers = servers_over(FakeDispatcher(), folder, host="::1")
+    public, _ = await servers.start()
     try:
         async with grpc.aio.insecure_channel(f"[::1]:{public.grpc}") as channel:
             await asyncio.wait_for(channel.channel_ready(), 10)
     finally:
-        await faces.stop(grace_s=1.0)
+        await servers.stop(grace_s=1.0)

@@ -1,4 +1,4 @@
-"""What the HTTP face has beyond OpenAI's: vLLM's extras, ledger, state, metrics."""
+"""What the HTTP API has beyond OpenAI's: vLLM's extras, ledger, state, metrics."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ async def test_end_of_sequence_is_counted_but_not_said(folder: Path) -> None:
     async with served(folder, dispatcher) as s, s.http() as client:
         answer = (await completion(client, skip_special_tokens=False, return_token_ids=True)).json()
         choice = answer["choices"][0]
-        assert choice["text"] == s.faces.service.tokenizer.decode([7, 8])
+        assert choice["text"] == s.servers.service.tokenizer.decode([7, 8])
         assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
         assert (choice["token_ids"], answer["usage"]["completion_tokens"]) == ([7, 8, 0], 3)
         own = (await completion(client, stop_token_ids=[8], include_stop_str_in_output=True)).json()
         assert own["choices"][0]["stop_reason"] == 8
-        assert own["choices"][0]["text"] == s.faces.service.tokenizer.decode([7, 8])
+        assert own["choices"][0]["text"] == s.servers.service.tokenizer.decode([7, 8])
 
 
 @in_loop
@@ -139,13 +139,13 @@ async def test_tokenize_and_detokenize(folder: Path) -> None:
     async with served(folder) as s, s.http() as client:
         body = {"model": MODEL, "prompt": TEXT, "return_token_strs": True}
         got = (await client.post("/tokenize", json=body)).json()
-        ids = list(s.faces.service.tokenizer.encode(TEXT))
+        ids = list(s.servers.service.tokenizer.encode(TEXT))
         assert (got["tokens"], got["count"], got["max_model_len"]) == (ids, len(ids), 512)
         assert "".join(got["token_strs"]).startswith("<|begin|>theĠearth")
         plain = {"prompt": TEXT, "add_special_tokens": False}
         assert (await client.post("/tokenize", json=plain)).json()["tokens"] == ids[1:]
         chat = (await client.post("/tokenize", json={"messages": CHAT})).json()["tokens"]
-        assert chat[-1] == s.faces.service.tokenizer.backend.token_to_id("<|assistant|>")
+        assert chat[-1] == s.servers.service.tokenizer.backend.token_to_id("<|assistant|>")
         back = (await client.post("/detokenize", json={"tokens": ids})).json()
         assert back == {"prompt": f"<|begin|>{TEXT}"}
 

@@ -89,7 +89,7 @@ async def test_openai_models_and_a_conversation_sent_back(folder: Path) -> None:
         said = first.choices[0].message.model_dump()
         again = [*CHAT, said, {"role": "user", "content": [{"type": "text", "text": "and"}]}]
         await client.chat.completions.create(model=MODEL, messages=again)
-        prompt = s.faces.service.tokenizer.decode(
+        prompt = s.servers.service.tokenizer.decode(
             s.dispatcher.requests[1].prompt_ids, skip_special_tokens=False
         )
         assert "<|user|>the earth<|end|>" in prompt

@@ -317,7 +317,7 @@ def test_a_worker_reads_from_the_node_of_another_host(
         assert reader.seek(chain(1, 8)) == (0, 0), "its own pool is another"
         stranger = Incarnation("f" * 32)
         assert reader.fetch_far(stranger, far, chain(1, 8)) == 0
-        assert f"{node} is in the place of {stranger}" in caplog.text
+        assert f"expected pool node {stranger}, found {node}" in caplog.text
         there.kill()
         assert reader.fetch_far(node, far, chain(1, 8)) == 0
     here.stop()

@@ -144,7 +144,7 @@ async def test_whole_numbers_stay_whole_over_grpc(tmp_path: Path) -> None:
         chat = [ChatMessage("user", "the earth")]
         await client.generate(chat, chat_template_kwargs=variables)
         ids = s.dispatcher.requests[-1].prompt_ids
-        assert s.faces.service.tokenizer.decode(ids) == "5 {'a': [1, 2]} 0.5"
+        assert s.servers.service.tokenizer.decode(ids) == "5 {'a': [1, 2]} 0.5"
         for prompt, wrong in ((chat, {"budget": float("inf")}), ("the earth", variables)):
             with pytest.raises(InvalidRequest, match="chat_template_kwargs"):
                 await client.generate(prompt, chat_template_kwargs=wrong)
@@ -161,7 +161,7 @@ async def test_the_template_gets_its_variables(tmp_path: Path) -> None:
             body = body_of("chat", **fields)
             assert (await client.post(PATHS["chat"], json=body)).status_code == 200
             ids = s.dispatcher.requests[-1].prompt_ids
-            tokenizer = s.faces.service.tokenizer
+            tokenizer = s.servers.service.tokenizer
             assert tokenizer.decode(ids) == CHAT[0]["content"] + text
             told = await client.post("/tokenize", json={"messages": CHAT, **fields})
             assert told.json()["tokens"] == list(ids)

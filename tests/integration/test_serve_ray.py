@@ -216,7 +216,7 @@ def test_a_worker_that_hangs_is_killed_and_started_again(head: Head, tmp_path: P
     hung = next(p for p in head.marked.processes() if "ray::WorkerHost" in title(p))
     hung.suspend()
     until(lambda: len(re.findall(r"both-0 serves on", log.read_text())) == 2)
-    told = "both-0 is lost: it has answered nothing for 8 s; starting it again in 1 s"
+    told = "both-0 is lost: it has not answered for 8 s; starting it again in 1 s"
     assert told in log.read_text()
     until(lambda: not hung.is_running())
     until(lambda: ready(http))
@@ -353,7 +353,7 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_nothing(head: Head, tmp_path: P
         assert driver.wait(60) == 130, log.read_text()
         with pytest.raises(KvrelayError):
             list(stream)
-    assert "ending at once: what runs is cut" in log.read_text()
+    assert "ending at once: running requests are cut" in log.read_text()
     assert "Traceback" not in log.read_text()
     assert_nothing_is_left(head.marked, http, grpc)
 

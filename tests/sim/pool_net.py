@@ -11,7 +11,7 @@ from itertools import count
 
 from kvpool.core.node.events import (
     DropWorker,
-    FromWorker,
+    FromPoolWorker,
     PoolCommand,
     PoolTick,
     PoolWorkerJoined,
@@ -156,7 +156,7 @@ class PoolNet:
             self._greeted(node, link, message)
         elif link.number in node.worker_of:
             worker = node.worker_of[link.number]
-            node.decide(FromWorker(worker=worker, message=message))  # type: ignore[arg-type]
+            node.decide(FromPoolWorker(worker=worker, message=message))  # type: ignore[arg-type]
 
     def _greeted(self, node: PoolNode, link: Link, hello: PoolHello) -> None:
         before = node.link_of.get(hello.incarnation)

@@ -39,7 +39,7 @@ from kvpool.core.layout.layout import BlockId
 from kvpool.core.node.events import (
     DropRouter,
     DropWorker,
-    FromWorker,
+    FromPoolWorker,
     PoolCommand,
     PoolEvent,
     PoolTick,
@@ -226,7 +226,7 @@ class World:
     def deliver_to_node(self, worker: Worker) -> None:
         if worker.to_node:
             message = worker.to_node.popleft()
-            self._node(FromWorker(worker=worker.name, message=message))
+            self._node(FromPoolWorker(worker=worker.name, message=message))
 
     def deliver_to_worker(self, worker: Worker) -> None:
         if worker.to_worker:

@@ -13,7 +13,7 @@ import torch
 from engine.compiled.build import compile_model
 from engine.compiled.chain import BufferPlace, Chain, Plan
 from engine.compiled.chaining import FEW_TOKENS
-from engine.compiled.library import SOURCE, Fused, Op, OpKind, Value, open_fused, open_library
+from engine.compiled.library import SOURCE, Fused, Op, OpKind, OpValue, open_fused, open_library
 from engine.device.native_build import built
 from engine.model import packed_linear
 from engine.model.checkpoint import open_checkpoint
@@ -51,7 +51,7 @@ def product(packed: Packed, fused: Fused) -> Chain:
     assert packed.depth is not None
     op = Op(
         kind=OpKind.PRODUCT, heads=inputs, width=packed.width, depth=packed.depth,
-        x=Value(0, 0, inputs), out=Value(1, 0, packed.width),
+        x=OpValue(0, 0, inputs), out=OpValue(1, 0, packed.width),
         weight=torch.ops.mkldnn.data_ptr(packed.weight),
         bias=None if packed.bias is None else packed.bias.data_ptr(),
     )  # fmt: skip

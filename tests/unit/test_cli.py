@@ -32,7 +32,7 @@ from kvrelay.errors import ConfigError, KvrelayError
 launch = pytest.importorskip("cluster.on_ray.launch", reason="no Ray here")
 
 COMMANDS = [
-    *("serve", "stop", "demo", "status", "doctor", "plan"),
+    *("serve", "stop", "demo", "status", "trace", "doctor", "plan"),
     *("router", "worker", "pool-node", "config", "config show"),
 ]
 
@@ -86,6 +86,8 @@ ERRORS = {
     "head or auto; for http:// use ray job submit --address",
     "stop --ray-address 127.0.0.1:1": "Ray at 127.0.0.1:1: can't connect: ",
     "status --address 127.0.0.1:1": "127.0.0.1:1: no router answers: ",
+    "trace": "Missing argument 'REQUEST_ID' (see kvrelay trace --help)",
+    "trace r --address 127.0.0.1:1": "127.0.0.1:1: no router answers: ",
     "status --format xml": "Invalid value for '--format': 'xml' is not one of 'table', 'json' "
     "(see kvrelay status --help)",
     "worker --role prefill": "Missing option '--join' (see kvrelay worker --help)",
@@ -117,7 +119,7 @@ def test_errors_are_one_line_and_exit_2(run, line: str, message: str) -> None:  
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["status", "status --kv", "stop"])
+@pytest.mark.parametrize("command", ["status", "status --kv", "trace r", "stop"])
 def test_without_a_cluster_it_says_what_to_do(  # type: ignore[no-untyped-def]
     run, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,7 +402,7 @@ def test_a_worker_has_one_address_for_all_routers(monkeypatch: pytest.MonkeyPatc
     ways = {"near:1": "127.0.0.1", "far:1": "10.0.0.5", "far:2": "10.0.0.5"}
     monkeypatch.setattr("cluster.process.net._host_towards", ways.__getitem__)
     assert host_towards(["far:1", "far:2"]) == "10.0.0.5"
-    with pytest.raises(ConfigError, match=r"--join far:1: this machine is 10.0.0.5 .* 127.0.0.1"):
+    with pytest.raises(ConfigError, match=r"--join far:1: .* address is 10.0.0.5, but 127.0.0.1 "):
         host_towards(["near:1", "far:1"])
 
 

@@ -173,7 +173,8 @@ def test_without_a_compiler_operations_stay_apart(
     assert_near(all_logits(compiled), expected, FAR["float32"])
     (warned,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert warned.getMessage() == (
-        "compile: operations stay apart: no compiler (g++, clang++, c++) is installed: install g++"
+        "compile: operations are not fused: no compiler (g++, clang++, c++) is installed: "
+        "install g++"
     )
 
 
@@ -231,7 +232,7 @@ def test_a_cache_that_can_not_be_written_costs_only_time(
     compiled = compile_model(model)
     assert compiled.flat is not None
     assert_near(all_logits(compiled), expected, FAR["float32"])
-    assert "the next start takes as long" in caplog.text
+    assert "so the next start takes as long" in caplog.text
 
 
 def test_a_graph_that_computes_otherwise_is_not_used(

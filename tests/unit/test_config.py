@@ -69,10 +69,10 @@ REFUSED = {
     "different ports for http_port and grpc_port: HTTP on 8002 to 8004, gRPC on 8000 to 8002 share "
     "8002",
     "router={replicas: 2, dispatch: shared_queue}": "router: expected one router "
-    "with dispatch: shared_queue: each would have a queue of its own, which the others know "
-    "nothing of",
+    "with dispatch: shared_queue: each router would have its own queue, and they "
+    "don't know each other's",
     "router={grpc_port: 65534, replicas: 3}": "router: expected ports up to 65535: "
-    "gRPC on 65534 to 65536 is beyond",
+    "gRPC on 65534 to 65536 is too high",
     "router.internal_grpc_port=8000": "router: expected different ports for http_port and "
     "internal_grpc_port: HTTP on 8000, internal gRPC on 8000 share 8000",
     "router={http_port: 8000, grpc_port: 8902, replicas: 3}": "router: expected different ports "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,3 +24,31 @@ def test_the_readme_names_every_folder() -> None:
     text = (REPOSITORY / "README.md").read_text()
     modules = {p.parent.name for p in REPOSITORY.glob("*/__init__.py")} | {"proto", "deploy"}
     assert {name for name in modules if f"`{name}/`" not in text} == set()
+
+
+LIFE = (REPOSITORY / "docs/life-of-a-request.md").read_text()
+
+
+def names_in(path: Path) -> Iterator[str]:
+    """Functions and classes as `name`, methods as `Class.name`."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.ClassDef):
+            yield node.name
+            methods = (
+                n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+            )
+            yield from (f"{node.name}.{method.name}" for method in methods)
+
+
+def test_the_life_of_a_request_names_what_exists() -> None:
+    named = re.findall(r"((?:`[\w.]+`(?:, )?)+) in `([\w/]+\.py)`", LIFE)
+    assert len(named) > 20
+    for names, path in named:
+        found = {*names_in(REPOSITORY / path)}
+        assert {*re.findall(r"[\w.]+", names)} <= found, path
+
+
+def test_the_life_of_a_request_fits_on_a_screen() -> None:
+    assert len(LIFE.splitlines()) <= 64

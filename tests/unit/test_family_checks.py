@@ -24,7 +24,7 @@ from engine.model import interface, kv_layout
 from engine.model.capture import NotCaptured, capture
 from engine.model.checkpoint import open_checkpoint
 from engine.model.interface import attention as attend
-from engine.model.masks import Visible, mask_difference
+from engine.model.masks import MaskFunction, mask_difference
 from engine.model.model import Model, load_model
 from engine.model.summation_noise import noise_bound
 from engine.runner import Engine
@@ -221,7 +221,9 @@ WINDOW = sliding_window_causal_mask_function(40)
         (lambda b, h, q, k: torch.zeros(4)[q] <= k, None, False),
     ],
 )
-def test_masks_and_calls_are_compared(visible: Visible, window: int | None, same: bool) -> None:
+def test_masks_and_calls_are_compared(
+    visible: MaskFunction, window: int | None, same: bool
+) -> None:
     assert (mask_difference(visible, window, 1024) is None) == same
 
 

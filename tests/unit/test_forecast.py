@@ -19,7 +19,7 @@ from router.core.load.decode_outlook import (
 )
 from router.core.load.output_lengths import OutputLengths, Survival
 from router.core.load.prefill_queue import Ahead, PrefillQueue
-from router.core.policy.forecast import Forecast
+from router.core.policy.forecast import CONFIDENCE, Forecast, open_forecast
 from router.core.state.candidate import Candidate
 from router.core.state.demand import HeldPrefixes
 from router.core.state.directory import Directory
@@ -258,3 +258,10 @@ def test_peaks_are_the_longest_since() -> None:
     for at_s, step_s in enumerate((3.0, 1.0, 2.0, 2.0, 0.5)):
         peaks.add(step_s, at_s)
     assert [peaks.since(at_s) for at_s in range(6)] == [3.0, 2.0, 2.0, 2.0, 0.5, 0.0]
+
+
+def test_two_objectives_share_what_may_fail() -> None:
+    """Of 100 admitted requests as many keep both of them as CONFIDENCE says."""
+    forecast = open_forecast(workers_of(), lambda priority, now_s: 0.0, OutputLengths())
+    fail = [1 - margin.confidence for margin in (forecast.ttft, forecast.tpot)]
+    assert fail == pytest.approx([(1 - CONFIDENCE) / 2] * 2)

@@ -8,7 +8,7 @@ from kvpool.core.blocks.eviction import open_policy
 from kvpool.core.node.events import (
     BlockLoad,
     DropWorker,
-    FromWorker,
+    FromPoolWorker,
     PoolCommand,
     PoolTick,
     PoolWorkerJoined,
@@ -71,7 +71,7 @@ class Node:
         """What the same worker is answered."""
         return [
             command.message if isinstance(command, TellWorker) else command
-            for command in self.handle(FromWorker(worker=worker, message=message))
+            for command in self.handle(FromPoolWorker(worker=worker, message=message))
         ]
 
     def store(self, *blocks: ChainBlock, number: int = 1) -> list[object]:

@@ -76,7 +76,7 @@ def test_a_cluster_that_is_ready_outlives_a_pause_of_its_controller(
     one = driver(monkeypatch, said, READY, None, None, READY)
     assert one.wait_ready().phase is Phase.READY
     assert one._beat().phase is Phase.READY
-    assert said == ["the controller has answered nothing for 60 s"] * 2
+    assert said == ["the controller has not answered for 60 s"] * 2
 
 
 @pytest.mark.parametrize("stop", [False, True])

@@ -122,7 +122,7 @@ def test_a_pool_of_another_size_than_told_is_not_read() -> None:
     ((_, write),) = pieces(ours, TokenSpan(start=0, tokens=20, next_position=20))
     with connected() as (owner, link):
         kv = facts(memory, owner.register(memory.flat.numel() - 256).name)
-        with pytest.raises(PeerError, match=r"bytes where .* were told"):
+        with pytest.raises(PeerError, match=r"bytes, not .* as announced"):
             fetch(memory, side(memory, tables), link, kv, side(memory, tables), write)
 
 
@@ -164,7 +164,7 @@ def test_blocks_that_do_not_cover_the_piece_are_refused(said: tuple[PieceBlocks,
 def test_blocks_beyond_the_pool_are_refused() -> None:
     ((_, write),) = pieces(layout(8), TokenSpan(start=0, tokens=20, next_position=20))
     said = (named(0, 0, 3, block=BLOCKS - 2), named(1, 1, 2))
-    with pytest.raises(PeerError, match=f"that a pool of {BLOCKS} blocks has not"):
+    with pytest.raises(PeerError, match=f"outside a pool of {BLOCKS} blocks"):
         source_side(write.sections, said, groups=2, block_size=8, blocks=BLOCKS)
 
 

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
+from functools import cache
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -183,7 +184,7 @@ def made(hint: Any, rng: random.Random) -> Any:
 
 def one_field(cls: Any, name: str, rng: random.Random) -> Any:
     own = OWN.get((cls, name))
-    return own(rng) if own is not None else made(get_type_hints(cls)[name], rng)
+    return own(rng) if own is not None else made(hints_of(cls)[name], rng)
 
 
 def built(cls: Any, values: dict[str, Any]) -> Any:
@@ -201,6 +202,11 @@ def has_fields(kind: Any) -> bool:
     return is_dataclass(kind) or hasattr(kind, "_fields")
 
 
+@cache
+def hints_of(cls: Any) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
 def names_of(cls: Any) -> tuple[str, ...]:
     return tuple(one.name for one in fields(cls)) if is_dataclass(cls) else cls._fields
 
@@ -212,7 +218,7 @@ def values_of(value: Any) -> dict[str, Any]:
 def bare(cls: Any, value: Any) -> Any:
     """Without all that may be none or empty."""
     values = values_of(value)
-    for name, hint in get_type_hints(cls).items():
+    for name, hint in hints_of(cls).items():
         if is_optional(hint):
             values[name] = None
         elif get_origin(hint) in (tuple, Sequence):
@@ -274,7 +280,7 @@ def test_unknown_names_and_wrong_sizes_are_refused_by_name(door: Door, cls: Any)
 
 def spoiled(cls: Any, message: Any) -> Iterator[str]:
     """The message is wrong in one field after another, which is named."""
-    for name, hint in get_type_hints(cls).items():
+    for name, hint in hints_of(cls).items():
         if not hasattr(message, name):
             continue  # read and written by a function of its own
         kind = (get_args(hint) or (hint,))[0]

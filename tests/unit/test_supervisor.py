@@ -10,10 +10,8 @@ import pytest
 
 from cluster.core.supervision import (
     Announce,
-    Command,
     Does,
     DriverSeen,
-    Event,
     Home,
     Lost,
     Note,
@@ -33,6 +31,8 @@ from cluster.core.supervision import (
     StopAsked,
     StopProcess,
     SupervisionTick,
+    SupervisorCommand,
+    SupervisorEvent,
     Withdraw,
 )
 from cluster.core.supervisor import STABLE_S, STARTS_BEFORE_FATAL, Limits, Supervisor
@@ -49,14 +49,14 @@ def new(limits: Limits = LIMITS) -> Supervisor:
     return Supervisor([ROUTER], NEEDS, limits, now_s=0.0)
 
 
-def act(core: Supervisor, event: Event, now_s: float = 0.0) -> list[Command]:
+def act(core: Supervisor, event: SupervisorEvent, now_s: float = 0.0) -> list[SupervisorCommand]:
     """The commands without the notes; checks the invariants."""
     commands = core.handle(event, now_s)
     core.validate()
     return [command for command in commands if not isinstance(command, Note)]
 
 
-def notes(core: Supervisor, event: Event, now_s: float) -> list[str]:
+def notes(core: Supervisor, event: SupervisorEvent, now_s: float) -> list[str]:
     return [c.text for c in core.handle(event, now_s) if isinstance(c, Note)]
 
 
@@ -253,7 +253,7 @@ def restarted() -> Supervisor:
     return core
 
 
-def adopt(core: Supervisor) -> list[Command]:
+def adopt(core: Supervisor) -> list[SupervisorCommand]:
     told = act(core, Serving(name=ROUTER, life=1, address="r"))
     told += act(core, Serving(name=P, life=1, address="p"))
     return told + act(core, ProcessJoined(name=P, life=1, router=ROUTER))
@@ -365,7 +365,7 @@ WATCHED = replace(FOR_EVER, hang_timeout_s=8.0)
 PINGS = [PingProcess(ROUTER, 1), PingProcess(P, 1), PingProcess(D, 1)]
 
 
-def pass_time(core: Supervisor, from_s: float, until_s: float) -> list[Command]:
+def pass_time(core: Supervisor, from_s: float, until_s: float) -> list[SupervisorCommand]:
     """A look every half second."""
     halves = range(int(2 * from_s) + 1, int(2 * until_s) + 1)
     return [command for half in halves for command in act(core, SupervisionTick(), half / 2)]
@@ -391,7 +391,7 @@ def test_one_that_does_not_answer_is_killed_and_started_again() -> None:
     for name in (ROUTER, D):
         act(core, ProcessAnswered(name=name, life=1), 9.6)
     said = core.handle(SupervisionTick(), 10.0)
-    told = "prefill-0 is lost: it has answered nothing for 8 s; starting it again in 1 s"
+    told = "prefill-0 is lost: it has not answered for 8 s; starting it again in 1 s"
     assert said == [Note(told), Withdraw(ROUTER, "p"), Remove(P)]
     assert act(core, ProcessAnswered(name=P, life=1), 10.1) == []
     assert core.workers[P].state is State.BACKING_OFF
@@ -430,7 +430,7 @@ def with_pool() -> Supervisor:
     return Supervisor([ROUTER], NEEDS, LIMITS, 0.0, pool_needs="{mine: 1}")
 
 
-def place(core: Supervisor, name: str, home: Home, life: int = 1) -> list[Command]:
+def place(core: Supervisor, name: str, home: Home, life: int = 1) -> list[SupervisorCommand]:
     return act(core, Placed(name=name, life=life, home=home))
 
 
@@ -651,10 +651,10 @@ def test_random_histories_end_stopped(seed: int, pool: bool) -> None:
     rng = random.Random(seed)
     core, now_s = with_two(pool_needs="{mine: 1}" if pool else None), 0.0
     running: dict[str, int] = {}
-    todo: list[Command] = []
+    todo: list[SupervisorCommand] = []
     stops: list[str] = []
 
-    def tell(event: Event) -> None:
+    def tell(event: SupervisorEvent) -> None:
         commands = act(core, event, now_s)
         if core.phase in (Phase.STOPPING, Phase.STOPPED):
             assert not any(isinstance(command, Start) for command in commands)
@@ -683,7 +683,9 @@ def test_random_histories_end_stopped(seed: int, pool: bool) -> None:
     assert not running, "nothing is left"
 
 
-def _outcome(command: Command, running: dict[str, int], rng: random.Random) -> Event:
+def _outcome(
+    command: SupervisorCommand, running: dict[str, int], rng: random.Random
+) -> SupervisorEvent:
     match command:
         case Start(name=name, life=life) if rng.random() < 0.3:
             return Lost(name=name, life=life, reason="no luck")

@@ -41,6 +41,7 @@ from kvpool.core.transfer.commands import (
 )
 from kvpool.core.transfer.messages import TO_PREFILL, BlocksDigested, PeerHello, PeerMessage
 from kvpool.core.transfer.pull import BlocksPulled, PullMessage
+from kvrelay.errors import RefusalReason
 from kvrelay.messages import (
     Abort,
     Counters,
@@ -229,7 +230,7 @@ class WorkerCore:
         if key in self._routers:
             return self._refuse(event, key, "duplicate_request", now_s)
         if self.draining:
-            return self._refuse(event, key, "draining", now_s)
+            return self._refuse(event, key, RefusalReason.DRAINING, now_s)
         self._routers.begin(event.stream, key)
         if isinstance(message, Prefill):
             return self.prefill.handle(message, now_s)

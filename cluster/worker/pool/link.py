@@ -1,9 +1,8 @@
-"""A worker's link to a pool node: connects and says hello. To the node of its own host it tries
-again while there is none.
+"""A worker's links to pool nodes. The link to the node of its own host is tried again while there
+is no node.
 
-A worker's end of its links to pool nodes: one for that of its host and those of others.
-
-Callbacks come on transport threads and go to the link that opened the connection.
+PoolEndpoints is the worker's end of all these links. Its callbacks come on transport threads and go
+to the link that opened the connection.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class LinkCallbacks:
 
 
 class PoolEndpoints:
-    """`schemes` by preference. Thread safe."""
+    """`schemes` in order of preference. Thread safe."""
 
     def __init__(
         self,
@@ -42,7 +41,8 @@ class PoolEndpoints:
         options: EndpointOptions,
         require: Collection[LinkKind] = (),
     ) -> None:
-        """`require`: of links to other hosts. Raises ConfigError when none can be used."""
+        """`require`: the kinds of links to other hosts. Raises ConfigError when none can be
+        used."""
         self._lock = threading.Lock()
         self._links: dict[Connection, LinkCallbacks] = {}
         callbacks = Callbacks(
@@ -55,14 +55,14 @@ class PoolEndpoints:
         self._endpoints = Endpoints(schemes, own, callbacks, options=options, require=kinds)
 
     def connect(self, addresses: Sequence[str], link: LinkCallbacks) -> Connection:
-        """Nothing comes before the first message to it. Raises PeerError."""
+        """The node sends nothing before its first message from here. Raises PeerError."""
         connection = self._endpoints.connect(addresses)
         with self._lock:
             self._links[connection] = link
         return connection
 
     def forget(self, connection: Connection) -> None:
-        """It is closed, or will be: nothing more is heard of it."""
+        """The connection is closed, or will be; later messages are ignored."""
         with self._lock:
             self._links.pop(connection, None)
 
@@ -94,9 +94,9 @@ REFUSED_RETRY_S = 30.0
 
 
 class PoolLink:
-    """Posts PoolJoined, FromNode and PoolLost, which alternate as they should. With `expects`, a
-    node of another host, it connects once, and its end is told by one PoolLost also if it never
-    joined. Thread safe."""
+    """Posts PoolJoined, FromNode and PoolLost; PoolJoined and PoolLost alternate. With `expects`,
+    the incarnation of another host's node, it connects once. Then one PoolLost reports its end,
+    even if it never joined. Thread safe."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class PoolLink:
         self._thread.start()
 
     def send(self, message: ToPool) -> None:
-        """Never waits; goes nowhere while there is no node."""
+        """Never waits; without a node the message is dropped."""
         with self._changed:
             outbox = self._outbox if self._joined else None
         if outbox is not None:
@@ -187,13 +187,13 @@ class PoolLink:
         return True
 
     def _not_connected(self, reason: str) -> None:
-        """Said once for each reason."""
+        """Logs each reason once."""
         if reason != self._refusal:
             log.info("no pool node: %s", reason)
         self._refusal = reason
 
     def _wait_until_gone(self) -> bool:
-        """Whether the node had taken us."""
+        """True if the node had accepted this worker."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._joined or self._connection is None or self._closing
@@ -230,7 +230,7 @@ class PoolLink:
                 f"{WIRE_VERSION}"
             )
         if self._expects not in (None, welcome.incarnation):
-            raise PeerError(f"{welcome.incarnation} is in the place of {self._expects}")
+            raise PeerError(f"expected pool node {self._expects}, found {welcome.incarnation}")
         log.info("pool node %s joined (%s)", welcome.incarnation, self._name)
         with self._changed:
             self._joined = True

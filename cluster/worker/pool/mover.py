@@ -1,6 +1,6 @@
 """The pool thread of a worker: carries blocks to pool nodes and back, fetches first.
 
-It reads and writes only blocks that the client holds for it, beside the device thread.
+It reads and writes only blocks that the client holds for it, in parallel with the device thread.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from kvpool.memory.kv_memory import KvMemory
 from kvpool.transport.peer.base import RegionName
 from kvrelay.errors import PeerError
 
-PoolOutcome = BlocksStored | BlocksFetched
+PoolMoveDone = BlocksStored | BlocksFetched
 
 
 @dataclass(frozen=True, slots=True)
 class PoolJob:
-    """`post` hears of its end."""
+    """`post` receives its result."""
 
     order: StoreBlocks | FetchBlocks
     link: PoolLink
-    post: Callable[[PoolOutcome], None]
+    post: Callable[[PoolMoveDone], None]
 
 
 class PoolMover:
@@ -57,7 +57,7 @@ class PoolMover:
         self._jobs.put((priority, next(self._order), job))
 
     def close(self) -> None:
-        """What has not begun is dropped; before the endpoints are closed."""
+        """Drops the jobs that have not begun. Call it before the endpoints are closed."""
         self._jobs.put((0, next(self._order), None))
         if self._thread.is_alive():
             self._thread.join()

@@ -1,4 +1,4 @@
-"""What reaches a worker's loop of its pool node, and of those of other hosts."""
+"""Events from pool nodes of this and other hosts, for a worker's loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NodeNews = PoolJoined | PoolLost | FromNode | BlocksStored | BlocksFetched
 
 @dataclass(frozen=True, slots=True)
 class FromFar:
-    """What is heard of another host's node."""
+    """An event from another host's pool node."""
 
     node: Incarnation
     news: NodeNews

@@ -1,12 +1,11 @@
-"""A worker's pool side put together: clients, links and thread. Driven by the worker's loop.
+"""A worker's side of the pool: clients, links and thread. The worker's loop drives it.
 
-Every event of the pools goes through `handle`, on the loop's thread; what it returns is for the
+Every event of the pools goes through `handle`, on the loop's thread; its return value is for the
 schedulers.
 
-Pool nodes of other hosts, as a worker reads them: a link for each that it was told of.
-
-Runs on the worker loop's thread; links connect on threads of their own. A node that can't be
-reached, or refuses, is left alone for a while.
+FarPools links to pool nodes of other hosts that routers name. It runs on the loop's thread, and
+links connect on their own threads. A node that can't be reached, or refuses, is not asked again for
+a while.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ LEFT_ALONE_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FarLink:
-    """Ways to a node; its news come as FromFar."""
+    """The addresses of a remote pool node; its events come as FromFar."""
 
     send: Callable[[ToPool], None]
     fetch: Callable[[FetchBlocks], None]
@@ -65,7 +64,7 @@ class FarLink:
 
 @dataclass(slots=True)
 class _Far:
-    """`waiting`: asked before the link stood, with the time that each is given up."""
+    """`waiting`: requests made before the link was up, with the time at which each is given up."""
 
     link: FarLink
     client: PoolClient = field(default_factory=PoolClient)
@@ -74,7 +73,7 @@ class _Far:
 
 
 class FarPools:
-    """`connect` begins a link to a node at one of these addresses."""
+    """`connect` starts a link to a node at one of these addresses."""
 
     def __init__(self, connect: Callable[[Incarnation, tuple[str, ...]], FarLink]) -> None:
         self._connect = connect
@@ -138,7 +137,7 @@ class FarPools:
         return self._tell(far, dropped)
 
     def _lost(self, node: Incarnation, far: _Far, reason: str) -> list[PrefixFetched]:
-        log.warning("pool node %s is left alone for %g s: %s", node, LEFT_ALONE_S, reason)
+        log.warning("pool node %s is not asked for %g s: %s", node, LEFT_ALONE_S, reason)
         far.is_lost = True
         far.link.close()
         self._left_alone[node] = time.monotonic() + LEFT_ALONE_S
@@ -164,13 +163,12 @@ def _nothing(wanted: WantPrefix) -> PrefixFetched:
     return PrefixFetched(key=wanted.key, blocks=0)
 
 
-PoolEvent = ClientEvent | AskFar | FromFar
+PoolLinkEvent = ClientEvent | AskFar | FromFar
 
 
 class PoolSide:
-    """`address` is `host_pool_address(cluster)`, or that of another host's node; whether one is
-    there now does not matter. Nodes of other hosts are read over `far_transports`, by
-    preference."""
+    """`address` is `host_pool_address(cluster)`, or that of another host's node; the node need not
+    run yet. Nodes of other hosts are read over `far_transports`, in order of preference."""
 
     def __init__(
         self,
@@ -209,7 +207,7 @@ class PoolSide:
         self._mover.start()
         self._link.start()
 
-    def handle(self, event: PoolEvent) -> list[PoolAnswer]:
+    def handle(self, event: PoolLinkEvent) -> list[PoolAnswer]:
         """Never waits."""
         match event:
             case AskFar():
@@ -222,7 +220,7 @@ class PoolSide:
                 return self._own(event)
 
     def _own(self, event: ClientEvent) -> list[PoolAnswer]:
-        """To the node of this host."""
+        """Commands for the node of this host."""
         answers: list[PoolAnswer] = []
         for command in self.client.handle(event, time.monotonic()):
             match command:

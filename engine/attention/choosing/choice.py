@@ -1,6 +1,6 @@
-"""Which way attention is computed: the one asked for, or with "auto" the fastest that works here.
+"""Chooses the attention backend: the configured one, or with "auto" the fastest that works here.
 
-One that can't serve the model on its device is refused when the worker starts.
+A backend that can't serve the model on its device is refused when the worker starts.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ TORCH = "sdpa"
 
 
 class _Listed(NamedTuple):
-    """The module is imported when it is used. `copies_kv`: each layer's KV is gathered before it is
-    used. `measured`: "auto" may choose it on CUDA."""
+    """The module is imported when it is used. `copies_kv`: each layer's KV is gathered before use.
+    `measured`: "auto" may choose it on CUDA."""
 
     module: str
     kind: str
@@ -70,7 +70,7 @@ def group_shapes(layout: KvLayout, layers: Mapping[int, LayerShape]) -> tuple[Gr
 
 
 def choose(name: str, wanted: Wanted) -> str:
-    """`name` is a key of the table above, or "auto". Raises ModelError, naming the YAML key."""
+    """`name` is a key of the table above, or "auto". Raises ModelError that names the YAML key."""
     if name != "auto":
         reason = NEEDS[name](wanted)
         if reason is not None:
@@ -83,20 +83,20 @@ def choose(name: str, wanted: Wanted) -> str:
 
 
 def usable(wanted: Wanted) -> list[str]:
-    """Those that "auto" chooses from."""
+    """The backends that "auto" chooses from."""
     return [name for name, one in _BACKENDS.items() if one.measured and not NEEDS[name](wanted)]
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenBackend:
-    """`open` gives the backend over a memory; None: torch operations are the engine's own."""
+    """`open` creates the backend over a memory; None: the engine uses its own torch operations."""
 
     name: str
     open: Callable[[KvMemory], Backend | None]
 
     @property
     def copies_kv(self) -> bool:
-        """Whether each layer's KV is gathered before it is used."""
+        """True if each layer's KV is gathered before it is used."""
         return _BACKENDS[self.name].copies_kv
 
 
@@ -123,13 +123,13 @@ def _fastest(names: list[str], wanted: Wanted) -> str:
     from engine.attention.choosing.measure import measure
 
     times = {name: measure(opener(name), wanted) for name in names}
-    torch.cuda.empty_cache()  # what is free is measured next
+    torch.cuda.empty_cache()  # free memory is measured next
     best = {
         work: min(found[work] for found in times.values()) for work in next(iter(times.values()))
     }
 
     def slowness(name: str) -> float:
-        """Relative to the best at each, the two multiplied."""
+        """Its time relative to the fastest backend, multiplied over the kinds of work."""
         product = 1.0
         for work, seconds in times[name].items():
             product *= seconds / best[work]

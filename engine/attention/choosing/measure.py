@@ -28,7 +28,7 @@ _WARM, _RUNS = 3, 15
 
 
 def measure(open_backend: Open, wanted: Wanted) -> dict[str, float]:
-    """# work |-> seconds of one layer of the group that has most layers, the median"""
+    """# work |-> median seconds of one layer of the group with the most layers"""
     with torch.cuda.device(wanted.device):
         return {name: measure_work(open_backend, wanted, *work) for name, work in GRID.items()}
 
@@ -37,7 +37,7 @@ def measure(open_backend: Open, wanted: Wanted) -> dict[str, float]:
 def measure_work(
     open_backend: Open, wanted: Wanted, sequences: int, tokens: int, cached: int
 ) -> float:
-    """Of so many sequences with so many new tokens each, after `cached` others."""
+    """For this many sequences with this many new tokens each, after `cached` others."""
     group = max(range(len(wanted.groups)), key=lambda g: len(wanted.layout.groups[g].layers))
     shape, layout = wanted.groups[group], _one_layer(wanted.layout, group)
     blocks = layout.blocks_for(tokens + cached)
@@ -50,14 +50,14 @@ def measure_work(
 
 
 def piece(number: int, tokens: int, cached: int, blocks: int) -> SequenceSlice:
-    """Sequence `number`, whose blocks are those after the ones before it."""
+    """Sequence `number`; its blocks follow those of the one before."""
     table = tuple(BlockId(number * blocks + i) for i in range(blocks))
     key = RequestKey(f"measured-{number}", 0)
     return SequenceSlice(key=key, choice=0, token_ids=(0,) * tokens, start=cached, tables=(table,))
 
 
 def time_layer(state: AttentionState, shape: GroupShape, wanted: Wanted, tokens: int) -> float:
-    """Seconds of one layer's call, the median."""
+    """Median seconds of one layer's call."""
 
     def random(heads: int, dim: int) -> torch.Tensor:
         made = torch.randn(1, tokens, heads, dim, dtype=wanted.dtype, device=wanted.device)
@@ -70,7 +70,7 @@ def time_layer(state: AttentionState, shape: GroupShape, wanted: Wanted, tokens:
 
 
 def time_device(run: Callable[[], object]) -> float:
-    """Seconds on the device, the median of some runs after some to warm up."""
+    """Median seconds on the device, after some runs to warm up."""
     for _ in range(_WARM):
         run()
     times = []

@@ -1,4 +1,4 @@
-"""What each attention backend needs of the model, the device and what is installed."""
+"""The requirements of each attention backend: model, device, installed packages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ONLY_TRITON = "only triton, on CUDA, serves engine.kv_dtype: fp8: use auto ther
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What is to be served. `dtype` is the model's; the layout's is that of its KV."""
+    """The model to serve. `dtype` is the model's; the layout has that of its KV."""
 
     device: torch.device
     dtype: torch.dtype
@@ -126,4 +126,4 @@ NEEDS: dict[str, Callable[[Wanted], str | None]] = {
     "flash": _flash,
     "sdpa": _sdpa,
 }
-"""# backend |-> why it can't serve, and what to do; None: it can"""
+"""# backend |-> why it can't serve, and what to do; None: it can serve"""

@@ -29,8 +29,8 @@ from kvpool.memory.kv_memory import KvMemory
 
 _WORKSPACE_BYTES = 256 << 20
 _STEPS = 2
-"""One may be launched while another runs. A wrapper keeps its plan in pinned memory, which the
-device reads when it comes to the step: no other step may have written there by then."""
+"""One step may be launched while another runs. A wrapper keeps its plan in pinned memory, which the
+device reads when it starts the step. No other step may have written there by then."""
 
 
 class FlashInferBackend:
@@ -83,7 +83,7 @@ class _State:
         return out[None]
 
     def _plan(self, group: int, scores: Scores, dtype: torch.dtype) -> None:
-        """With what only the first layer's call says: how its scores are made."""
+        """Plans with the scores' properties, which only the first layer's call shows."""
         layout, shape = self.writer.memory.layout, self.shapes[group]
         seen = visible(layout, group, self.step)
         last = (seen.tokens - 1) % layout.block_size + 1

@@ -1,7 +1,7 @@
-"""Decode steps recorded once for each of some batch sizes, and replayed: the device gets all of a
-step's kernels at once, so Python's time per kernel no longer shows.
+"""Decode steps recorded once for some batch sizes, and replayed. The device gets all kernels of a
+step at once, so Python's time per kernel doesn't matter.
 
-The inputs of decode steps always at the same place, as a recorded graph reads them.
+The inputs of decode steps are always at the same place, because a recorded graph reads them there.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from engine.core.step import SequenceSlice
 from engine.model.model import Model
 
 _PADDING = {"token_ids": 0, "positions": 0, "slots": -1}
-"""What rows hold that are no sequence's: a slot of -1 takes no KV, and no query tile has them."""
+"""The content of unused rows: a slot of -1 takes no KV, and no query tile includes them."""
 
 
 class StaticDecode:
-    """Steps of up to `rows` sequences of a token each, of up to `most_tokens` tokens."""
+    """Steps of up to `rows` sequences with one token each, of up to `most_tokens` tokens."""
 
     def __init__(self, backend: TritonBackend, rows: int, most_tokens: int) -> None:
         self._backend, self._rows = backend, rows
@@ -35,7 +35,7 @@ class StaticDecode:
         self._inputs = Inputs(self._packing.views(self._buffer))
 
     def load(self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor | None = None) -> None:
-        """For the steps that are run next. `token_ids` `[slices]`: instead of the slices' own."""
+        """Loads the inputs of the next steps. `token_ids` `[slices]` replace the slices' own."""
         step = self._backend.step(slices)
         assert step.decodes == len(slices) <= self._rows, (step.decodes, self._rows)
         named, _ = self._backend.arrays(step)
@@ -46,7 +46,7 @@ class StaticDecode:
             self._inputs.views["token_ids"][: len(slices)].copy_(token_ids)
 
     def prepared(self, rows: int) -> Prepared:
-        """Over the first `rows` rows; the logits are those of each."""
+        """Over the first `rows` rows; each has logits."""
         return self._backend.prepared(self._inputs, self._tilings, None, rows)
 
     def _padded(self, name: str, array: Ints) -> Ints:
@@ -58,7 +58,7 @@ class StaticDecode:
         return np.concatenate([array, np.full(self._rows - len(array), filling)])
 
     def _shapes(self, most_tokens: int) -> dict[str, tuple[int, ...]]:
-        """In the order that the backend names arrays in."""
+        """In the order in which the backend names its arrays."""
         backend, rows = self._backend, self._rows
         groups = range(len(backend.shapes))
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(Named.inputs(len(groups)), (rows,))
@@ -76,14 +76,14 @@ class StaticDecode:
 
 
 Run = Callable[[], torch.Tensor]
-Record = Callable[[Run], Run]
-"""Makes of a run one that does the same over the same memory, at once."""
+_Record = Callable[[Run], Run]
+"""Turns a run into one that does the same over the same memory, at once."""
 
 _WARM = 2
 
 
 def bucket_sizes(most: int) -> tuple[int, ...]:
-    """Batch sizes that are recorded: half of the rows at most are padding, from 16 on a third."""
+    """Batch sizes to record: at most half of the rows are padding, from 16 on a third."""
     sizes, size = [], 1
     while size < most:
         sizes.append(size)
@@ -95,9 +95,9 @@ def bucket_sizes(most: int) -> tuple[int, ...]:
 
 
 class DecodeGraphs:
-    """`inputs` are large enough for `most` sequences."""
+    """`inputs` have room for `most` sequences."""
 
-    def __init__(self, model: Model, inputs: StaticDecode, most: int, record: Record) -> None:
+    def __init__(self, model: Model, inputs: StaticDecode, most: int, record: _Record) -> None:
         self._inputs = inputs
         self._sizes = bucket_sizes(most)
         self._replays: dict[int, Run] = {}
@@ -107,7 +107,7 @@ class DecodeGraphs:
     def logits(
         self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Of the slices that sample; None where the step is none of those recorded. Overwritten by
+        """Logits of the slices that sample; None if the step is not a recorded one. Overwritten by
         the next step. `token_ids`: see Replays."""
         if len(slices) > self._sizes[-1] or any(len(s.token_ids) > 1 or s.scoring for s in slices):
             return None
@@ -118,7 +118,8 @@ class DecodeGraphs:
         return rows[[i for i, s in enumerate(slices) if s.samples]]
 
     def replay(self, sequences: int) -> torch.Tensor:
-        """The step loaded last, of so many; logits `[rows, vocab]`, of padding too."""
+        """The last loaded step, with this many sequences; logits `[rows, vocab]`, including
+        padding."""
         return self._replays[self._sizes[bisect_left(self._sizes, sequences)]]()
 
     def _forward(self, model: Model, size: int) -> Run:
@@ -130,8 +131,7 @@ class DecodeGraphs:
 
 
 class CudaRecorder:
-    """Records CUDA graphs on `device`, which share their memory: only one of them runs at a
-    time."""
+    """Records CUDA graphs on `device`. They share memory, so only one of them runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""Attention on a CPU by our kernel, as a backend of the engine."""
+"""Attention on a CPU by our own kernel, as a backend of the engine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class NativeBackend:
 
 @dataclass(frozen=True, slots=True)
 class NativeState:
-    """One step's attention. A layer's mark is told after its call, which writes first."""
+    """One step's attention. A layer's mark is reported after its call, which writes KV first."""
 
     memory: KvMemory
     groups: tuple[Layers, ...]

@@ -1,8 +1,7 @@
 """The built kernel in this process, and the OpenMP team that it runs on.
 
-One layer's call of the kernel. Mirrors engine/device/source/call.h.
-
-The kernel's calls for the layers of one group in one step: what they share is said once.
+Its calls mirror engine/device/source/call.h. The calls for the layers of one group in a step share
+their common arguments.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def open_kernel(path: Path) -> Kernel:
 
 @cache
 def host_kernel() -> Kernel | None:
-    """None, and one line in the log, where it can't be built."""
+    """None, and one line in the log, if it can't be built."""
     try:
         return open_kernel(built(SOURCE))
     except BuildError as error:
@@ -95,7 +94,7 @@ def host_kernel() -> Kernel | None:
 
 
 def kernel_for(layout: KvLayout, device: torch.device) -> Kernel | None:
-    """None: attention is left to torch."""
+    """None: torch computes attention."""
     if device.type != "cpu":
         return None
     kernel = host_kernel()
@@ -103,7 +102,7 @@ def kernel_for(layout: KvLayout, device: torch.device) -> Kernel | None:
 
 
 class Layers:
-    """Each call puts a layer's new KV into its slots, then attends."""
+    """Each call writes a layer's new KV into its slots, then attends."""
 
     def __init__(self, kernel: Kernel, layout: KvLayout, group: int, step: StepArrays) -> None:
         mine = step.groups[group]

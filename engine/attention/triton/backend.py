@@ -1,7 +1,4 @@
-"""Attention by our own Triton kernels: steps are prepared on the CPU and sent in one copy.
-
-One step's attention by the Triton kernels: what every layer's call reads and writes.
-"""
+"""Attention by our own Triton kernels: steps are prepared on the CPU and sent in one copy."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ from kvpool.memory.kv_memory import KvMemory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """Query tiles of one kind, decode rows or chunks."""
+    """Query tiles of one kind: decode rows or chunks."""
 
     work: DeviceWork
     tiling: Tiling
@@ -49,7 +46,8 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class TritonState:
-    """`launches` are the layer groups'. `is_padded`: not every row belongs to a query tile."""
+    """One step's attention. `launches` are those of the layer groups. `is_padded`: some rows belong
+    to no query tile."""
 
     writer: KvWriter
     launches: Sequence[Sequence[Launch]]
@@ -85,7 +83,7 @@ class TritonState:
 
 
 _LEAST_KEYS = 256
-"""A program gets no fewer: cutting finer costs more in joins than it gains."""
+"""A program gets at least this many keys: finer cuts cost more in joins than they gain."""
 _INTERPRETED_PROCESSORS = 4
 
 
@@ -115,7 +113,7 @@ class TritonBackend:
         return step_arrays(self.memory.layout, slices, self._tables)
 
     def arrays(self, step: StepArrays) -> tuple[Named, dict[str, Tiling]]:
-        """All that the device is sent, the block tables last; and # launch |-> tiling"""
+        """All arrays for the device, the block tables last; and # launch |-> tiling"""
         named, tilings, begin = Named.of(step), {}, 0
         for g, group in enumerate(step.groups):
             for kind, chosen in _kinds(step):
@@ -137,7 +135,7 @@ class TritonBackend:
         marks: LayerMarks | None,
         rows: int | None = None,
     ) -> Prepared:
-        """`rows`: that many of the rows, some of which may be padding."""
+        """`rows`: use this many rows, some of which may be padding."""
         slots = [group[:rows] for group in inputs.slots]
         writer = KvWriter(self.memory, self.places, slots, marks, store)
         launches = [
@@ -194,7 +192,7 @@ class TritonBackend:
         return Launch(work=work, tiling=tiling, joined_rows=rows)
 
     def _new_parts(self) -> Parts:
-        """Enough for any launch."""
+        """Large enough for any launch."""
         values, sizes = 0, 0
         for group, shape in enumerate(self.shapes):
             for tokens in (1, self._chunk.rows):

@@ -16,7 +16,7 @@ from engine.attention.triton.work import Tiling
 from engine.model.interface import Scores
 
 _JOINED = 16
-"""How many parts one program of a join reads at a time."""
+"""One program of a join reads this many parts at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +36,14 @@ class DeviceWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Where pieces leave what is joined later; every launch may use the same."""
+    """Memory for pieces that are joined later; all launches may share it."""
 
     values: torch.Tensor  # fp32 [elements]
     sizes: torch.Tensor  # fp32 [elements]
 
 
 def part_elements(rows: int, value_dim: int, slots: int) -> tuple[int, int]:
-    """What Parts must hold for so many slots."""
+    """The size of Parts for this many slots."""
     return slots * rows * _tile(value_dim), slots * rows * 2
 
 
@@ -54,7 +54,8 @@ def store(
     values: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """`key`, `value` `[kv_heads, tokens, dim]` into the planes; `slots` int32, -1: nowhere."""
+    """Writes `key`, `value` `[kv_heads, tokens, dim]` into the planes; `slots` int32, -1:
+    nowhere."""
     key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (key, value))
     heads, tokens, k_dim = key.shape
     v_dim = value.shape[2]
@@ -141,5 +142,5 @@ def _tile(dim: int) -> int:
 
 
 def _precision() -> str:
-    """Of fp32 products, as torch's own."""
+    """Precision of fp32 products, as torch is configured."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"

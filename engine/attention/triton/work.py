@@ -1,10 +1,10 @@
-"""How a launch's attention is divided among its programs: evenly, whatever the lengths. Pure.
+"""Divides a launch's attention evenly among its programs, whatever the lengths. Pure.
 
 A tile of queries meets the keys that it sees once for each KV head. Those meetings, in tiles of
 keys, form one line, and every program gets an equal stretch of it ("stream-K"; FlashInfer and
-ThunderMLA divide decode attention likewise). Built once per step, for all layers of a group.
+ThunderMLA divide decode attention in the same way). Built once per step, for all layers of a group.
 
-Which tiles the Triton kernels work in, by head dim, dtype and what is asked. Pure.
+Tile sizes depend on head dim, dtype and the kind of work.
 """
 
 from __future__ import annotations
@@ -14,46 +14,46 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.integer]
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
+_Ints = NDArray[np.integer]
+_Int32s = NDArray[np.int32]
+_Int64s = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryTiles:
-    """`rows` `[tiles, 4]`: first row, tokens, first token's position, where its block table begins.
+    """`rows` `[tiles, 4]`: first row, tokens, first token's position, start of its block table.
     Tile i sees keys of positions `[first_keys[i], end_keys[i])`."""
 
-    rows: Int32s
-    first_keys: Int64s
-    end_keys: Int64s
+    rows: _Int32s
+    first_keys: _Int64s
+    end_keys: _Int64s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """Program p runs `pieces[starts[p] : starts[p + 1]]`.
 
-    A piece is (query tile, KV head, first key, end key, slot). With a slot of -1 it is all that its
-    tile and head see; others leave a part there, and a join (query tile, KV head, first slot,
-    slots) puts consecutive parts together; joins without slots do nothing.
+    A piece is (query tile, KV head, first key, end key, slot). With a slot of -1 it covers all keys
+    of its tile and head. Other pieces leave a part in their slot, and a join (query tile, KV head,
+    first slot, slots) merges consecutive parts. Joins without slots do nothing.
     """
 
-    pieces: Int32s  # [pieces, 5]
-    starts: Int32s  # [programs + 1]
-    joins: Int32s  # [programs, 4]
+    pieces: _Int32s  # [pieces, 5]
+    starts: _Int32s  # [programs + 1]
+    joins: _Int32s  # [programs, 4]
 
 
 def query_tiles(
     *,
-    rows: Ints,
-    counts: Ints,
-    positions: Ints,
-    tables: Ints,
+    rows: _Ints,
+    counts: _Ints,
+    positions: _Ints,
+    tables: _Ints,
     tile_tokens: int,
     window: int | None,
 ) -> QueryTiles:
     """Slice i has `counts[i]` tokens from row `rows[i]` and position `positions[i]` on; its blocks
-    stand from `tables[i]` on."""
+    begin at `tables[i]`."""
     tiles = -(-counts // tile_tokens)
     owner = np.repeat(np.arange(len(counts)), tiles)
     skipped = (np.arange(len(owner)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_tokens
@@ -67,8 +67,8 @@ def query_tiles(
 def divide(
     tiles: QueryTiles, *, kv_heads: int, programs: int, key_tile: int, least_tiles: int = 1
 ) -> Work:
-    """No program gets more than one tile of keys more than another; none gets fewer than
-    `least_tiles`, so that little work is not cut into many parts."""
+    """Programs differ by one tile of keys at most. None gets fewer than `least_tiles`, so that
+    little work is not cut into many parts."""
     lengths = -(-(tiles.end_keys - tiles.first_keys) // key_tile)
     lengths = np.repeat(lengths, kv_heads)
     begins = np.cumsum(lengths) - lengths
@@ -93,31 +93,32 @@ def divide(
     )
 
 
-def _bounds(total: int, programs: int, least: int) -> Int64s:
-    """Where each program's stretch begins, and the last one's end: `[programs + 1]`."""
+def _bounds(total: int, programs: int, least: int) -> _Int64s:
+    """The start of each program's stretch, and the end of the last one: `[programs + 1]`."""
     used = max(1, min(programs, total // least))
     return total * np.minimum(np.arange(programs + 1), used) // used
 
 
-def _distinct(values: Int64s) -> Int64s:
+def _distinct(values: _Int64s) -> _Int64s:
     values = np.sort(values)
     return values[np.concatenate([[True], values[1:] != values[:-1]])]
 
 
 def most_pieces(tiles: int, kv_heads: int, programs: int) -> int:
-    """As many pieces as `divide` can make of so many query tiles."""
+    """The largest number of pieces that `divide` makes of this many query tiles."""
     return tiles * kv_heads + programs
 
 
 def most_parts(programs: int) -> int:
-    """As many slots as `divide` can ask for: a program's first and last piece may be parts."""
+    """The largest number of slots that `divide` needs: each program's first and last piece may be
+    parts."""
     return 2 * programs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
     """`rows` of (token, head of the group) meet `keys` at a time; `per_processor` programs share a
-    multiprocessor; `stages` tiles of keys are on their way at once."""
+    multiprocessor; `stages` tiles of keys are loaded ahead."""
 
     rows: int
     keys: int
@@ -127,23 +128,24 @@ class Tiling:
 
 
 DECODE = Tiling(rows=16, keys=64, warps=4, stages=4, per_processor=2)
-"""Memory bound: two tiles of keys and of values on their way in each of two programs; a stage is
+"""Memory bound: each of two programs loads two tiles of keys and of values ahead. One stage is
 taken by the block tables, which are loaded before."""
 CHUNK = Tiling(rows=128, keys=64, warps=8, stages=3, per_processor=1)
 """Compute bound: a row of matrix units for each of two warp groups."""
 _TILE_BYTES = 16 << 10
-"""Of keys, for the tilings as they stand: 64 of 128 dims in 16 bits."""
+"""Bytes of keys in a tile of these tilings: 64 keys of 128 dims in 16 bits."""
 
 
 def decode_tiling(group: int, dim: int, element_bytes: int, base: Tiling = DECODE) -> Tiling:
-    """For one token of each sequence. `group`: query heads of a KV head."""
+    """For one token of each sequence. `group`: query heads of each KV head."""
     return _fitted(replace(base, rows=_power_of_two(group, 16)), dim, element_bytes)
 
 
 def chunk_tiling(
     tokens: int, group: int, dim: int, element_bytes: int, base: Tiling = CHUNK
 ) -> Tiling:
-    """For slices of up to `tokens` tokens. Few kinds, since each is compiled when it first runs."""
+    """For slices of up to `tokens` tokens. There are few kinds, because each is compiled at its
+    first run."""
     if tokens * group <= DECODE.rows:
         return decode_tiling(group, dim, element_bytes)
     rows = _power_of_two(group, base.rows if dim <= 128 else base.rows // 2)
@@ -151,7 +153,7 @@ def chunk_tiling(
 
 
 def _fitted(tiling: Tiling, dim: int, element_bytes: int) -> Tiling:
-    """Fewer keys at a time where each takes more memory: shared memory holds as many stages."""
+    """Fewer keys at a time if each takes more memory: shared memory then holds as many stages."""
     keys = tiling.keys
     while keys > 16 and keys * dim * element_bytes > _TILE_BYTES:
         keys //= 2

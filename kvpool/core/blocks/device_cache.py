@@ -1,18 +1,17 @@
 """The named blocks of a worker's device tier: found by hash, held, evicted. Pure.
 
 A cached block has a part in every layer group. In groups with a window a running request gives up
-the parts that its window has passed: they *fade*, that is they stay cached while there is room,
-though the chain that they belong to is held. So
+the parts that its window has passed. They *fade*: they stay cached while there is room, although
+the chain that they belong to is held. So
 
     full group:   a part is cached when its chain is idle (evicted leaves first, by the policy)
     window group: a part is cached when no request's window shows it (evicted longest first)
 
-and when nobody keeps the part alone, as one that copies it elsewhere does.
+and when no copy elsewhere holds the part alone.
 
-What a cache holds since it was last asked, and holds no more. Pure.
-
-Coalesced: of a block that came and went, or went and came again, in between nothing is told. So
-there are never more changes than twice the blocks that the cache has room for.
+BlockNews are the changes since the last report. They are coalesced: a block that came and went in
+between, or went and came again, is not reported. So there are never more changes than twice the
+blocks that the cache has room for.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from kvpool.core.layout.layout import NO_BLOCK, BlockId, KvLayout
 
 @dataclass(slots=True)
 class BlockNews:
-    """Parents before their children."""
+    """Parents come before their children."""
 
     _stored: dict[BlockHash, None] = field(default_factory=dict)
     _removed: dict[BlockHash, None] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        """Whether there is anything to tell."""
+        """True if there are changes to report."""
         return bool(self._stored or self._removed)
 
     def stored(self, block_hash: BlockHash) -> None:
@@ -60,7 +59,7 @@ class BlockNews:
         return news
 
 
-Part = tuple[int, BlockId]
+GroupBlock = tuple[int, BlockId]
 """layer group, block"""
 
 
@@ -68,8 +67,8 @@ Part = tuple[int, BlockId]
 class DeviceCache:
     """`pools[group]` belong to this cache: blocks are taken, held and released through it.
 
-    `reports`: newly named blocks are kept for `take_news`. `changes`, if there is one, hears of
-    every block that comes or goes.
+    With `reports`, newly named blocks are kept for `take_news`. `changes`, if given, records every
+    block that comes or goes.
     """
 
     layout: KvLayout
@@ -81,7 +80,7 @@ class DeviceCache:
     index: PrefixIndex = field(init=False)
     _news: list[CachedBlock] = field(init=False, default_factory=list)
     _faded: list[OrderedDict[BlockId, CachedBlock]] = field(init=False)
-    _of: dict[Part, CachedBlock] = field(init=False, default_factory=dict)
+    _of: dict[GroupBlock, CachedBlock] = field(init=False, default_factory=dict)
     _windowed: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -93,7 +92,7 @@ class DeviceCache:
 
     def find(self, hashes: Sequence[BlockHash], seen_from: int | None) -> list[CachedBlock]:
         """The longest cached prefix with all parts that a query at `seen_from` (None: right behind
-        it) needs. Changes nothing."""
+        the prefix) needs. Changes nothing."""
         chain = self.index.find(hashes)
         if not self._windowed:
             return chain
@@ -105,7 +104,7 @@ class DeviceCache:
         return []
 
     def firsts(self, length: int, seen_from: int | None) -> list[int]:
-        """# layer group |-> the first of a chain's `length` blocks that is still seen"""
+        """# layer group |-> index of the first of `length` blocks that is still seen"""
         size = self.layout.block_size
         position = length * size if seen_from is None else seen_from
         return [min(group.first_block(position, size), length) for group in self.layout.groups]
@@ -113,7 +112,7 @@ class DeviceCache:
     # --- holding --------------------------------------------------------------------------------
 
     def hold_chain(self, chain: Sequence[CachedBlock]) -> None:
-        """All of it; its parts are held one by one."""
+        """Holds the whole chain; its parts are held one by one."""
         self.index.acquire([block.hash for block in chain])
 
     def hold(self, group: int, blocks: Sequence[BlockId]) -> None:
@@ -138,11 +137,13 @@ class DeviceCache:
 
     def insert(
         self, block_hash: BlockHash, parent: CachedBlock | None, place: Place
-    ) -> tuple[CachedBlock, list[Part]]:
-        """The caller holds `parent` and the parts in `place`, and from now on the block.
+    ) -> tuple[CachedBlock, list[GroupBlock]]:
+        """Names a block. The caller holds `parent` and the parts in `place`, and from now on the
+        block.
 
-        Someone may have been faster: then the caller keeps its own copy, and holds the parts
-        returned as long as the block. Parts that the other has lost are replaced by the caller's.
+        If another request has named the block before, the caller keeps its own copy. It holds the
+        returned parts as long as the block. Parts that the other copy has lost are replaced by the
+        caller's.
         """
         block = self.index.insert(block_hash, parent=parent, place=place)
         if block.place is place:
@@ -163,15 +164,15 @@ class DeviceCache:
             self.changes.stored(block.hash)
 
     def has_news(self, hashes: Iterable[BlockHash]) -> bool:
-        """Whether `take_news` will tell of one of these."""
+        """True if `take_news` will report one of these blocks."""
         return not {block.hash for block in self._news}.isdisjoint(hashes)
 
     def take_news(self) -> list[CachedBlock]:
-        """Those named since the last call that are still here."""
+        """The blocks named since the last call that are still cached."""
         news, self._news = self._news, []
         return [block for block in news if self.index.find([block.hash]) == [block]]
 
-    def _join(self, block: CachedBlock, place: Place) -> list[Part]:
+    def _join(self, block: CachedBlock, place: Place) -> list[GroupBlock]:
         fresh = [g for g, part in enumerate(block.place) if part == NO_BLOCK != place[g]]
         block.place = tuple(place[g] if g in fresh else part for g, part in enumerate(block.place))
         for group in fresh:
@@ -182,21 +183,21 @@ class DeviceCache:
             self.hold(group, [part])
         return twins
 
-    def _name(self, part: Part, block: CachedBlock) -> None:
+    def _name(self, part: GroupBlock, block: CachedBlock) -> None:
         group, block_id = part
         self.pools[group].name(block_id)
         self._of[part] = block
 
     def _bound(self) -> None:
-        """Blocks that have lost all their parts, as only those with windows can, take no room in a
-        pool: bound them here."""
+        """Blocks can lose all their parts in groups with windows. They take no room in a pool, so
+        their number is bounded here."""
         while len(self.index) > self.pools[0].count and self.index.idle:
             self._evict_one()
 
     # --- room -----------------------------------------------------------------------------------
 
     def take(self, group: int, blocks: int, *, leased: bool) -> tuple[BlockId, ...]:
-        """At most `available` blocks; what is cached makes room."""
+        """Takes at most `available` blocks; cached blocks are evicted for them."""
         pool = self.pools[group]
         while pool.free < blocks:
             if self._faded[group]:
@@ -224,13 +225,13 @@ class DeviceCache:
             self._faded[group].pop(block_id, None)
             self._forget((group, block_id))
 
-    def _forget(self, part: Part) -> None:
+    def _forget(self, part: GroupBlock) -> None:
         group, block_id = part
         del self._of[part]
         self.pools[group].forget(block_id)
 
     def validate(self) -> None:
-        """Every part is named once, and what is cached can be had."""
+        """Every part is named once, and cached blocks are available."""
         self.index.validate()
         parts = {part: block for block in self.index for part in _parts(block.place)}
         assert parts == self._of
@@ -244,11 +245,11 @@ class DeviceCache:
             assert free == cached and (group.window is not None or cached <= idle)
 
 
-def _parts(place: Place) -> list[Part]:
+def _parts(place: Place) -> list[GroupBlock]:
     return [(group, block) for group, block in enumerate(place) if block != NO_BLOCK]
 
 
 def _run_lengths(chain: Sequence[CachedBlock], group: int) -> list[int]:
-    """# block |-> how many parts of the group, up to and with it, follow one another"""
+    """# block |-> number of parts of the group, up to and with it, that follow one another"""
     present = (block.place[group] != NO_BLOCK for block in chain)
     return list(accumulate(present, lambda run, here: (run + 1) * here, initial=0))[1:]

@@ -1,11 +1,9 @@
-"""Which idle block of a prefix cache goes next. Pure; one policy object per index.
+"""Chooses the idle block of a prefix cache to evict next. Pure; one policy object per index.
 
-A policy may judge a block by its uses and by the time since it became idle, never preferring to
-keep the less used or the longer idle. The prefix index lets chains go from their ends, so a parent
-is used at least as often and idle no longer than its children: every such policy evicts the leaves
-of the prefix tree first.
-
-One entry of a prefix cache. Pure; owned by the prefix index of one tier.
+A policy judges a block by its uses and by the time since it became idle. It never prefers to keep
+the less used or the longer idle one. The prefix index releases chains from their ends, so a parent
+is used at least as often, and idle no longer, than its children. So every such policy evicts the
+leaves of the prefix tree first.
 """
 
 from __future__ import annotations
@@ -20,16 +18,16 @@ from kvpool.core.layout.layout import BlockId
 from kvrelay.errors import ConfigError
 
 Place = tuple[BlockId, ...]
-"""# layer group |-> the block of the tier that holds the KV"""
+"""# layer group |-> block of this tier that holds the KV"""
 
 
 @dataclass(slots=True, eq=False)
 class CachedBlock:
     """A block's KV under its hash, and its node in the prefix tree.
 
-    `children` counts the cached blocks that continue it, `holders` the requests that need
-    it, `uses` the requests that found or brought it. `idle_since` is the policy's own,
-    `tenant` a label for reports.
+    `children` counts the cached blocks that continue it, `holders` the requests that need it,
+    `uses` the requests that found or computed it. `idle_since` belongs to the policy, `tenant` is a
+    label for reports.
     """
 
     hash: BlockHash
@@ -49,7 +47,7 @@ _AGES = 64
 """Age a is an idle time of a bits: from 2^(a-1) up to 2^a."""
 _EVENTS_PER_UPDATE = 1 << 14
 _KEPT_SHARE = 0.9
-"""Share of what was known that each update keeps: old habits fade."""
+"""Each update keeps this share of the counts, so old habits fade."""
 
 _PerAge = list[float]
 
@@ -62,16 +60,16 @@ class EvictionPolicy(Protocol):
 
     def cached(self, block: CachedBlock) -> None:
         """The block is new, and held. A policy that remembers it may raise its uses, but not above
-        its parent's."""
+        those of its parent."""
 
     def idle(self, block: CachedBlock) -> None:
-        """The block's last holder let go."""
+        """The block's last holder has released it."""
 
     def reused(self, block: CachedBlock) -> None:
         """An idle block is held again."""
 
     def victim(self) -> CachedBlock:
-        """Take out the block to evict now. At least one is idle."""
+        """Removes and returns the block to evict now. At least one block is idle."""
 
 
 class LeastRecentlyUsed:
@@ -88,7 +86,7 @@ class LeastRecentlyUsed:
         return block in self._queue
 
     def cached(self, block: CachedBlock) -> None:
-        """Nothing is remembered of it."""
+        """Evicted blocks are not remembered."""
 
     def idle(self, block: CachedBlock) -> None:
         self._queue[block] = None
@@ -101,11 +99,11 @@ class LeastRecentlyUsed:
 
 
 class LeastReuseDensity:
-    """The block with the fewest reuses to expect per time that it would stay, as far as blocks of
-    equal uses and idle time tell.
+    """Evicts the block with the fewest expected reuses per time that it would stay, as far as
+    blocks of equal uses and idle time show.
 
-    Evicted blocks are remembered for a while, about two for each idle one: a block that comes back
-    teaches that it left too early, and goes on with the uses it had.
+    Evicted blocks are remembered for a while, about two for each idle one. A block that comes back
+    shows that it left too early, and continues with its earlier uses.
     """
 
     def __init__(self) -> None:
@@ -168,12 +166,12 @@ class LeastReuseDensity:
 
 
 class ReuseDensity:
-    """What the history of one pool tells about blocks that are idle now.
+    """The statistics of one pool's history, applied to blocks that are idle now.
 
-    It counts how idle times end, by level of uses (a higher level was used more often) and age.
-    The density of a block is the number of reuses to expect per time that it would stay: hit
-    density as in "LHD: Improving Cache Hit Rate by Maximizing Hit Density" (Beckmann, Chen and
-    Cidon, NSDI 2018), here over levels of uses. Time is counted in blocks that became idle.
+    It counts how idle times end, by level of uses (a higher level was used more often) and age. The
+    density of a block is the expected number of reuses per time that it would stay: hit density as
+    in "LHD: Improving Cache Hit Rate by Maximizing Hit Density" (Beckmann, Chen and Cidon, NSDI
+    2018), here over levels of uses. Time is counted in blocks that became idle.
     """
 
     def __init__(self, levels: int) -> None:
@@ -209,7 +207,7 @@ class ReuseDensity:
 
 
 def _densities(reused: _PerAge, evicted: _PerAge) -> _PerAge:
-    """# age |-> reuses from that age on / how long the idle times that reach it go on"""
+    """# age |-> reuses from that age on / how much longer the idle times that reach it last"""
     densities = [0.0] * _AGES
     reuses = ends = stay = 0.0
     for age in reversed(range(_AGES)):
@@ -241,7 +239,7 @@ def policies() -> tuple[str, ...]:
 
 
 def open_policy(name: str) -> EvictionPolicy:
-    """Raises ConfigError for a policy that does not exist, naming those that do."""
+    """Raises ConfigError for an unknown policy, with the names of the known ones."""
     policy = _POLICIES.get(name)
     if policy is None:
         raise ConfigError(f"no eviction policy {name!r}; there are: {', '.join(policies())}")

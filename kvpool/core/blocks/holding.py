@@ -1,11 +1,9 @@
-"""What one holder holds of a device tier: its tables, and the names of what it has filled. Pure.
+"""The blocks that one holder holds in a device tier: its tables, and the names of its full blocks.
+Pure.
 
-Who holds blocks of a worker's device tier, and what it holds. Pure values.
-
-Copy-on-write: a shared block is copied before one of its holders writes to it. Pure.
-
-The copies are made before the step that they come with. The source stays as it is until the step
-has ended, because another holds it.
+Also copy-on-write: a shared block is copied before one of its holders writes to it. Copies are made
+before the step that needs them. The source stays unchanged until the step has ended, because
+another holder holds it.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from kvpool.core.blocks.device_cache import DeviceCache, Part
+from kvpool.core.blocks.device_cache import DeviceCache, GroupBlock
 from kvpool.core.blocks.eviction import CachedBlock, Place
 from kvpool.core.blocks.pool import BlockState
 from kvpool.core.layout.layout import NO_BLOCK, BlockId, KvLayout, Tables
@@ -23,8 +21,8 @@ from kvrelay.types import RequestKey
 
 @dataclass(slots=True, kw_only=True)
 class Holding:
-    """`seen_from`: no query before this position is to come. `twins` are others' copies of blocks
-    in `chain`, held because this holder has its own."""
+    """`seen_from`: no later query comes from before this position. `twins` are other requests'
+    copies of blocks in `chain`, held because this holder has its own copy."""
 
     layout: KvLayout
     tables: list[list[BlockId]]
@@ -32,7 +30,7 @@ class Holding:
     leased: bool
     seen_from: int
     chain: list[CachedBlock]
-    twins: list[Part] = field(default_factory=list)
+    twins: list[GroupBlock] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -45,7 +43,7 @@ class Holding:
         leased: bool,
         now_s: float,
     ) -> Holding:
-        """Of a cached chain, in each group from the first block that is still seen."""
+        """Holds a cached chain, in each group from the first block that is still seen."""
         tables = [
             [NO_BLOCK] * first + [block.place[group] for block in chain[first:]]
             for group, first in enumerate(firsts)
@@ -60,7 +58,7 @@ class Holding:
         )
 
     def copy(self, now_s: float) -> Holding:
-        """Another's, over the same blocks."""
+        """Another holder's holding, over the same blocks."""
         tables = [list(table) for table in self.tables]
         chain, twins = list(self.chain), list(self.twins)
         return replace(self, tables=tables, chain=chain, twins=twins, since_s=now_s)
@@ -69,7 +67,7 @@ class Holding:
         return real(self.tables[group])
 
     def place(self, index: int, *, edges_full: bool) -> Place:
-        """The block's parts, less those that may lack the KV of tokens that no query sees any
+        """The block's parts, without those that may lack the KV of tokens that no query sees any
         more."""
         if edges_full or not self.layout.has_windows:
             return tuple([table[index] for table in self.tables])
@@ -83,8 +81,8 @@ class Holding:
         return window is not None and start < self.seen_from - window + 1
 
     def lacks(self, group: int, tokens: int, window_tokens: int | None) -> tuple[int, int]:
-        """For `tokens` tokens in all (in a group with a window: `window_tokens`): how many blocks
-        to pass over, because no query will see them, and how many to take after that."""
+        """For `tokens` tokens in all (in a group with a window: `window_tokens`): the number of
+        blocks to pass over, because no query will see them, and the number to take after those."""
         spec, table = self.layout.groups[group], self.tables[group]
         if spec.window is None:
             return 0, max(0, self.layout.blocks_for(tokens) - len(table))
@@ -95,7 +93,7 @@ class Holding:
         return passed, more - passed
 
     def pass_over(self, group: int, position: int) -> list[BlockId]:
-        """Takes out, and returns, the blocks that the query at `position` does not see."""
+        """Removes and returns the blocks that the query at `position` does not see."""
         table, size = self.tables[group], self.layout.block_size
         spec = self.layout.groups[group]
         end = min(spec.first_block(position, size), len(table))
@@ -112,12 +110,12 @@ def places(tables: Tables, blocks: range) -> tuple[Place, ...]:
 
 
 def real(table: Sequence[BlockId]) -> list[BlockId]:
-    """Without the blocks that are not held."""
+    """Without the table entries whose blocks are not held."""
     return [block for block in table if block != NO_BLOCK]
 
 
 class Holder(NamedTuple):
-    """One choice of one request's try, on one side of the worker ("prefill" or "decode")."""
+    """One choice of one attempt of a request, on one side of the worker ("prefill" or "decode")."""
 
     side: str
     key: RequestKey
@@ -129,7 +127,7 @@ class Holder(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTables:
-    """`tables` without the blocks that are not held."""
+    """`tables` without the entries whose blocks are not held."""
 
     holder: Holder
     state: BlockState
@@ -146,7 +144,7 @@ class Copies:
     cache: DeviceCache
 
     def try_own(self, entry: Holding, index: int) -> CopyPairs | None:
-        """Replaces the `index`-th block, where it is shared, by a copy of one's own.
+        """Replaces the `index`-th block by an own copy where it is shared.
 
         Returns the copies to make (empty tuples when none), or None when blocks run out.
         """

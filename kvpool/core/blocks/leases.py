@@ -1,6 +1,6 @@
-"""Time-bounded holds, owned by whoever owns what is held. Pure.
+"""Holds with a time limit, owned by the owner of the held thing. Pure.
 
-Progress renews a lease; only the owner expires one.
+Progress renews a lease; only the owner lets it expire.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ K = TypeVar("K")
 
 @dataclass(slots=True)
 class LeaseTable(Generic[K]):
-    """# what is held |-> when the hold ends, on the owner's clock"""
+    """# held thing |-> end of the hold, on the owner's clock"""
 
     ttl_s: float
     _ends_s: dict[K, float] = field(init=False, default_factory=dict)
@@ -26,7 +26,7 @@ class LeaseTable(Generic[K]):
         return held in self._ends_s
 
     def __iter__(self) -> Iterator[K]:
-        """Ending some on the way is fine."""
+        """Leases may be ended during the iteration."""
         return iter(tuple(self._ends_s))
 
     def grant(self, held: K, now_s: float) -> None:
@@ -34,7 +34,7 @@ class LeaseTable(Generic[K]):
         self._ends_s[held] = now_s + self.ttl_s
 
     def renew(self, held: K, now_s: float) -> bool:
-        """False when the lease has ended meanwhile."""
+        """False when the lease has ended before."""
         if held not in self._ends_s:
             return False
         self._ends_s[held] = now_s + self.ttl_s

@@ -1,7 +1,7 @@
-"""Who holds which block of one group's device tier. Pure; runs in the worker that owns the blocks.
+"""The blocks of one group's device tier and their holders. Pure; runs in the worker that owns them.
 
 Every block is in exactly one state. Shared blocks (the choices of one prompt, a cached prefix)
-count their holders; a named block's KV stands in the prefix index under a hash.
+count their holders; a named block's KV is in the prefix index under a hash.
 
     free --allocate--> active --release (last holder)--> free, or cached when it has a name
     free --lease-----> leased --activate---------------> active
@@ -46,7 +46,7 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Free, or cached and held by no one: what can be had."""
+        """Blocks that can be taken: free, or cached without a holder."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -59,7 +59,7 @@ class BlockPool:
 
     @property
     def cached(self) -> int:
-        """Held by no one, but named."""
+        """Blocks with a name and without a holder."""
         return len(self._cached)
 
     def counts(self) -> dict[BlockState, int]:
@@ -84,12 +84,12 @@ class BlockPool:
         return taken
 
     def activate(self, blocks: Collection[BlockId]) -> None:
-        """The peer that the blocks were leased to has delivered; they are the owner's now."""
+        """The peer with the lease has delivered the blocks; now they belong to their owner."""
         assert self._leased.issuperset(blocks), f"some of {blocks} are not leased"
         self._leased.difference_update(blocks)
 
     def hold(self, blocks: Iterable[BlockId]) -> None:
-        """One more holder of each: of active blocks, or of cached ones, which become active."""
+        """Adds one holder to each block: to active ones, or to cached ones, which become active."""
         for block in blocks:
             assert block not in self._leased, f"block {block} is leased"
             if block in self._cached:
@@ -108,7 +108,8 @@ class BlockPool:
         return len(self._cached.intersection(blocks))
 
     def release(self, blocks: Sequence[BlockId]) -> None:
-        """Drop one holder of each; a block without a holder is cached if it is named, else free."""
+        """Drops one holder of each; a block without a holder is cached if it is named, else
+        free."""
         holders, named = self._holders, self._named
         self._leased.difference_update(blocks)  # these have one holder
         for block in reversed(blocks):
@@ -123,19 +124,19 @@ class BlockPool:
                 self._free.append(block)
 
     def name(self, block: BlockId) -> None:
-        """A held block's KV now stands in the prefix index."""
+        """A held block's KV is now in the prefix index."""
         assert block in self._holders and block not in self._leased, block
         self._named.add(block)
 
     def forget(self, block: BlockId) -> None:
-        """The prefix index has dropped it: free, unless someone holds it."""
+        """The prefix index has dropped it: it is free, unless it has a holder."""
         self._named.remove(block)
         if block in self._cached:
             self._cached.discard(block)
             self._free.append(block)
 
     def validate(self) -> None:
-        """The conservation law: each block exactly once free, cached or held, no holder count
+        """The conservation law: each block is exactly once free, cached or held; no holder count is
         below 1."""
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"

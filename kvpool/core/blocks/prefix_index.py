@@ -1,10 +1,10 @@
-"""Which prefixes one tier holds: a tree of blocks under their chained hashes. Pure.
+"""The cached prefixes of one tier: a tree of blocks under their chained hashes. Pure.
 
     absent --insert--> held --release (last holder)--> idle --evict--> absent
                         ^-----------acquire-------------'
 
-A chain is a sequence's blocks from its start. Whoever holds a block holds its whole chain, and
-chains are let go from their ends. So a parent is never idle before its children, never used less
+A chain is a sequence's blocks from its start. A holder of a block holds its whole chain, and
+chains are released from their ends. So a parent is never idle before its children, never used less
 often, and outlives them: eviction takes leaves first without searching for one.
 """
 
@@ -18,8 +18,8 @@ from kvpool.core.layout.hashes import BlockHash
 
 
 class PrefixIndex:
-    """Every operation takes constant time per block. Blocks, not memory: the owner of the tier's
-    memory asks for room by `try_evict` and gets the places back."""
+    """Every operation takes constant time per block. It counts blocks, not memory: the owner of the
+    tier's memory asks for room by `try_evict` and gets the blocks' places back."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
@@ -40,14 +40,14 @@ class PrefixIndex:
         return len(self._policy)
 
     def match(self, hashes: Sequence[BlockHash]) -> int:
-        """Blocks in the longest cached prefix of the chain. Changes nothing."""
+        """Number of blocks in the longest cached prefix of the chain. Changes nothing."""
         for length, block_hash in enumerate(hashes):
             if block_hash not in self._blocks:
                 return length
         return len(hashes)
 
     def find(self, hashes: Sequence[BlockHash]) -> list[CachedBlock]:
-        """Those blocks. They are the caller's to keep only once acquired."""
+        """The blocks of that prefix. They may be evicted until they are acquired."""
         return [self._blocks[block_hash] for block_hash in hashes[: self.match(hashes)]]
 
     def acquire(self, hashes: Sequence[BlockHash]) -> list[CachedBlock]:
@@ -64,10 +64,10 @@ class PrefixIndex:
     def insert(
         self, block_hash: BlockHash, *, parent: CachedBlock | None, place: Place
     ) -> CachedBlock:
-        """The caller, who holds `parent`, has filled `place` and holds the block from now on.
+        """The caller, who holds `parent`, has filled `place`. From now on it holds the block.
 
-        When the hash is there already, its block is returned and held instead; the caller sees
-        that by its `place` and keeps `place` to itself or gives it back.
+        If the hash is there already, its block is returned and held instead. The caller sees that
+        by its `place`; its own `place` stays with the caller.
         """
         assert parent is None or parent.holders, "the chain must be held"
         block = self._blocks.get(block_hash)
@@ -94,7 +94,7 @@ class PrefixIndex:
         block.holders += 1
 
     def release(self, chain: Sequence[CachedBlock]) -> None:
-        """Let go of a held chain, or of its end; the blocks stay cached."""
+        """Releases a held chain, or the end of one; the blocks stay cached."""
         for block in reversed(chain):
             assert block.holders, "released twice"
             block.holders -= 1
@@ -102,8 +102,8 @@ class PrefixIndex:
                 self._policy.idle(block)
 
     def try_evict(self, count: int) -> list[CachedBlock] | None:
-        """Drop `count` blocks, whose places are the caller's again; None and nothing changed
-        when fewer are idle."""
+        """Evicts `count` blocks and returns their places; None and nothing changed when fewer are
+        idle."""
         if count > len(self._policy):
             return None
         return [self._drop(self._policy.victim()) for _ in range(count)]
@@ -117,7 +117,8 @@ class PrefixIndex:
 
     @contextmanager
     def kept(self, block: CachedBlock) -> Iterator[None]:
-        """The chain that ends in `block` is not evicted meanwhile. This does not count as a use.
+        """The chain that ends in `block` is not evicted within this context. That does not count as
+        a use.
 
         It takes time for each block of the chain.
         """
@@ -128,7 +129,7 @@ class PrefixIndex:
         self.release(chain)
 
     def validate(self) -> None:
-        """Every block is held or idle. Every parent is cached, counted and held by all who hold
+        """Every block is held or idle. Every parent is cached, counted, and held by all holders of
         its children."""
         children = dict.fromkeys(self._blocks, 0)
         held_below = dict.fromkeys(self._blocks, 0)
@@ -147,7 +148,7 @@ class PrefixIndex:
 
 
 def _chain_to(block: CachedBlock) -> list[CachedBlock]:
-    """From the chain's start to the block."""
+    """The blocks from the chain's start to this one."""
     chain: list[CachedBlock] = []
     above: CachedBlock | None = block
     while above is not None:

@@ -1,13 +1,9 @@
-"""Which sequence holds which blocks, over all groups of the layout. Pure; runs in the owner.
+"""The block tables of all sequences, over all groups of the layout. Pure; runs in the owner.
 
 A holder is one choice of one request. In groups without a window its tables hold all its tokens, in
-the others those that its window still shows. What a holder has filled is named by its hashes, so
-that later requests with the same prefix find it, also after the holder has gone.
-Operations are all-or-nothing over the groups.
-
-Blocks for holdings, over all groups of a layout: taken, held and given back. Pure.
-
-Prefixes that are never evicted from a worker's device tier. Pure.
+the others those that its window still shows. Full blocks are named by their hashes, so that later
+requests with the same prefix find them, also after the holder has gone. Operations are
+all-or-nothing over the groups. Pinned prefixes are never evicted.
 """
 
 from __future__ import annotations
@@ -26,16 +22,17 @@ from kvrelay.types import RequestKey, RequestSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """What is `missing` is asked first, so that all groups get theirs or none does."""
+class GroupRoom:
+    """Room in all groups of a layout. `has` is asked first, so that all groups get blocks or none
+    does."""
 
     cache: DeviceCache
 
     def has(
         self, entry: Holding, tokens: int, window_tokens: int | None, *, opening: bool = False
     ) -> bool:
-        """Whether there are blocks for `tokens` tokens in all (in groups with a window:
-        `window_tokens`). `opening`: its tables aren't held yet, and what is cached of them will no
+        """True if there are blocks for `tokens` tokens in all (in groups with a window:
+        `window_tokens`). `opening`: its tables aren't held yet, and its cached blocks will no
         longer make room."""
         for group, pool in enumerate(self.cache.pools):
             _, missing = entry.lacks(group, tokens, window_tokens)
@@ -45,7 +42,7 @@ class Room:
         return True
 
     def extend(self, entry: Holding, tokens: int, window_tokens: int | None) -> None:
-        """After `has`."""
+        """Call it only after `has`."""
         for group, table in enumerate(entry.tables):
             passed, missing = entry.lacks(group, tokens, window_tokens)
             table.extend([NO_BLOCK] * passed)
@@ -53,7 +50,7 @@ class Room:
                 table.extend(self.cache.take(group, missing, leased=entry.leased))
 
     def hold(self, entry: Holding) -> None:
-        """One more holder of all that it has."""
+        """Adds one holder to all of the holding's blocks."""
         self.cache.hold_chain(entry.chain)
         for group in range(len(entry.tables)):
             self.cache.hold(group, entry.real(group))
@@ -70,9 +67,9 @@ class Room:
 
 @dataclass(slots=True)
 class BlockTables:
-    """The worker's device tier: one block pool per layer group and every holder's tables.
+    """The worker's device tier: one block pool per layer group, and the tables of every holder.
 
-    `caching` False: nothing is found again. `policy` names an eviction policy
+    With `caching` False no prefix is found again. `policy` names an eviction policy
     (kvpool.core.blocks.eviction).
     """
 
@@ -85,21 +82,21 @@ class BlockTables:
     hit_tokens: int = field(init=False, default=0)
     pools: list[BlockPool] = field(init=False)
     cache: DeviceCache = field(init=False)
-    _room: Room = field(init=False)
+    _room: GroupRoom = field(init=False)
     _copies: Copies = field(init=False)
     _entries: dict[Holder, Holding] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pools = [BlockPool(self.blocks) for _ in self.layout.groups]
         self.cache = DeviceCache(self.layout, self.pools, open_policy(self.policy))
-        self._room, self._copies = Room(self.cache), Copies(self.cache)
+        self._room, self._copies = GroupRoom(self.cache), Copies(self.cache)
 
     def __contains__(self, holder: Holder) -> bool:
         return holder in self._entries
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that every group still has, or can have by evicting cached ones."""
+        """Blocks that every group has free, or can free by evicting cached ones."""
         return self.scarcest.available
 
     @property
@@ -120,7 +117,7 @@ class BlockTables:
         return chain.told_to(self.cache.roots, tenant_label(tenant)) if tenant else chain
 
     def names_of(self, spec: RequestSpec) -> HashChain:
-        """For the blocks of what the request begins with."""
+        """The names of the blocks that the request begins with."""
         return self.chain(spec.tenant, spec.context_tokens).begin(spec)
 
     # --- taking ---------------------------------------------------------------------------------
@@ -136,11 +133,12 @@ class BlockTables:
         seen_from: int | None = None,
         leased: bool = False,
     ) -> int | None:
-        """Room for `tokens` tokens in all, starting with what is cached under `hashes`.
+        """Room for `tokens` tokens in all, starting with the blocks cached under `hashes`.
 
-        Groups with a window get room for `ahead_tokens` (None: all) behind the cached ones, less
-        what a query at `seen_from` (None: right behind the cached ones) no longer sees. The number
-        of tokens whose KV is there already, or None and nothing changed when blocks run out.
+        Groups with a window get room for `ahead_tokens` (None: all) behind the cached ones, without
+        the blocks that a query at `seen_from` (None: right behind the cached ones) no longer sees.
+        Returns the number of tokens whose KV is there already, or None and nothing changed when
+        blocks run out.
         """
         assert holder not in self._entries, f"{holder} is here already"
         chain = self.cache.find(hashes, seen_from)
@@ -172,7 +170,7 @@ class BlockTables:
         leased: bool = False,
         window_tokens: int | None = None,
     ) -> bool:
-        """Make room for `tokens` tokens in all; False and nothing changed when blocks run out."""
+        """Makes room for `tokens` tokens in all; False and nothing changed when blocks run out."""
         entry = self._entries.get(holder)
         if entry is None:
             return self.try_open(holder, tokens, now_s=now_s, leased=leased) is not None
@@ -185,7 +183,7 @@ class BlockTables:
         return True
 
     def keep(self, holder: Holder, places: Sequence[Place], *, now_s: float) -> None:
-        """Hold these named blocks as they are, until `release`."""
+        """Holds these named blocks unchanged until `release`."""
         tables = [[place[group] for place in places] for group in range(len(self.pools))]
         entry = Holding(
             layout=self.layout, tables=tables, since_s=now_s, leased=False, seen_from=0, chain=[]
@@ -194,7 +192,8 @@ class BlockTables:
         self._entries[holder] = entry
 
     def keep_prefix(self, holder: Holder, hashes: Sequence[BlockHash], *, now_s: float) -> int:
-        """Hold the longest cached prefix as it is, until `release`; how many blocks it has."""
+        """Holds the longest cached prefix unchanged until `release`. Returns its number of
+        blocks."""
         chain = self.cache.find(hashes, None)
         firsts = self.cache.firsts(len(chain), None)
         entry = Holding.of(self.layout, chain, firsts, seen_from=0, leased=False, now_s=now_s)
@@ -203,7 +202,7 @@ class BlockTables:
         return len(chain)
 
     def activate(self, holder: Holder) -> None:
-        """The lease's peer delivered: the blocks now belong to the running request."""
+        """The lease's peer has delivered; the blocks now belong to the running request."""
         entry = self._entries[holder]
         assert entry.leased, f"{holder} holds no lease"
         entry.leased = False
@@ -211,7 +210,7 @@ class BlockTables:
             pool.activate(real(table[len(entry.chain) :]))
 
     def fork(self, source: Holder, target: Holder, *, now_s: float) -> None:
-        """`target` shares all blocks of `source`; writers make them their own first."""
+        """`target` shares all blocks of `source`; a writer copies them first."""
         entry = self._entries[source]
         assert not entry.leased
         assert target not in self._entries
@@ -220,7 +219,7 @@ class BlockTables:
         self._entries[target] = copy
 
     def try_own(self, holder: Holder, position: int) -> CopyPairs | None:
-        """Before writing at `position`: replace a shared block there by a copy of one's own.
+        """Call it before writing at `position`: replaces a shared block there by an own copy.
 
         Returns the copies to make (empty tuples when none), or None when blocks run out.
         """
@@ -232,8 +231,8 @@ class BlockTables:
         self, holder: Holder, hashes: Sequence[BlockHash], *, edges_full: bool = False
     ) -> None:
         """The holder's first `len(hashes)` blocks are full, and these are their names. In a group
-        with a window all but the one that lies on its edge, unless `edges_full`: the tokens outside
-        may be missing."""
+        with a window the block on the window's edge gets no name, unless `edges_full`: tokens
+        outside the window may be missing in it."""
         if self.caching:
             entry = self._entries[holder]
             assert not entry.leased
@@ -241,7 +240,7 @@ class BlockTables:
                 self._name(entry, block_hash, edges_full=edges_full)
 
     def _name(self, entry: Holding, block_hash: BlockHash, *, edges_full: bool) -> None:
-        """The block behind the chain is called that."""
+        """Names the block behind the chain."""
         place = entry.place(len(entry.chain), edges_full=edges_full)
         parent = entry.chain[-1] if entry.chain else None
         block, twins = self.cache.insert(block_hash, parent, place)
@@ -249,7 +248,7 @@ class BlockTables:
         entry.twins += twins
 
     def trim(self, holder: Holder, position: int) -> None:
-        """Give back what the query at `position`, and those after it, don't see."""
+        """Gives back the blocks that neither the query at `position` nor later ones see."""
         entry = self._entries[holder]
         if self.layout.has_windows:
             for group in range(len(self.pools)):
@@ -257,7 +256,7 @@ class BlockTables:
         entry.seen_from = position
 
     def shrink(self, holder: Holder, tokens: int) -> None:
-        """Give back the room behind the first `tokens` tokens, none of which is named."""
+        """Gives back the room behind the first `tokens` tokens; none of it is named."""
         entry, kept = self._entries[holder], self.layout.blocks_for(tokens)
         assert kept >= len(entry.chain), "a named block is not given back alone"
         for group, table in enumerate(entry.tables):
@@ -265,7 +264,7 @@ class BlockTables:
             del table[kept:]
 
     def release(self, holder: Holder) -> None:
-        """Give everything back; releasing what isn't held is fine."""
+        """Gives everything back. Does nothing for an unknown holder."""
         entry = self._entries.pop(holder, None)
         if entry is None:
             return
@@ -287,13 +286,13 @@ class BlockTables:
 
     @property
     def scarcest(self) -> BlockPool:
-        """Of the group with the fewest blocks to be had."""
+        """The counts of the group with the fewest available blocks."""
         if len(self.pools) == 1:
             return self.pools[0]
         return min(self.pools, key=lambda pool: pool.available)
 
     def orphaned(self) -> int:
-        """Blocks that are held in a pool but stand in no holder's table: always 0."""
+        """Blocks that are held in a pool but are in no holder's table: always 0."""
         lost = 0
         for group, pool in enumerate(self.pools):
             known = {b for entry in self._entries.values() for b in entry.real(group)}
@@ -311,7 +310,7 @@ _SIDE = "pinned"
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """A sequence of `longest_tokens` always finds room beside them."""
+    """Pins prefixes, as long as a sequence of `longest_tokens` still fits beside them."""
 
     tables: BlockTables
     longest_tokens: int
@@ -320,8 +319,8 @@ class Pins:
         return self._holder(self._hashes(spec)) in self.tables
 
     def try_pin(self, spec: RequestSpec, now_s: float) -> bool:
-        """Hold the full blocks of its prompt for good; False unless all of them are cached and
-        the longest sequence still fits."""
+        """Holds the full blocks of its prompt for good. False unless all of them are cached and the
+        longest sequence still fits."""
         hashes = self._hashes(spec)
         holder = self._holder(hashes)
         tokens = len(hashes) * self.tables.layout.block_size

@@ -1,1 +1,1 @@
-"""KV that a worker gets from elsewhere: from which source, at which cost, how far it is."""
+"""KV that a worker gets from elsewhere: from which source, at which cost, and its progress."""

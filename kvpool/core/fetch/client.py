@@ -1,12 +1,9 @@
-"""A worker's side of its host's pool node: what it stores there and fetches from there. Pure.
+"""A worker's side of its host's pool node: its stores and its fetches. Pure.
 
-Storing is write-behind: at most so much waits, more is dropped, and nothing of serving ever waits
-for it. Offered blocks must keep their content until OfferSettled, the targets of a fetch belong to
-it until PrefixFetched; both come exactly once, also when the node is lost or was never there.
-
-A worker's fetches from its pool node: which are asked and which are being read. Pure.
-
-A worker's offers to its pool node: what waits, what is asked, what is being gathered. Pure.
+Stores are write-behind: a bounded number of blocks waits, more are dropped, and serving never waits
+for them. Offered blocks must keep their content until OfferSettled. The targets of a fetch belong
+to it until PrefixFetched. Both events come exactly once, also when the node is lost or was never
+there.
 """
 
 from __future__ import annotations
@@ -59,7 +56,8 @@ from kvrelay.types import RequestKey
 
 @dataclass(slots=True)
 class _Fetch:
-    """`void`: what is read is of no use, because it isn't wanted or isn't held any more."""
+    """`void`: the result of the read is useless, because it is no longer wanted or no longer
+    held."""
 
     wanted: WantPrefix
     asked_s: float
@@ -111,7 +109,7 @@ class ClientFetches:
     def scattered(self, done: BlocksFetched, now_s: float, *, lease_ttl_s: float | None) -> None:
         """`lease_ttl_s` None: the node that held the places is gone.
 
-        After the lease's end a place may have been another's while it was read.
+        After the end of the lease, a place may have had other content while it was read.
         """
         fetch = self._open[done.request_no]
         late = lease_ttl_s is None or now_s - fetch.asked_s >= lease_ttl_s
@@ -132,7 +130,8 @@ class ClientFetches:
                     self._end(number, 0)
 
     def lost(self) -> None:
-        """What is being read comes to its own end, for nothing; all else ends now."""
+        """Running reads continue to their end, and their results are dropped; all other fetches end
+        now."""
         self._late.clear()
         for number, fetch in list(self._open.items()):
             fetch.void = True
@@ -157,7 +156,7 @@ class ClientFetches:
 
 
 def _after(wanted: WantPrefix, blocks: int) -> tuple[BlockHash, ...]:
-    """The block behind the first `blocks` that were fetched."""
+    """The block behind the first `blocks` fetched ones."""
     return wanted.hashes[wanted.skip + blocks : wanted.skip + blocks + 1]
 
 
@@ -188,7 +187,7 @@ class ClientStores:
         return not self._unsettled
 
     def offer(self, offer: OfferBlocks, *, connected: bool) -> None:
-        """What finds no room is dropped."""
+        """Blocks without room are dropped."""
         assert offer.offer not in self._unsettled, f"offer {offer.offer} is open"
         room = self.max_waiting_blocks - len(self._waiting) if connected else 0
         taken = offer.blocks[: max(0, room)]
@@ -204,7 +203,7 @@ class ClientStores:
         return bool(self._waiting) and len(self._open) < self.max_stores
 
     def ask(self, number: int, now_s: float) -> None:
-        """A store of the blocks that have waited longest."""
+        """Asks to store the blocks that have waited longest."""
         count = min(self.batch_blocks, len(self._waiting))
         blocks = [self._waiting.popleft() for _ in range(count)]
         self._open[number] = _Store(blocks=blocks, asked_s=now_s)
@@ -248,7 +247,7 @@ class ClientStores:
             self.outbox.append(SendPool(message=message))
 
     def lost(self) -> None:
-        """What is being gathered comes to its own end; all else ends now."""
+        """Blocks that are being gathered continue to the end; all other stores end now."""
         self._late.clear()
         self._settle(self._waiting)
         self._waiting.clear()
@@ -262,7 +261,7 @@ class ClientStores:
                 self._settle(self._open.pop(number).blocks)
 
     def _settle(self, blocks: Iterable[tuple[int, OfferedBlock]]) -> None:
-        """These blocks are not read (any more)."""
+        """These blocks are no longer read."""
         for offer, _ in blocks:
             self._unsettled[offer] -= 1
             if not self._unsettled[offer]:
@@ -280,8 +279,8 @@ class ClientStores:
 
 
 class PoolClient:
-    """`max_waiting_blocks` bounds what offers may hold; `patience_s` is how long the node may take
-    to answer, before the worker goes on without it."""
+    """`max_waiting_blocks` bounds the blocks that offers may hold. The worker waits `patience_s`
+    for an answer of the node, then continues without it."""
 
     def __init__(
         self,
@@ -310,7 +309,7 @@ class PoolClient:
 
     @property
     def idle(self) -> bool:
-        """Nothing of the worker's is held for the pool."""
+        """The pool client holds none of the worker's blocks."""
         return self.stores.idle and self.fetches.idle and not self._asked
 
     def handle(self, event: ClientEvent, now_s: float) -> list[ClientCommand]:
@@ -383,7 +382,7 @@ class PoolClient:
             self._found(number, 0, 0)
 
     def _expire(self, asked_before_s: float) -> None:
-        """The node may be hung."""
+        """Ends requests without an answer: the node may hang."""
         self.stores.expire(asked_before_s)
         self.fetches.expire(asked_before_s)
         for number, (_, asked_s) in list(self._asked.items()):

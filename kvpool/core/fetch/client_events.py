@@ -1,4 +1,4 @@
-"""What a worker's pool client hears and what it orders, as values. Pure."""
+"""Events and commands of a worker's pool client, as values. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvrelay.types import RequestKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolJoined:
-    """The host's pool node takes this worker's blocks."""
+    """The host's pool node accepts this worker's blocks."""
 
     welcome: PoolWelcome
 
@@ -35,7 +35,7 @@ class FromNode:
 
 @dataclass(frozen=True, slots=True)
 class OfferedBlock:
-    """A whole block, filled: `place` has a block in every layer group. `tenant` is a label."""
+    """A full block; `place` has a block in every layer group. `tenant` is a label."""
 
     hash: BlockHash
     parent: BlockHash | None
@@ -45,8 +45,8 @@ class OfferedBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferBlocks:
-    """Newly cached blocks, parents before their children. They stay as they are until
-    OfferSettled; `offer` is a number of the caller's."""
+    """Newly cached blocks, parents before their children. They stay unchanged until OfferSettled.
+    The caller chooses the number `offer`."""
 
     offer: int
     blocks: tuple[OfferedBlock, ...]
@@ -54,7 +54,7 @@ class OfferBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeekPrefix:
-    """How much of the chain is there? Answered by PrefixFound."""
+    """Asks how much of the chain the node has. The answer is PrefixFound."""
 
     key: RequestKey
     hashes: tuple[BlockHash, ...]
@@ -64,7 +64,7 @@ class SeekPrefix:
 class WantPrefix:
     """Fill `targets`, blocks of this worker, with blocks `skip, skip + 1, ...` of the chain.
 
-    Answered by PrefixFetched; until then the targets are the fetch's.
+    The answer is PrefixFetched; until then the targets belong to the fetch.
     """
 
     key: RequestKey
@@ -75,7 +75,7 @@ class WantPrefix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropPrefix:
-    """The request is over; PrefixFetched comes as soon as no target is written any more."""
+    """The request is over; PrefixFetched comes as soon as no target is being written."""
 
     key: RequestKey
 
@@ -85,7 +85,7 @@ class DropPrefix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksStored:
-    """The places are written (`error` None), or not all of them and nothing more will be."""
+    """The places are written (`error` None), or not all of them, and no more writes follow."""
 
     request_no: int
     region: str
@@ -97,8 +97,8 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksFetched:
-    """The first `sound_blocks` targets hold what the checksums are of; `damaged`: the place after
-    them did not. `error` says why it ended early otherwise."""
+    """The first `sound_blocks` targets match their checksums. `damaged`: the place after them did
+    not. `error`: another reason for the early end."""
 
     request_no: int
     region: str
@@ -158,7 +158,7 @@ class FetchBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferSettled:
-    """Nothing of the offer is read any more."""
+    """The blocks of the offer are no longer read."""
 
     offer: int
 
@@ -174,7 +174,7 @@ class PrefixFound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixFetched:
-    """The first `blocks` targets are filled; what is in the others means nothing."""
+    """The first `blocks` targets are filled; the content of the others is undefined."""
 
     key: RequestKey
     blocks: int

@@ -1,7 +1,7 @@
-"""Is a prefix that a pool or a peer holds brought here, or computed again? Pure.
+"""Decides whether to fetch a prefix from a pool or a peer, or to compute it again. Pure.
 
-Both are timed as they happen. What has not been timed yet is tried; what was slow is tried again
-from time to time, at a bounded cost.
+Both are timed as they happen. A source without a time is tried. A slow source is tried again from
+time to time, at a bounded cost.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from kvrelay.types import Incarnation
 _NEW_SHARE = 0.2
 """Weight of the newest measurement."""
 _TRIAL_SHARE = 0.02
-"""Of the time spent on computing what could have been fetched: what trials may lose."""
+"""Trials may cost this share of the time spent on computing KV that could have been fetched."""
 
 
 @dataclass(slots=True)
 class Rate:
-    """A running mean of seconds per unit; None before the first measurement. `credit_s` is what
-    trying it again may lose by now."""
+    """A running mean of seconds per unit; None before the first measurement. `credit_s` is the time
+    that another trial may lose by now."""
 
     seconds: float | None = None
     credit_s: float = 0.0
@@ -37,8 +37,9 @@ class Rate:
 
 @dataclass(slots=True)
 class RestoreCost:
-    """`token` is a token's prefill; `host`, `disk` and `peer` a block's way here from either tier
-    of the pool, or from another worker; `remote` from the pool node of another host."""
+    """`token` is the prefill time of a token. `host`, `disk` and `peer` are times to fetch a block
+    from either tier of the pool or from another worker; `remote` from the pool node of another
+    host."""
 
     block_size: int
     token: Rate = field(default_factory=Rate)
@@ -55,7 +56,7 @@ class RestoreCost:
         self.token.observe(tokens, seconds)
 
     def restored(self, host_blocks: int, disk_blocks: int, seconds: float) -> None:
-        """A fetch that reads the disk is timed as the disk's."""
+        """A fetch that reads the disk counts for the disk."""
         if disk_blocks:
             self.disk.observe(disk_blocks, max(0.0, seconds - self.host.of(host_blocks)))
         else:
@@ -65,13 +66,14 @@ class RestoreCost:
         self.peer.observe(blocks, seconds)
 
     def fetched(self, node: Incarnation, blocks: int, seconds: float) -> None:
-        """The first fetch may have waited for the link, so it says nothing."""
+        """The first fetch is not counted: it may have waited for the link."""
         if node in self._reached:
             self.remote(node).observe(blocks, seconds)
         self._reached.add(node)
 
     def prefers(self, way: Rate, blocks: int, host_blocks: int, disk_blocks: int) -> bool:
-        """Rather than fetching from the host's pool what that is worth, and computing all else."""
+        """True if this is faster than fetching from the host's pool what is worth it there and
+        computing the rest."""
         fetched = self.worth(host_blocks, disk_blocks)
         if self.token.seconds is None:
             return blocks > fetched
@@ -81,7 +83,7 @@ class RestoreCost:
         return way.of(blocks) < pool_s + computed_s
 
     def tries_again(self, way: Rate, blocks: int) -> bool:
-        """Slower than computing as it was timed; that may have been a bad time, or be old."""
+        """Its measured time is slower than computing, but it may be old or from a busy moment."""
         computed_s = self.token.of(blocks * self.block_size)
         loss_s = way.of(blocks) - computed_s
         if loss_s <= 0:
@@ -93,7 +95,7 @@ class RestoreCost:
         return True
 
     def fetches(self, host_blocks: int, disk_blocks: int) -> int:
-        """What is `worth` it, or tried again."""
+        """Blocks to fetch: those that are `worth` it, or more to try a slow source again."""
         worth = self.worth(host_blocks, disk_blocks)
         if worth < host_blocks and self.tries_again(self.host, host_blocks):
             return host_blocks
@@ -102,7 +104,7 @@ class RestoreCost:
         return worth
 
     def worth(self, host_blocks: int, disk_blocks: int) -> int:
-        """How many of the chain's next blocks, those in memory before those on disk, to fetch."""
+        """The number of the chain's next blocks to fetch, those in memory before those on disk."""
         if self.token.seconds is None:
             return host_blocks + disk_blocks
         if self.host.of(host_blocks) > self.token.of(host_blocks * self.block_size):

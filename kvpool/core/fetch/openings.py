@@ -1,6 +1,6 @@
-"""Opens sequences with all of their KV that can be had: here, in a pool, or at a peer. Pure.
+"""Opens sequences with all KV that is available: on this worker, in a pool, or at a peer. Pure.
 
-A sequence whose prefix is on its way holds its blocks and waits, until Restored.
+A sequence whose prefix is being fetched holds its blocks and waits for Restored.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ PoolQuestion = SeekPrefix | WantPrefix | DropPrefix | AskFar
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What a peer or far pool seems to have for one that asks its host's pool first."""
+    """The blocks that a peer or remote pool seems to have for a sequence that asks its host's pool
+    first."""
 
     holder: Holder
     hashes: tuple[BlockHash, ...]
@@ -43,9 +44,9 @@ class _Offer:
 
 @dataclass(slots=True, kw_only=True)
 class Openings:
-    """`restores` and `write_behind` None: there is no pool; `far` None: nor do pools of other hosts
-    give anything; `pulls` and `grants` None: peers neither give nor get anything. Questions for
-    the pools wait in an outbox. `origins` counts where the prefixes came from."""
+    """Without a pool `restores` and `write_behind` are None. Without pools of other hosts `far` is
+    None. `pulls` and `grants` are None if peers neither give nor get prefixes. Lookups for the
+    pools wait in an outbox. `origins` counts where prefixes came from."""
 
     tables: BlockTables
     restores: Restores | None = None
@@ -67,7 +68,8 @@ class Openings:
         now_s: float,
         source: PrefixSource | None = None,
     ) -> int | None:
-        """Like `BlockTables.try_open`; then `waits` may be true. `source` may have more."""
+        """Like `BlockTables.try_open`; afterwards `waits` may be true. `source` may have more
+        blocks."""
         found = self.tables.try_open(
             holder, tokens, hashes=hashes, ahead_tokens=ahead_tokens, now_s=now_s
         )
@@ -85,7 +87,7 @@ class Openings:
         source: PrefixSource | None,
         now_s: float,
     ) -> bool:
-        """Whether there is anything to wait for. The pool is asked first."""
+        """True if there is something to wait for. The pool is asked first."""
         asked = self.restores.begin(holder, hashes, found) if self.restores is not None else None
         self._ask(asked)
         if source is None:
@@ -99,8 +101,8 @@ class Openings:
     def _try_source(
         self, offer: _Offer, here: int, now_s: float, host: int = 0, disk: int = 0
     ) -> bool:
-        """Whether the rest is on its way from there: because there is more than in the host's
-        pool (`host` and `disk` blocks), or because that is faster."""
+        """True if the rest is fetched from the source: because it has more than the host's pool
+        (`host` and `disk` blocks), or because it is faster."""
         source = offer.source
         way = self.far if source.is_pool_node else self.pulls
         if way is None or not way.prefers(offer.hashes, source, here, host, disk):
@@ -113,7 +115,7 @@ class Openings:
         return asked is not None
 
     def waits(self, holder: Holder) -> bool:
-        """Its prefix is being fetched: nothing of it may run, or be freed."""
+        """Its prefix is being fetched: none of it may run or be freed."""
         ways = (self.restores, self.far, self.pulls)
         return any(way is not None and holder in way for way in ways)
 
@@ -131,23 +133,23 @@ class Openings:
         return True
 
     def is_stored(self, hashes: Iterable[BlockHash]) -> bool:
-        """The pool has taken these, or won't."""
+        """The pool has taken these blocks, or won't take them."""
         return self.write_behind is None or self.write_behind.has_settled(hashes)
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """How long a prefill took, to compare fetching with."""
+        """The time of a prefill, to compare fetching with."""
         waiting = self.restores or self.pulls
         if waiting is not None:
             waiting.cost.computed(tokens, seconds)
 
     @property
     def declined_tokens(self) -> int:
-        """They were in a pool, but had faster otherwise."""
+        """Tokens that were in a pool, but were faster computed or fetched elsewhere."""
         restored = self.restores.declined_tokens if self.restores is not None else 0
         return restored + (self.far.declined_tokens if self.far is not None else 0)
 
     def answer(self, event: PrefixFound | PrefixFetched, now_s: float) -> Restored | None:
-        """What the pool said, for the scheduler that waits."""
+        """Handles the pool's answer for the scheduler that waits."""
         assert self.restores is not None
         if isinstance(event, PrefixFetched):
             far = self.far.fetched(event, now_s) if self.far is not None else None
@@ -161,7 +163,7 @@ class Openings:
         return self._opened(found)
 
     def _found_elsewhere(self, event: PrefixFound, now_s: float) -> bool:
-        """What the host's pool has is left there."""
+        """The blocks of the host's pool are not fetched."""
         offer = self._offers.pop(event.key, None)
         if offer is None or self.restores is None:
             return False
@@ -174,7 +176,7 @@ class Openings:
         return True
 
     def pulled(self, event: PullEvent, now_s: float) -> list[Restored]:
-        """What a peer said of a pull, for the schedulers that wait."""
+        """Handles a peer's message about a pull, for the schedulers that wait."""
         if self.pulls is None:
             return []
         return [*filter(self._opened, self.pulls.handle(event, now_s))]
@@ -183,7 +185,7 @@ class Openings:
         return [] if self.pulls is None else [*filter(self._opened, self.pulls.expire(now_s))]
 
     def _opened(self, restored: Restored | None) -> Restored | None:
-        """All that is to be had is in the holder's blocks now."""
+        """All KV that could be fetched is now in the holder's blocks."""
         if restored is not None:
             self.origins[restored.origin] += 1
             log.debug("%s: %d tokens, %s", restored.holder, restored.tokens, restored.origin)
@@ -194,7 +196,7 @@ class Openings:
         return taken
 
     def take_pulls(self) -> list[SendPeer | PullBlocks]:
-        """To be executed, in order."""
+        """The pulls to execute, in order."""
         return [] if self.pulls is None else self.pulls.take_outbox()
 
     def _ask(self, question: PoolQuestion | None) -> None:

@@ -1,16 +1,14 @@
-"""Prefixes on their way from another worker's cache into this worker's blocks. Pure.
+"""Fetches prefixes from another worker's cache into this worker's blocks. Pure.
 
     begin --PullWanted--> asked --PullGranted--> reading --PullRead--> read --PullSettled-.
                             |                                                             v
                             `------ nothing there, peer lost or late --------------> Restored
 
-Every `begin` ends in one Restored, with what is there then, however the peer behaves. Until then
-the sequence's blocks are the pull's: a read that is under way is always waited for.
+Every `begin` ends in one Restored, with the KV that is there then, however the peer behaves. Until
+then the sequence's blocks belong to the pull: it always waits for a running read.
 
-Cached blocks that peers are reading just now: held as they are until they have. Pure.
-
-A hold ends with PullRead, with the peer's connection, or with its lease: late readers are told that
-what they read is of no use.
+On the other side, blocks that a peer reads are held unchanged. The hold ends with PullRead, with
+the peer's connection, or with its lease. Late readers learn that their bytes are useless.
 """
 
 from __future__ import annotations
@@ -76,8 +74,8 @@ class _Pull:
 
 @dataclass(slots=True, kw_only=True)
 class Pulls:
-    """`outbox` waits to be executed, in order. `patience_s`: how long the peer may take for an
-    answer. `read_bytes`: of one read; other transfers have their turn between two."""
+    """`outbox` holds commands to be executed, in order. A peer may take `patience_s` for an answer.
+    One read has at most `read_bytes`, so that other transfers get their turn in between."""
 
     tables: BlockTables
     cost: RestoreCost
@@ -100,8 +98,8 @@ class Pulls:
         host_blocks: int = 0,
         disk_blocks: int = 0,
     ) -> bool:
-        """Of the chain `hashes` the first `here` blocks are here, and those behind them in the
-        pool's tiers."""
+        """Of the chain `hashes` the first `here` blocks are on this worker; the pool's tiers have
+        the ones behind them."""
         more = self._most(hashes, source) - here
         if more <= 0:
             return False
@@ -132,7 +130,7 @@ class Pulls:
         self.outbox.append(send)
 
     def drop(self, holder: Holder) -> bool:
-        """The request is over. True: its blocks are being written, until Restored comes."""
+        """The request is over. True: its blocks are being written until Restored comes."""
         for number, pull in list(self._open.items()):
             if pull.holder == holder:
                 if pull.state is _State.READING:
@@ -158,7 +156,7 @@ class Pulls:
         return []
 
     def expire(self, now_s: float) -> list[Restored]:
-        """A peer that takes too long to answer is waited for no more."""
+        """Stops waiting for a peer that takes too long to answer."""
         late = [
             number
             for number, pull in self._open.items()
@@ -262,12 +260,12 @@ class Pulls:
         return taken
 
     def validate(self) -> None:
-        """Whoever waits for a prefix holds its blocks."""
+        """A sequence that waits for a prefix holds its blocks."""
         assert all(pull.holder in self.tables for pull in self._open.values())
 
 
 Reader = tuple[Incarnation, int]
-"""peer, its number of the pull"""
+"""Peer, and its number of the pull."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -276,7 +274,7 @@ class PullGrants:
     leases: LeaseTable[Reader]
 
     def wanted(self, peer: Incarnation, wanted: PullWanted, now_s: float) -> PullGranted:
-        """Nothing is granted that isn't behind what the peer has."""
+        """Nothing is granted unless it follows the blocks that the peer has."""
         reader = (peer, wanted.pull)
         nothing = PullGranted(pull=wanted.pull)
         if reader in self.leases:

@@ -1,19 +1,20 @@
-"""Prefixes on their way from a pool node into this worker's blocks. Pure.
+"""Fetches prefixes from pool nodes into this worker's blocks. Pure.
+
+From the pool node of its own host:
 
     begin --SeekPrefix--> asked --PrefixFound--> fetching --PrefixFetched--> Restored
                                       `-- nothing there, or computing is faster --> Restored
 
-A sequence waits for its prefix with all its blocks held; every `begin` ends in one Restored, also
-when the node is lost.
-
-Prefixes on their way from another host's pool node into this worker's blocks. Pure.
+From the pool node of another host:
 
     begin --AskFar(WantPrefix)--> fetching --PrefixFetched--> Restored
 
-Routers know what the node seemed to hold; it answers with what it has. A sequence waits with all
-its blocks held; every `begin` ends in one Restored, also when the node is lost. What was fetched is
-named here, and so written behind to the pool of this host too: hot blocks end up in all pools that
-are asked for them.
+A sequence waits for its prefix with all its blocks held. Every `begin` ends in one Restored, also
+when the node is lost.
+
+Routers know roughly which blocks a remote node holds; the node answers with those it has. Fetched
+blocks are named here, and so stored in the pool of this host too. Hot blocks end up in all pools
+that are asked for them.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from kvrelay.types import Incarnation, PrefixOrigin, RequestKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """The KV of the first `tokens` tokens is in the holder's blocks. `origin`: of what was fetched
-    last, if anything was."""
+    """The KV of the first `tokens` tokens is in the holder's blocks. `origin`: the source of the
+    last fetch, if there was one."""
 
     holder: Holder
     tokens: int
@@ -65,7 +66,7 @@ class _Restore:
 
 @dataclass(slots=True, kw_only=True)
 class Restores:
-    """`declined_tokens` were there, but faster computed than fetched."""
+    """`declined_tokens` were in the pool, but faster computed than fetched."""
 
     tables: BlockTables
     cost: RestoreCost
@@ -82,7 +83,8 @@ class Restores:
     def begin(
         self, holder: Holder, hashes: Sequence[BlockHash], found_tokens: int
     ) -> SeekPrefix | None:
-        """Of the chain `hashes`, the first `found_tokens` are here. None: nothing to wait for."""
+        """Of the chain `hashes`, the first `found_tokens` tokens are on this worker. None: nothing
+        to wait for."""
         here = found_tokens // self.tables.layout.block_size
         if len(hashes) <= here or holder.key in self._by_key:
             return None
@@ -98,11 +100,11 @@ class Restores:
         return DropPrefix(key=holder.key)
 
     def here(self, key: RequestKey) -> int:
-        """How many blocks one that waits had from the start."""
+        """Number of blocks that a waiting sequence had from the start."""
         return self._by_key[key].here
 
     def leave(self, key: RequestKey) -> None:
-        """It asked, and goes on without the pool."""
+        """It has asked, and continues without the pool."""
         del self._by_key[key]
 
     def found(self, event: PrefixFound, now_s: float) -> WantPrefix | Restored | None:
@@ -125,7 +127,7 @@ class Restores:
         restore.host = min(restore.host, fetch)
 
     def _has_room(self, restore: _Restore, end: int, now_s: float) -> bool:
-        """Groups with a window need all the blocks that are fetched, until they are there."""
+        """Groups with a window need all fetched blocks until they are there."""
         tokens = end * self.tables.layout.block_size
         return self.tables.try_grow(restore.holder, tokens, now_s=now_s)
 
@@ -159,13 +161,13 @@ class Restores:
         return Restored(holder=restore.holder, tokens=end * size, origin=origin)
 
     def validate(self) -> None:
-        """Whoever waits for a prefix holds its blocks."""
+        """A sequence that waits for a prefix holds its blocks."""
         assert all(restore.holder in self.tables for restore in self._by_key.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskFar:
-    """A question for the pool node `node`, which is at one of `addresses`."""
+    """A request to the pool node `node`, which listens at one of `addresses`."""
 
     node: Incarnation
     addresses: tuple[str, ...]
@@ -185,7 +187,8 @@ class _Fetch:
 
 @dataclass(slots=True, kw_only=True)
 class FarFetches:
-    """`tokens` were fetched, `declined_tokens` seemed there, but are had faster otherwise."""
+    """`tokens` were fetched. `declined_tokens` seemed to be there, but another source was
+    faster."""
 
     tables: BlockTables
     cost: RestoreCost
@@ -205,7 +208,7 @@ class FarFetches:
         host_blocks: int = 0,
         disk_blocks: int = 0,
     ) -> bool:
-        """As `Pulls.prefers`."""
+        """Like `Pulls.prefers`."""
         more = min(len(hashes), source.blocks) - here
         if more <= 0:
             return False
@@ -224,7 +227,7 @@ class FarFetches:
         source: PrefixSource,
         now_s: float,
     ) -> AskFar | None:
-        """After `prefers`. None: no blocks are left for them."""
+        """Call it after `prefers`. None: no blocks are left for the fetch."""
         end = min(len(hashes), source.blocks)
         tokens = end * self.tables.layout.block_size
         if holder.key in self._by_key or not self.tables.try_grow(holder, tokens, now_s=now_s):
@@ -242,7 +245,7 @@ class FarFetches:
         return _ask(self._by_key[holder.key].source, DropPrefix(key=holder.key))
 
     def fetched(self, event: PrefixFetched, now_s: float) -> Restored | None:
-        """None: it is not one of these."""
+        """None: it is not one of these fetches."""
         fetch = self._by_key.pop(event.key, None)
         if fetch is None:
             return None
@@ -255,7 +258,7 @@ class FarFetches:
         return Restored(holder=fetch.holder, tokens=end * size, origin=PrefixOrigin.REMOTE)
 
     def validate(self) -> None:
-        """Whoever waits for a prefix holds its blocks."""
+        """A sequence that waits for a prefix holds its blocks."""
         assert all(fetch.holder in self.tables for fetch in self._by_key.values())
 
 

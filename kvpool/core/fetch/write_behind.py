@@ -1,7 +1,7 @@
 """Offers newly named blocks to the host's pool node, from prefill and from decode alike. Pure.
 
-An offer keeps its blocks as they are until it is settled; how much may wait is the pool client's
-to bound.
+An offer keeps its blocks unchanged until it is settled. The pool client bounds how many blocks may
+wait.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class WriteBehind:
         return pending.isdisjoint(hashes) and not self.tables.cache.has_news(hashes)
 
     def offer(self, now_s: float) -> OfferBlocks | None:
-        """All that was named since the last call; a block that lacks a part is passed over, though
-        an offer of none is made then: who waits for the blocks hears that it is settled."""
+        """Offers all blocks named since the last call. A block without one of its parts is passed
+        over. An empty offer is made all the same, so that waiting callers learn that it is
+        settled."""
         news = self.tables.cache.take_news()
         if not news:
             return None
@@ -42,11 +43,11 @@ class WriteBehind:
         return OfferBlocks(offer=self._offers, blocks=tuple(map(_offered, fresh)))
 
     def settled(self, offer: int) -> None:
-        """Its blocks are not read any more."""
+        """Its blocks are no longer read."""
         self.tables.release(_holder(offer))
 
     def confirmed(self, offer: int) -> None:
-        """What the node took of it can be found there."""
+        """The blocks that the node has taken can now be found there."""
         del self._pending[offer]
 
 

@@ -1,7 +1,7 @@
 """Names for a sequence's blocks as it grows. Pure.
 
 The KV of a token depends on the tokens before it, on the model and the format, and with LongRoPE on
-whether the prompt reached the model's border. All of that, and the tenant, is in the name.
+whether the prompt reached the model's border. A name covers all of that, and the tenant.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from kvpool.core.layout.layout import KvLayout
 from kvrelay.types import RequestSpec
 
 _WALK_BLOCKS = 16
-"""Whose bytes are made together."""
+"""The bytes of this many blocks are made together."""
 
 _MIXED = "mixed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockNames:
-    """What all names of one worker share. `rope_border_tokens`: prompts that are longer are
-    computed in another way (LongRoPE)."""
+    """The common part of one worker's names. Prompts longer than `rope_border_tokens` are computed
+    in another way (LongRoPE)."""
 
     fingerprint: str = ""
     physical_format: str = ""
@@ -52,8 +52,8 @@ class BlockNames:
 
 
 def named_format(layout: KvLayout, *, codec: str, mixed_precision: bool) -> str:
-    """`physical_format` of a worker's names. What may have come to it through a lossy codec, or
-    from another dtype, has other names than what its like compute or copy exactly."""
+    """`physical_format` of a worker's names. KV that may have come through a lossy codec, or from
+    another dtype, has other names than KV that was computed or copied exactly."""
     parts = [layout.physical_format()]
     if codec != Codec.NONE:
         parts.append(f"codec-{codec}")
@@ -64,7 +64,7 @@ def named_format(layout: KvLayout, *, codec: str, mixed_precision: bool) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedFormat:
-    """What `named_format` says, read again."""
+    """The parsed form of `named_format`."""
 
     dtype: str
     mixed_precision: bool
@@ -77,8 +77,8 @@ class NamedFormat:
 
 @dataclass(slots=True, kw_only=True)
 class HashChain:
-    """`limit`: blocks that end behind this token have no name. `roots` hears under which `label`
-    the first block is known."""
+    """`limit`: blocks that end behind this token have no name. `roots` records the first block with
+    its `label`."""
 
     salt: CacheSalt
     block_size: int
@@ -88,18 +88,18 @@ class HashChain:
     _hashes: list[BlockHash] = field(default_factory=list)
 
     def full(self, tokens: int) -> Sequence[BlockHash]:
-        """Of the blocks that the first `tokens` tokens fill, as far as they have been named."""
+        """The names of the blocks that the first `tokens` tokens fill, as far as they exist."""
         return self._hashes[: tokens // self.block_size]
 
     def extend(self, token_ids: SupportsTokens, tokens: int) -> None:
-        """The sequence has `tokens` tokens by now."""
+        """The sequence has `tokens` tokens now."""
         end = tokens if self.limit is None else min(tokens, self.limit)
         extend_chain(self._hashes, token_ids, end, block_size=self.block_size, salt=self.salt)
         if self.roots is not None and self._hashes:
             self.roots.note(self._hashes[0], self.label)
 
     def begin(self, spec: RequestSpec) -> HashChain:
-        """The request begins with all that it has."""
+        """The request begins with all blocks that it has."""
         self.extend(spec.prompt_ids, len(spec.prompt_ids))
         if spec.emitted_ids:
             self.extend(spec.context_ids, spec.context_tokens)
@@ -109,7 +109,7 @@ class HashChain:
         return replace(self, roots=roots, label=label)
 
     def walk(self, token_ids: SupportsTokens, tokens: int) -> Iterator[BlockHash]:
-        """The names of the blocks that the first `tokens` tokens fill, a few made at a time."""
+        """The names of the blocks that the first `tokens` tokens fill, made a few at a time."""
         return chained.from_iterable(self._pieces(token_ids, tokens))
 
     def _pieces(self, token_ids: SupportsTokens, tokens: int) -> Iterator[Sequence[BlockHash]]:

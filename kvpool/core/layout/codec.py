@@ -1,4 +1,4 @@
-"""How a section's elements are written in a slab, and how many bytes that takes. Pure.
+"""The encodings of a section's elements in a slab, and their sizes in bytes. Pure.
 
 Under `none` a section is, for each layer, for each plane, `[token, head, dim]` in the wire's dtype.
 Under `fp8` and `int8`, all padded to 16 bytes:
@@ -21,7 +21,8 @@ from kvpool.core.layout.layout import DTYPE_BYTES
 CODEC_BLOCK_TOKENS = 16
 SCALE_BYTES = 4
 LEAST_SCALE = 2.0**-126
-"""The least normal float32: all-zero heads need no care, and no scale's inverse overflows."""
+"""The smallest normal float32: all-zero heads need no special case, and no scale's inverse
+overflows."""
 _PAD_BYTES = 16
 
 
@@ -34,13 +35,14 @@ class Codec(StrEnum):
 
     @property
     def scale_per_largest(self) -> float:
-        """A scale is so many of its block and head's largest magnitude, or LEAST_SCALE."""
+        """A scale is this factor times the largest magnitude in its block and head, or
+        LEAST_SCALE."""
         return 1 / (448 if self is Codec.FP8 else 127)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireFormat:
-    """`dtype` is that of the elements under codec `none`; the others ignore it."""
+    """`dtype` is the dtype of the elements under codec `none`; the other codecs ignore it."""
 
     dtype: str
     codec: Codec = Codec.NONE
@@ -53,7 +55,7 @@ class WireFormat:
         return DTYPE_BYTES[self.dtype] if self.codec is Codec.NONE else 1
 
     def value_bytes(self, layers: int, tokens: int, token_elements: int) -> int:
-        """The part of `encoded_bytes` that stands before the scales."""
+        """The part of `encoded_bytes` before the scales."""
         values = layers * tokens * token_elements * self.element_bytes
         return values if self.codec is Codec.NONE else _padded(values)
 

@@ -1,12 +1,10 @@
-"""Names of cached blocks: chained cryptographic hashes of what they hold. Pure.
+"""Names of cached blocks: chained cryptographic hashes of their content. Pure.
 
 A block's hash covers all tokens from the sequence's start to the block's end, and everything else
-that decides what its KV is or who may see it. Equal hashes mean interchangeable blocks, on every
-worker and in every tier; a hash tells nothing about the tokens of another salt.
+that decides its KV or who may see it. Equal hashes mean interchangeable blocks, on every worker and
+in every tier. A hash reveals nothing about the tokens under another salt.
 
-Whose cached blocks are whose, as far as reports may tell. Pure.
-
-Who knows a tenant's name (over HTTP: `cache_salt`) finds its cache, so reports show a digest of it.
+A tenant's name (over HTTP: `cache_salt`) gives access to its cache, so reports show a digest of it.
 """
 
 from __future__ import annotations
@@ -24,36 +22,36 @@ BlockHash = NewType("BlockHash", bytes)
 """32 bytes. Collisions must be infeasible: one would serve a tenant another tenant's KV."""
 
 CacheSalt = NewType("CacheSalt", bytes)
-"""32 bytes; what the tokens alone don't say. Made by `cache_salt` only."""
+"""32 bytes for everything but the tokens. Made by `cache_salt` only."""
 
 _TOKEN_BYTES = 4
 _HASH_BYTES = 32
 _MOST_SHARED = 4096
-"""Pieces of prompts; with 16 blocks of 16 tokens each, about 12 MB."""
+"""Pieces of prompts in the memory; with 16 blocks of 16 tokens each, about 12 MB."""
 _NO_PARENT = bytes(_HASH_BYTES)
 _TOKEN_TYPE = next(code for code in "IL" if array(code).itemsize == _TOKEN_BYTES)
 
 
 class SupportsTokens(Protocol):
-    """Token ids of a sequence, from its start; a sequence of them is one."""
+    """Token ids of a sequence, from its start; any sequence of ints is one."""
 
     def __getitem__(self, positions: slice, /) -> Sequence[int]: ...
 
 
 class NamedTokens(Sequence[int]):
-    """Token ids of a whole prompt that know their blocks' names, such as a trace's: it says which
-    blocks are equal, not what stands in them."""
+    """Token ids of a whole prompt that know their blocks' names. A trace's prompts are such: the
+    trace says which blocks are equal, not what they contain."""
 
     @abstractmethod
     def names(self, blocks: range, block_size: int, salt: CacheSalt) -> Sequence[BlockHash]:
-        """Of these blocks, which are full. Equal names under one salt: equal up to the block's
-        end."""
+        """The names of these full blocks. Under one salt, equal names mean equal tokens up to the
+        block's end."""
 
 
 @lru_cache(maxsize=1024)
 def cache_salt(*, fingerprint: str, physical_format: str, tenant: str) -> CacheSalt:
-    """Blocks of different models, formats or tenants never meet. Tenants that shall share their
-    cache are given one name."""
+    """Blocks of different models, formats or tenants never match. Tenants that share their cache
+    have the same name."""
     digest = blake2b(digest_size=_HASH_BYTES, person=b"kvrelay-salt")
     for part in (fingerprint, physical_format, tenant):
         data = part.encode()
@@ -70,8 +68,8 @@ def token_bytes(token_ids: Sequence[int]) -> bytes:
 def block_hashes(
     parent: BlockHash | None, tokens: bytes, block_size: int, salt: CacheSalt
 ) -> list[BlockHash]:
-    """Of blocks one after another, from their `token_bytes`. `parent` is the block before them,
-    None at the start."""
+    """The hashes of consecutive blocks, from their `token_bytes`. `parent` is the block before
+    them, None at the start."""
     copy, step = _keyed(salt).copy, block_size * _TOKEN_BYTES
     above = parent or BlockHash(_NO_PARENT)
     found: list[BlockHash] = []
@@ -87,13 +85,13 @@ def block_hashes(
 def shared_hashes(
     parent: BlockHash | None, tokens: bytes, block_size: int, salt: CacheSalt
 ) -> Sequence[BlockHash]:
-    """As `block_hashes`, of blocks with which several prompts begin."""
+    """Like `block_hashes`, for blocks with which several prompts begin."""
     return block_hashes(parent, tokens, block_size, salt)
 
 
 @lru_cache(maxsize=1024)
 def _keyed(salt: CacheSalt) -> blake2b:
-    """To be copied: half the time of taking the key in again."""
+    """A hash state to copy, which takes half the time of hashing the key again."""
     return blake2b(digest_size=_HASH_BYTES, key=salt, person=b"kvrelay-block")
 
 
@@ -105,9 +103,9 @@ def extend_chain(
     block_size: int,
     salt: CacheSalt,
 ) -> None:
-    """Append the hashes of the blocks that the first `tokens` of a sequence's `token_ids` fill.
+    """Appends the hashes of the blocks that the first `tokens` of a sequence's `token_ids` fill.
 
-    Called again as the sequence grows, it hashes only what is new; a partial block has no hash.
+    Called again as the sequence grows, it hashes only new blocks; a partial block has no hash.
     """
     if isinstance(token_ids, NamedTokens):
         chain += token_ids.names(range(len(chain), tokens // block_size), block_size, salt)
@@ -119,9 +117,9 @@ def extend_chain(
 
 
 _ROOTS_MOST = 16_384
-"""Of sequences whose first block is computed or cached."""
+"""Sequences whose first block is remembered."""
 _SHOWN_MOST = 100
-"""Tenants of one tier of one process."""
+"""Tenants shown for one tier of one process."""
 OTHERS = "others"
 
 
@@ -134,7 +132,7 @@ def tenant_label(tenant: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantBlocks:
-    """Cached blocks under one label, with the ages of the first and the last that came."""
+    """Cached blocks under one label, with the ages of the newest and the oldest."""
 
     tenant: str
     blocks: int
@@ -143,7 +141,7 @@ class TenantBlocks:
 
 
 def most_of(found: Iterable[TenantBlocks]) -> list[TenantBlocks]:
-    """Those with the most blocks, the others together as `others`."""
+    """The labels with the most blocks; all others together as `others`."""
     ordered = sorted(found, key=lambda one: (-one.blocks, one.tenant))
     shown, rest = ordered[:_SHOWN_MOST], ordered[_SHOWN_MOST:]
     if not rest:
@@ -159,7 +157,7 @@ def most_of(found: Iterable[TenantBlocks]) -> list[TenantBlocks]:
 
 @dataclass(slots=True)
 class TenantRoots:
-    """# first block of a tenant's sequence |-> the tenant's label; of the latest ones"""
+    """# first block of a tenant's sequence |-> the tenant's label, for the latest sequences"""
 
     _labels: OrderedDict[BlockHash, str] = field(default_factory=OrderedDict)
 

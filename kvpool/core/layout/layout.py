@@ -1,4 +1,4 @@
-"""What one token's KV is, and how blocks and slabs lay it out. Pure.
+"""The shape of one token's KV, and its layout in blocks and slabs. Pure.
 
 A layout has one or more groups of layers with the same span (full or a window), each with its own
 block table. In a slab, and logically in a block, the order is canonical: for each layer of the
@@ -16,7 +16,7 @@ BlockId = NewType("BlockId", int)
 """Index of a block inside one group's pool. Never valid in another group or process."""
 
 NO_BLOCK = BlockId(-1)
-"""Stands in a table for a block that lies outside its group's window and is not held (any more)."""
+"""Stands in a table for a block outside its group's window, which is not held."""
 
 Tables = tuple[tuple[BlockId, ...], ...]
 """# layer group |-> blocks, in token order: the `i`-th holds tokens `[i, i + 1) x block_size`"""
@@ -50,7 +50,7 @@ class LayerGroup:
         return len(self.layers) * sum(plane.elements for plane in self.planes)
 
     def first_block(self, position: int, block_size: int) -> int:
-        """The first block that a query at `position` sees; a window counts the query itself."""
+        """The first block that a query at `position` sees; a window includes the query itself."""
         if self.window is None:
             return 0
         return max(0, position - self.window + 1) // block_size
@@ -58,8 +58,8 @@ class LayerGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class KvLayout:
-    """The KV of a whole model on one worker. What follows from it is found once: it is asked for,
-    and hashed, with every piece."""
+    """The KV of a whole model on one worker. Derived values are computed once: every piece needs
+    them and hashes them."""
 
     groups: tuple[LayerGroup, ...]
     dtype: str
@@ -91,7 +91,7 @@ class KvLayout:
 
     @property
     def bytes_per_block(self) -> int:
-        """One block in every group."""
+        """Bytes of one block in every group."""
         return self.bytes_per_token * self.block_size
 
     def blocks_for(self, tokens: int) -> int:
@@ -102,6 +102,6 @@ class KvLayout:
         return f"{self.dtype}/block{self.block_size}"
 
     def logical_fingerprint(self, model: str) -> str:
-        """What must be equal on both sides of a handoff. `model` names weights and revision."""
+        """Must be equal on both sides of a handoff. `model` names weights and revision."""
         shape = repr([(g.layers, g.planes, g.window) for g in self.groups])
         return blake2b(f"{model}\n{shape}".encode(), digest_size=16).hexdigest()

@@ -1,12 +1,11 @@
-"""Which part of a model's KV one rank holds: layers of its stage, heads of its tensor slice. Pure.
+"""The part of a model's KV on one rank: layers of its stage, heads of its tensor slice. Pure.
 
-Heads are split evenly over the tensor ranks; with fewer heads than ranks each head is replicated
+Heads are split evenly over the tensor ranks. With fewer heads than ranks each head is replicated
 on consecutive ranks, so MLA's single latent head is whole on every one of them.
 
-Which layers, planes and heads one source rank sends to one target rank. Pure.
-
-Every head that a target rank holds comes from exactly one source rank: of those that hold
-replicas of it, the one whose share of the replicas covers the target's.
+`reslice` tells which layers, planes and heads one source rank sends to one target rank. Every head
+of a target rank comes from exactly one source rank: among the holders of its replicas, the one
+whose share of the replicas covers the target's.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Shard:
         )
 
     def members(self, group: LayerGroup) -> range:
-        """Indices into `group.layers` of this stage's layers; they follow one another."""
+        """Indices of this stage's layers in `group.layers`; they are consecutive."""
         if self.layers is None:
             return range(len(group.layers))
         inside = [i for i, layer in enumerate(group.layers) if layer in self.layers]
@@ -59,8 +58,8 @@ class ShardLayout:
 
     @property
     def local(self) -> KvLayout:
-        """What the rank allocates. All groups stay, some maybe without layers, so that a group's
-        index means the same on every rank."""
+        """The layout that the rank allocates. All groups stay, some maybe without layers, so that a
+        group's index means the same on every rank."""
         groups = tuple(self._local_group(group) for group in self.model.groups)
         return replace(self.model, groups=groups)
 
@@ -77,7 +76,7 @@ class ShardLayout:
 
 
 class End(Enum):
-    """Which of a plan's two ranks this worker is."""
+    """The rank of a plan that this worker is."""
 
     SOURCE = "source"
     TARGET = "target"
@@ -120,7 +119,7 @@ class GroupSlice:
 
 
 def reslice(source: ShardLayout, target: ShardLayout) -> tuple[GroupSlice, ...]:
-    """What `source` sends to `target`: nothing for a group that they share no layer or head of.
+    """The slices that `source` sends to `target`; none for a group without a common layer or head.
 
     Raises ConfigError if a tensor parallel degree can't split the heads.
     """
@@ -164,6 +163,6 @@ def _plane_slices(
 
 
 def _sends(source: Shard, target: Shard, heads: int) -> bool:
-    """Whether, among the replicas of a shared head, `source`'s serves `target`'s."""
+    """True if, of the replicas of a shared head, `target` gets that of `source`."""
     ours, theirs = max(1, source.size // heads), max(1, target.size // heads)
     return source.rank % ours == target.rank % theirs * ours // theirs

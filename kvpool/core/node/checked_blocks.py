@@ -1,14 +1,12 @@
-"""The host tier's blocks with their checksums, and what routers are told of them. Pure.
-
-Whose blocks a pool node's tiers hold, and since when. Pure.
-
-Labels come with the blocks (kvpool.core.layout.hashes); what was on disk before this life has none.
-
-What a pool node tells routers of its blocks: first all of them, page by page, then each change.
+"""The host tier's blocks with their checksums, their tenants and ages, and the updates for routers.
 Pure.
 
-A router is told no more until it has taken the message before. Meanwhile changes wait for it, up to
-a bound; a router with more is dropped, and calls again.
+Labels come with the blocks (kvpool.core.layout.hashes); blocks that an earlier process left on disk
+have none.
+
+A router first gets all blocks, page by page, then each change. It gets the next message only when
+it has taken the one before. Meanwhile changes wait for it, up to a bound. A router that exceeds the
+bound is dropped, and connects again.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ Since = dict[BlockHash, float]
 
 @dataclass(slots=True)
 class BlockOrigins:
-    """`now_s`: of the event that is being handled. A block on its way between tiers is in none, so
-    labels outlive their blocks, up to as many again and `spare`."""
+    """`now_s`: the time of the current event. A block on its way between tiers is in no tier. So
+    labels outlive their blocks, up to as many again plus `spare`."""
 
     now_s: float = 0.0
     spare: int = 4096
@@ -42,7 +40,8 @@ class BlockOrigins:
     )
 
     def labelled(self, blocks: Iterable[ChainBlock]) -> None:
-        """They are about to come. What is nobody's in one tier is so in the other."""
+        """These blocks are about to come. A block without a tenant in one tier has none in the
+        other."""
         self._forget_some()
         for block in blocks:
             if block.tenant and not self._is_nobodys(block.hash):
@@ -86,7 +85,7 @@ class BlockOrigins:
             )
 
     def validate(self) -> None:
-        """What is held is held under the label that it is known by."""
+        """Every block is listed under its label."""
         for of_tier in self._held.values():
             for label, since_s in of_tier.items():
                 assert since_s, f"{label!r} has no blocks"
@@ -94,14 +93,14 @@ class BlockOrigins:
 
 
 PAGE_BLOCKS = 8192
-"""Of one tier in one message: 256 KiB of hashes."""
+"""Blocks of one tier in one message: 256 KiB of hashes."""
 MOST_WAITING = 1 << 18
-"""Changes that wait for one router: 28 MB."""
+"""Changes that may wait for one router: 28 MB."""
 
 
 @dataclass(slots=True)
 class _Listener:
-    """`pages`: what was there when the router called. Changes since then follow the last page."""
+    """`pages`: the blocks at the time of the call. Later changes follow the last page."""
 
     pages: Iterator[BlockChanges]
     is_ready: bool = True
@@ -133,7 +132,7 @@ class Changes:
         self._listeners[router] = _Listener(chain(on_host, on_disk))
 
     def took(self, router: RouterCall) -> None:
-        """The last message to it. One that was dropped may still say so."""
+        """The router has taken its last message. A dropped router may still report that."""
         if router in self._listeners:
             self._listeners[router].is_ready = True
 
@@ -143,7 +142,7 @@ class Changes:
     # --- workers --------------------------------------------------------------------------------
 
     def joined(self, worker: Incarnation) -> None:
-        """One of this host that looks prompts up here."""
+        """A worker of this host that looks prompts up here."""
         self._workers[worker] = None
 
     def left(self, worker: Incarnation) -> None:
@@ -166,7 +165,7 @@ class Changes:
             listener.waiting[tier].update(dict.fromkeys(hashes, there))
 
     def flush(self) -> list[TellRouter | DropRouter]:
-        """One message for each router that is ready and hasn't heard all; called after an event."""
+        """One message for each router that is ready and lacks changes; called after an event."""
         commands: list[TellRouter | DropRouter] = []
         for router, listener in list(self._listeners.items()):
             waiting = sum(map(len, listener.waiting.values()))
@@ -190,7 +189,7 @@ class Changes:
 def _pages(
     tier: Tier, hashes: Sequence[BlockHash], serves: Callable[[BlockHash], bool]
 ) -> Iterator[BlockChanges]:
-    """Of those that are still there when their page comes: a change that waits tells of others."""
+    """Leaves out blocks that are gone when their page comes: a waiting change reports them."""
     for at in range(0, len(hashes), PAGE_BLOCKS):
         served = tuple(filter(serves, hashes[at : at + PAGE_BLOCKS]))
         if served:
@@ -198,7 +197,7 @@ def _pages(
 
 
 def _take(tier: PoolTier, changes: dict[BlockHash, bool]) -> BlockChanges:
-    """The first of them, no more than a page."""
+    """Takes the first changes, at most one page."""
     some = list(islice(changes.items(), PAGE_BLOCKS))
     for block_hash, _ in some:
         del changes[block_hash]
@@ -231,7 +230,7 @@ class CheckedBlocks:
         run: Sequence[tuple[BlockHash, PoolPlace]],
         checksums: Mapping[BlockHash, int],
     ) -> list[BlockHash]:
-        """A chain below `parent` is readable from now on; the hashes that are new."""
+        """A chain below `parent` is readable from now on. Returns its new hashes."""
         new = self.tier.adopt(parent, run)
         self.checksums.update((block_hash, checksums[block_hash]) for block_hash in new)
         self._changes.stored(PoolTier.HOST, new)

@@ -1,6 +1,6 @@
-"""Which host blocks go to disk and come back. Pure; runs in the pool node.
+"""Decides which host blocks go to disk and come back. Pure; runs in the pool node.
 
-Write-behind: what host memory takes in is queued, and written in batches, one at a time. Nothing
+Write-behind: blocks new in host memory are queued, and written in batches, one at a time. Nothing
 waits for it: a block that leaves host memory before its turn isn't written.
 """
 
@@ -16,7 +16,7 @@ _BATCH_BLOCKS = 32
 
 
 class DiskTier:
-    """`blocks` are the slots; empty when there is no disk tier."""
+    """`blocks` are the disk slots; empty without a disk tier."""
 
     def __init__(self, blocks: TierBlocks) -> None:
         self.blocks = blocks
@@ -38,7 +38,7 @@ class DiskTier:
     # --- write-behind ---------------------------------------------------------------------------
 
     def want(self, hashes: Iterable[BlockHash], host: TierBlocks) -> None:
-        """Write these host blocks, and what stands above them and isn't on disk."""
+        """Queues these host blocks, and their ancestors that are not on disk."""
         if not self.blocks.count:
             return
         for block_hash in hashes:
@@ -56,7 +56,7 @@ class DiskTier:
     def next_write(
         self, host: TierBlocks, checksums: Mapping[BlockHash, int]
     ) -> tuple[WriteSlots, ReservedRoom] | None:
-        """None while a batch is being written or nothing is left to write."""
+        """None while a batch is being written or no block waits."""
         if self._writing is not None:
             return None
         picked = self._pick(host)
@@ -87,7 +87,7 @@ class DiskTier:
     def written(
         self, batch: int, outcomes: Sequence[SlotOutcome]
     ) -> tuple[list[BlockHash], list[Spill]]:
-        """(blocks that are on disk now, those whose host place did not hold their bytes)"""
+        """(blocks that are on disk now, blocks whose host place did not hold their bytes)"""
         writing, self._writing = self._writing, None
         assert writing is not None and writing.batch == batch, batch
         new: list[BlockHash] = []
@@ -100,8 +100,8 @@ class DiskTier:
     # --- read back ------------------------------------------------------------------------------
 
     def absent(self, hashes: Sequence[BlockHash]) -> tuple[set[int], Sequence[BlockHash]]:
-        """Of blocks that aren't in host memory: the reads that bring some, and the end of the chain
-        that no read brings."""
+        """For blocks that aren't in host memory: the reads that bring some of them, and the end of
+        the chain that no read brings."""
         reads = [self._coming.get(block_hash) for block_hash in hashes]
         first = next((i for i, read in enumerate(reads) if read is None), len(reads))
         rest = reads[first:]
@@ -112,7 +112,7 @@ class DiskTier:
         return block_hash in self._coming
 
     def read(self, hashes: Sequence[BlockHash], places: Sequence[PoolPlace]) -> ReadSlots:
-        """The first blocks of the chain `hashes`, as many as there are places."""
+        """Reads the first blocks of the chain `hashes`, as many as there are places."""
         loads = tuple(
             BlockLoad(hash=block_hash, slot=self.blocks.place(block_hash), place=place)
             for block_hash, place in zip(hashes, places, strict=False)
@@ -146,7 +146,7 @@ class DiskTier:
 
 
 def _chains(spills: Sequence[Spill], outcomes: Sequence[SlotOutcome]) -> list[list[Spill]]:
-    """Those that were written, cut where a block is not the child of the one before it."""
+    """The written chains, cut where a block is not the child of the one before it."""
     chains: list[list[Spill]] = []
     for spill, outcome in zip(spills, outcomes, strict=True):
         if outcome is not SlotOutcome.WRITTEN:

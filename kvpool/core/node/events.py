@@ -1,4 +1,4 @@
-"""What a pool node's core hears and what it orders, as values. Pure."""
+"""Events and commands of a pool node's core, as values. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvrelay.messages import BlockChanges
 from kvrelay.types import Incarnation
 
 RouterCall = NewType("RouterCall", int)
-"""One stream to a router: a router that calls again has another."""
+"""One stream to a router; a router that calls again has a new one."""
 
 # --- events -------------------------------------------------------------------------------------
 
@@ -27,28 +27,28 @@ class PoolWorkerJoined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FromWorker:
+class FromPoolWorker:
     worker: Incarnation
     message: ToPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolWorkerLost:
-    """Its connection is gone, and with it its way to write."""
+    """Its connection is gone, so it can't write any more."""
 
     worker: Incarnation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterCalled:
-    """A router wants to hear of the blocks. It is ready for its first message."""
+    """A router wants to know the blocks. It is ready for its first message."""
 
     router: RouterCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterTook:
-    """Its last message is on its way: it is ready for the next."""
+    """The router's last message is on its way; it is ready for the next one."""
 
     router: RouterCall
 
@@ -60,13 +60,13 @@ class RouterHungUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolTick:
-    """Leases may have ended. Comes several times a lease."""
+    """Leases may have ended. Comes several times during a lease."""
 
 
 class SlotOutcome(Enum):
     WRITTEN = auto()
     DAMAGED = auto()
-    """The host place did not hold the bytes that the checksum is of."""
+    """The bytes of the host place did not match the checksum."""
     FAILED = auto()
 
 
@@ -78,7 +78,7 @@ class SlotsWritten:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotsRead:
-    """xxh3_64 of what is in each host place now; None: the slot was damaged or unreadable."""
+    """The xxh3_64 of each host place now; None: the slot was damaged or unreadable."""
 
     batch: int
     checksums: tuple[int | None, ...]
@@ -86,7 +86,7 @@ class SlotsRead:
 
 PoolEvent = (
     PoolWorkerJoined
-    | FromWorker
+    | FromPoolWorker
     | PoolWorkerLost
     | RouterCalled
     | RouterTook
@@ -107,7 +107,7 @@ class TellWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropWorker:
-    """It broke the protocol: tell it the reason and close; WorkerLost follows."""
+    """It broke the protocol: send it the reason and close; WorkerLost follows."""
 
     worker: Incarnation
     reason: str
@@ -125,7 +125,7 @@ class TellRouter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropRouter:
-    """Tell it the reason and end its stream."""
+    """Send it the reason and end its stream."""
 
     router: RouterCall
     reason: str
@@ -142,8 +142,8 @@ class Spill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteSlots:
-    """Copy host places to disk. The host may use a place anew meanwhile: then its bytes don't
-    match the checksum and must not be written."""
+    """Copies host places to disk. The host may reuse a place meanwhile. Then its bytes don't match
+    the checksum, and must not be written."""
 
     batch: int
     spills: tuple[Spill, ...]
@@ -158,7 +158,7 @@ class BlockLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadSlots:
-    """Copy slots, a chain below `parent`, into host places, which are reserved for it."""
+    """Copies slots, a chain below `parent`, into host places that are reserved for it."""
 
     batch: int
     parent: BlockHash | None

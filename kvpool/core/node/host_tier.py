@@ -1,10 +1,8 @@
-"""The core of a pool node: who stores and fetches what, in host memory and on disk. Pure.
+"""The core of a pool node: stores and fetches of workers, in host memory and on disk. Pure.
 
-`handle` is its one door. A block is readable from the moment its writer has said that it is whole;
-every reader checks its bytes against the checksum that the writer took before it wrote, so what a
-late writer does to a place is found and never served.
-
-Which blocks that a worker offers the host tier takes. Pure; runs in the pool node.
+`handle` is its one door. A block is readable once its writer reports it whole. The writer takes a
+checksum before it writes, and every reader compares the bytes with it. So a change by a late writer
+is found, and the block is never served.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from kvpool.core.node.checked_blocks import BlockOrigins, Changes, CheckedBlocks
 from kvpool.core.node.disk_tier import DiskTier
 from kvpool.core.node.events import (
     DropWorker,
-    FromWorker,
+    FromPoolWorker,
     PoolCommand,
     PoolEvent,
     PoolTick,
@@ -47,7 +45,7 @@ from kvpool.core.node.messages import (
     StoreWanted,
 )
 from kvpool.core.node.open_requests import Fetch, Fetches, FetchKey, Store, StoreKey, Stores
-from kvpool.core.node.reports import PoolBooks
+from kvpool.core.node.reports import PoolUsage
 from kvpool.core.node.tier_blocks import PoolPlace, TierBlocks
 from kvrelay.types import Incarnation
 
@@ -60,7 +58,7 @@ class Storable:
     fetches: Fetches
 
     def choose(self, blocks: Sequence[ChainBlock]) -> list[int]:
-        """The indices of those that aren't here nor coming, and have a parent that is."""
+        """The indices of blocks that are neither here nor coming, and whose parent is."""
         chosen: dict[BlockHash, int] = {}
         for index, block in enumerate(blocks):
             is_new = block.hash not in chosen and self._is_needed(block)
@@ -97,7 +95,7 @@ class HostTier:
         self._changes = Changes(self._origins)
         self._blocks = CheckedBlocks(host, self._changes)
         self._commands: list[PoolCommand] = []
-        self.books = PoolBooks(
+        self.books = PoolUsage(
             host=host,
             disk=self._disk,
             stores=self._stores,
@@ -109,7 +107,7 @@ class HostTier:
 
     @property
     def idle(self) -> bool:
-        """No one writes or reads, and all that shall go to disk is there."""
+        """No worker writes or reads, and all blocks for the disk are there."""
         return not (self._stores or self._fetches or self._disk.waiting)
 
     def handle(self, event: PoolEvent, now_s: float) -> list[PoolCommand]:
@@ -126,7 +124,7 @@ class HostTier:
                 self._workers.add(worker)
                 if looks_up:
                     self._changes.joined(worker)
-            case FromWorker():
+            case FromPoolWorker():
                 if event.worker in self._workers:
                     self._from_worker(event, now_s)
             case PoolWorkerLost(worker=worker):
@@ -148,7 +146,7 @@ class HostTier:
             case _:
                 assert_never(event)
 
-    def _from_worker(self, event: FromWorker, now_s: float) -> None:
+    def _from_worker(self, event: FromPoolWorker, now_s: float) -> None:
         worker = event.worker
         match event.message:
             case StoreWanted() as wanted:
@@ -249,7 +247,8 @@ class HostTier:
         return None if loads else self._serve(key, fetch, now_s)
 
     def _load(self, on_disk: Sequence[BlockHash], in_host: int) -> set[int]:
-        """Start to read what follows the chain's first `in_host` blocks; what it waits for."""
+        """Starts to read the blocks behind the chain's first `in_host`. Returns the reads to wait
+        for."""
         waits, wanted = self._disk.absent(on_disk[in_host:])
         # What stands behind a block that is spoiled in memory waits until that is stored anew.
         if not wanted or wanted[0] in self._host:

@@ -1,16 +1,16 @@
-"""What a worker and a pool node say to each other, as values. Pure.
+"""The messages between a worker and a pool node, as values. Pure.
 
     worker                                   pool node
       PoolHello  ------------------------->  PoolWelcome, or PoolRefused
-      StoreWanted  ----------------------->  finds room for what it hasn't
+      StoreWanted  ----------------------->  finds room for missing blocks
                    <-----------------------  StoreGranted(places)
       gathers, writes, Stored  ----------->  readable from now on
-      FetchWanted  ----------------------->  reads from disk what isn't in memory
+      FetchWanted  ----------------------->  reads blocks from disk if need be
                    <-----------------------  Fetched(places, checksums)
       reads, scatters, FetchDone  -------->  may be evicted again
 
-Only whole blocks are kept: one that lacks a layer group, because it has left a window, can't be
-stored. A chain's hashes come from its start.
+Only whole blocks are kept: a block that has left a window lacks a layer group, so it can't be
+stored. The hashes of a chain begin at its start.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PoolTier(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolFormat:
-    """What the blocks are. A pool node holds those of one format.
+    """The format of the blocks. A pool node holds blocks of one format.
 
     `fingerprint` is the layout's logical fingerprint, `block_bytes` its `bytes_per_block`.
     """
@@ -45,8 +45,8 @@ class PoolFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolHello:
-    """The first message of a worker. `looks_up`: it is of the node's host and looks its prompts up
-    here, so routers count what the node holds as within its reach."""
+    """A worker's first message. `looks_up`: it runs on the node's host and looks its prompts up
+    here. Routers then count the node's blocks as within its reach."""
 
     wire_version: int
     incarnation: Incarnation
@@ -56,8 +56,8 @@ class PoolHello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolWelcome:
-    """`region` holds the host tier, place after place; a granted or fetched place is the worker's
-    for `lease_ttl_s`. `addresses` are for workers of other hosts."""
+    """`region` holds the host tier, place after place. A granted or fetched place belongs to the
+    worker for `lease_ttl_s`. `addresses` are for workers of other hosts."""
 
     wire_version: int
     incarnation: Incarnation
@@ -82,7 +82,7 @@ class ChainBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreWanted:
-    """Parents before their children."""
+    """Parents come before their children."""
 
     request_no: int
     blocks: tuple[ChainBlock, ...]
@@ -90,8 +90,8 @@ class StoreWanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreGranted:
-    """Write block `indices[i]` of the request to `places[i]`; the others are there, are coming
-    from someone else, or can't be kept."""
+    """Write block `indices[i]` of the request to `places[i]`. The others are there, are coming from
+    another worker, or can't be kept."""
 
     request_no: int
     indices: tuple[int, ...]
@@ -108,14 +108,14 @@ class Stored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreAbandoned:
-    """No write of the request follows, and what was written is of no use."""
+    """No write of the request follows, and the written bytes are useless."""
 
     request_no: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchWanted:
-    """The chain's longest prefix; the worker has its first `skip` blocks."""
+    """Asks for the chain's longest prefix; the worker has its first `skip` blocks."""
 
     request_no: int
     hashes: tuple[BlockHash, ...]
@@ -124,7 +124,8 @@ class FetchWanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """Blocks `skip, skip + 1, ...` of the chain, held until FetchDone; empty: none, nor held."""
+    """Blocks `skip, skip + 1, ...` of the chain, held until FetchDone; empty: none, and nothing is
+    held."""
 
     request_no: int
     places: tuple[PoolPlace, ...]
@@ -134,7 +135,7 @@ class Fetched:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchDone:
     """`damaged` are blocks whose bytes did not match their checksum, or are known to be wrong
-    otherwise: then of no fetch that is open."""
+    otherwise; in that case they belong to no open fetch."""
 
     request_no: int
     damaged: tuple[BlockHash, ...] = ()
@@ -148,7 +149,7 @@ class LookupWanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookedUp:
-    """The chain's first `host_blocks` are in memory, the `disk_blocks` after them on disk only."""
+    """The chain's first `host_blocks` are in memory, the `disk_blocks` after them only on disk."""
 
     request_no: int
     host_blocks: int

@@ -1,11 +1,13 @@
-"""Who may write to which host places, and until when. Pure; runs in the pool node.
+"""Open stores and fetches of the host tier, with their leases. Pure; runs in the pool node.
+
+Stores, which write to host places:
 
     granted --stored, abandoned, writer lost--> (its places are the tier's again)
     granted --expire--> fenced --stored, abandoned, writer lost--> (the same, and unread)
 
-Its writer may still write to a fenced place, so it is used again only once that has ended.
+The writer of a fenced place may still write to it, so it is reused only once that has ended.
 
-Who reads which chains of the host tier, and until when. Pure; runs in the pool node.
+Fetches, which read chains:
 
 waiting (for the disk) --served--> reading --done, expire, reader lost--> ended
                        `--------reader lost-------------------------------^
@@ -19,7 +21,7 @@ from dataclasses import dataclass, field
 from kvpool.core.blocks.eviction import CachedBlock
 from kvpool.core.layout.hashes import BlockHash
 from kvpool.core.node.messages import ChainBlock
-from kvpool.core.node.tier_blocks import Chain, PoolPlace
+from kvpool.core.node.tier_blocks import BlockChain, PoolPlace
 from kvrelay.types import Incarnation
 
 StoreKey = tuple[Incarnation, int]
@@ -59,7 +61,7 @@ class Stores:
 
     @property
     def fenced(self) -> int:
-        """Places that are neither of use nor free."""
+        """Places that are neither useful nor free."""
         return sum(len(store.places) for store in self._open.values() if store.fenced)
 
     def items(self) -> ItemsView[StoreKey, Store]:
@@ -70,7 +72,7 @@ class Stores:
             yield from store.places
 
     def is_coming(self, block: ChainBlock) -> bool:
-        """A writer is at it."""
+        """A writer is storing it."""
         return block.hash in self._coming
 
     def is_parent_coming(self, block: ChainBlock) -> bool:
@@ -82,7 +84,7 @@ class Stores:
         self._coming.update(block.hash for block in store.blocks)
 
     def close(self, key: StoreKey) -> Store | None:
-        """The writer will not write (any more); None when it holds no such store."""
+        """The writer will not write any more; None when it holds no such store."""
         store = self._open.pop(key, None)
         if store is not None and not store.fenced:
             self._coming.difference_update(block.hash for block in store.blocks)
@@ -92,7 +94,7 @@ class Stores:
         return [key for key in self._open if key[0] == writer]
 
     def expire(self, now_s: float) -> list[StoreKey]:
-        """Fences every store whose time is over; its blocks may come from another writer."""
+        """Fences every store whose time is over; another writer may then store its blocks."""
         over = [k for k, s in self._open.items() if not s.fenced and s.deadline_s <= now_s]
         for key in over:
             store = self._open[key]
@@ -113,13 +115,13 @@ FetchKey = tuple[Incarnation, int]
 
 @dataclass(slots=True)
 class Fetch:
-    """`loads` are the reads from disk that it waits for; meanwhile `chain` is what was in memory
-    already. Both hold the chain against eviction."""
+    """`loads` are the reads from disk that it waits for; meanwhile `chain` is the part that was in
+    memory. Both protect the chain from eviction."""
 
     hashes: tuple[BlockHash, ...]
     skip: int
     loads: set[int]
-    chain: Chain
+    chain: BlockChain
     since_s: float
     deadline_s: float | None = None
 
@@ -142,14 +144,14 @@ class Fetches:
         self._open[key] = fetch
 
     def close(self, key: FetchKey) -> Fetch | None:
-        """None when there is no such fetch (any more)."""
+        """None when there is no such fetch."""
         return self._open.pop(key, None)
 
     def of(self, reader: Incarnation) -> list[FetchKey]:
         return [key for key in self._open if key[0] == reader]
 
     def loaded(self, load: int) -> list[tuple[FetchKey, Fetch]]:
-        """A read from disk has ended; the fetches that wait for nothing else."""
+        """A read from disk has ended. Returns the fetches that wait for nothing else."""
         ready = []
         for key, fetch in self._open.items():
             if load in fetch.loads:

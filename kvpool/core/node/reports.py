@@ -1,7 +1,7 @@
-"""What a pool node holds, by tier and state, and for whom since when. Pure.
+"""The blocks of a pool node by tier and state, with holders and ages. Pure.
 
-Host places are free, granted (someone writes to them), fenced, loading (from disk) or cached; disk
-slots are free, writing or cached. The states of a tier add up.
+Host places are free, granted (a worker writes to them), fenced, loading (from disk) or cached; disk
+slots are free, writing or cached. The states of a tier add up to its size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvrelay.types import Incarnation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStates:
-    """# state |-> blocks, together `total`"""
+    """# state |-> blocks, `total` together"""
 
     tier: PoolTier
     total: int
@@ -28,7 +28,7 @@ class TierStates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldForWorker:
-    """Host blocks that a worker writes (granted), may still write (fenced), reads or wants from
+    """Host blocks that a worker writes (granted), may still write (fenced), reads, or wants from
     disk (loading)."""
 
     worker: Incarnation
@@ -38,8 +38,8 @@ class HeldForWorker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolBooks:
-    """Looks at the parts of a HostTier, and changes nothing."""
+class PoolUsage:
+    """Reads the parts of a HostTier; changes nothing."""
 
     host: TierBlocks
     disk: DiskTier
@@ -48,7 +48,8 @@ class PoolBooks:
     origins: BlockOrigins
 
     def counts(self) -> dict[str, int]:
-        """# state |-> host places, which add up; then what is on disk and what waits for it"""
+        """# state |-> host places, which add up; then blocks on disk, and blocks that wait for
+        it"""
         host, fenced, loading = self.host, self.stores.fenced, len(self.disk.host_places())
         return {
             "free": host.free,
@@ -61,7 +62,7 @@ class PoolBooks:
         }
 
     def tiers(self) -> tuple[TierStates, ...]:
-        """The disk tier only where there is one."""
+        """The disk tier only if there is one."""
         counts = self.counts()
         names = ("free", "granted", "fenced", "loading", "cached")
         host = tuple((name, counts[name]) for name in names)
@@ -87,7 +88,7 @@ class PoolBooks:
             )
 
     def orphaned(self) -> int:
-        """Places and slots that are taken and blocks that are kept, for no one: always 0."""
+        """Places and slots that are taken, and blocks that are kept, without a holder: always 0."""
         written = [*self.stores.places(), *self.disk.host_places()]
         lost = len(self.host.reserved) - len(written)
         lost += len(self.disk.blocks.reserved) - self.disk.writing

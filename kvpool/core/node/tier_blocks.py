@@ -6,8 +6,8 @@ exactly one state.
     free --reserve--> reserved --adopt (under its parent)--> cached --evicted by reserve--> reserved
                       reserved --give_back, or no parent--> free
 
-A spoiled block stays in the tree, because others stand below it, but it is never served; adopted
-anew it is whole again.
+A spoiled block stays in the tree, because others are below it, but it is never served. When it is
+adopted again it is whole.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kvpool.core.layout.hashes import BlockHash
 from kvpool.core.layout.layout import BlockId
 
 PoolPlace = NewType("PoolPlace", int)
-"""Index of a block-sized place of one tier of one pool node."""
+"""Index of a block-sized place in one tier of one pool node."""
 
-Chain = Sequence[CachedBlock]
+BlockChain = Sequence[CachedBlock]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class ReservedRoom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredBlock:
-    """A block that a tier held in an earlier life; a higher `written` is younger."""
+    """A block that an earlier process left in the tier; a higher `written` is younger."""
 
     hash: BlockHash
     parent: BlockHash | None
@@ -56,7 +56,7 @@ class TierBlocks:
         self._spoiled: set[BlockHash] = set()
 
     def __contains__(self, block_hash: BlockHash) -> bool:
-        """Whether the block stands in the tree, spoiled or not."""
+        """True if the block is in the tree, spoiled or not."""
         return block_hash in self._cached
 
     def __iter__(self) -> Iterator[BlockHash]:
@@ -76,7 +76,7 @@ class TierBlocks:
 
     @property
     def held(self) -> int:
-        """Blocks that someone holds."""
+        """Blocks that have a holder."""
         return self.cached - self._index.idle
 
     def serves(self, block_hash: BlockHash) -> bool:
@@ -93,15 +93,15 @@ class TierBlocks:
         return parent.hash if parent is not None else None
 
     def match(self, hashes: Sequence[BlockHash]) -> int:
-        """Blocks in the longest prefix of the chain that can be served."""
+        """Number of blocks in the longest prefix of the chain that can be served."""
         for length, block_hash in enumerate(hashes):
             if not self.serves(block_hash):
                 return length
         return len(hashes)
 
     def reserve(self, count: int, *, below: Iterable[BlockHash | None]) -> ReservedRoom:
-        """Up to `count` places, evicting idle blocks if need be, leaves first, but none of the
-        chains that end in `below`."""
+        """Up to `count` places. Evicts idle blocks if need be, leaves first, but none of the chains
+        that end in `below`."""
         missing = max(0, count - len(self._free))
         evicted = self._evict(missing, below) if missing else []
         places = tuple(self._free.pop() for _ in range(min(count, len(self._free))))
@@ -129,10 +129,10 @@ class TierBlocks:
     def adopt(
         self, parent: BlockHash | None, run: Sequence[tuple[BlockHash, PoolPlace]]
     ) -> list[BlockHash]:
-        """`run`, a chain below `parent`, is readable from now on; the hashes that are new.
+        """`run`, a chain below `parent`, is readable from now on. Returns its new hashes.
 
-        It ends before a block that isn't where its chain says; nothing is adopted when the parent
-        is gone. Reserved places that are not needed are free.
+        It ends before a block that isn't where its chain says. Nothing is adopted when the parent
+        is gone. Reserved places that are not needed become free.
         """
         above = self._cached.get(parent) if parent is not None else None
         if parent is not None and above is None:
@@ -174,29 +174,27 @@ class TierBlocks:
         block.place = (BlockId(place),)
         return True
 
-    def hold(self, hashes: Sequence[BlockHash]) -> Chain:
-        """The longest prefix that can be served; not evicted until `release`."""
+    def hold(self, hashes: Sequence[BlockHash]) -> BlockChain:
+        """The longest prefix that can be served; it is not evicted until `release`."""
         return self._index.acquire(hashes[: self.match(hashes)])
 
-    def release(self, chain: Chain) -> None:
+    def release(self, chain: BlockChain) -> None:
         self._index.release(chain)
 
     def touch(self, hashes: Sequence[BlockHash]) -> None:
-        """These blocks were of use."""
+        """These blocks were useful."""
         self.release(self.hold(hashes))
 
     def spoil(self, block_hash: BlockHash) -> bool:
-        """Serve it no more: its bytes are wrong. False when it wasn't served anyway."""
+        """Stops serving the block: its bytes are wrong. False when it wasn't served anyway."""
         if not self.serves(block_hash):
             return False
         self._spoiled.add(block_hash)
         return True
 
     def restore(self, blocks: Iterable[RestoredBlock]) -> int:
-        """Before anything else: take over what an earlier life left; how many were kept.
-
-        A block without its parent, or there twice, is left out and its place is free.
-        """
+        """Takes over the blocks of an earlier process, before anything else. Returns how many were
+        kept."""
         assert not self._cached and not self._reserved
         kept = _rooted({b.hash: b for b in sorted(blocks, key=lambda b: b.written)})
         for block in kept:

@@ -1,1 +1,1 @@
-"""One handoff: what travels, in which pieces, by which way and under which lease."""
+"""One handoff: which KV travels, in which pieces, how, and under which lease."""

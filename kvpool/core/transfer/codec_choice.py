@@ -1,4 +1,4 @@
-"""Which codec a link's slabs use: what both ends offer, and what pays on it. Pure.
+"""Chooses the codec of a link's slabs: one that both ends offer and that is faster there. Pure.
 
 The receiver chooses. A piece that is read directly is never encoded, so a codec competes with the
 direct way as well (LinkCost.choose).
@@ -17,7 +17,7 @@ _WORTH_ASKING_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecSpeed:
-    """How fast one worker encodes and decodes, elements of KV per second, gather and scatter
+    """Elements of KV per second that one worker encodes and decodes, gather and scatter
     included."""
 
     codec: Codec
@@ -27,7 +27,7 @@ class CodecSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecOffer:
-    """The codecs that a worker allows; `only_if_faster`: where the link is what they wait for."""
+    """The codecs that a worker allows; `only_if_faster`: only where the link is the bottleneck."""
 
     speeds: tuple[CodecSpeed, ...] = ()
     only_if_faster: bool = False
@@ -45,8 +45,8 @@ NO_CODEC = CodecOffer()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecChoice:
-    """`cost` is the link's with the codec, so far as it is known; bytes count before encoding.
-    `reason` is a line for the log, empty where no one asked for a codec."""
+    """`cost` is the link's cost with the codec, as far as it is known; bytes count before encoding.
+    `reason` is a line for the log, empty if no codec was asked for."""
 
     codec: Codec = Codec.NONE
     cost: LinkCost | None = None
@@ -54,8 +54,8 @@ class CodecChoice:
 
 
 def wire_dtype(source: str, target: str) -> str:
-    """The dtype that travels: the smaller one, so that fewer bytes do, else the source's. The side
-    whose own it is not converts."""
+    """The dtype that travels: the smaller one, to send fewer bytes, else the source's. The side
+    with the other dtype converts."""
     return target if DTYPE_BYTES[target] < DTYPE_BYTES[source] else source
 
 
@@ -63,7 +63,7 @@ def choose_codec(
     theirs: CodecOffer, ours: CodecOffer, layout: KvLayout, cost: LinkCost | None
 ) -> CodecChoice:
     """`theirs` is the sender's offer, `layout` that of the wire. `cost` None: the link is not
-    measured, so nothing is known to be faster."""
+    measured, so no codec is known to be faster."""
     common = [(t, o) for t in theirs.speeds for o in ours.speeds if t.codec is o.codec]
     plain = CodecChoice(cost=cost)
     if not common:
@@ -105,7 +105,7 @@ def _encoded(
 
 
 def encoded_share(layout: KvLayout, codec: Codec) -> float:
-    """Encoded bytes of what is one byte in `layout`."""
+    """Encoded bytes for each byte in `layout`."""
     wire = WireFormat(dtype=layout.dtype, codec=codec)
     encoded = sum(
         wire.encoded_bytes(len(g.layers), CODEC_BLOCK_TOKENS, [(p.heads, p.dim) for p in g.planes])

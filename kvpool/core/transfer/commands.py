@@ -1,4 +1,4 @@
-"""What a worker's handoffs hear and what they order, as values. Pure."""
+"""Events and commands of a worker's handoffs, as values. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvrelay.types import Incarnation, RequestKey, value
 
 @value
 class FromPeer:
-    """What a peer said, with who it is."""
+    """A peer's message, with its sender."""
 
     peer: Incarnation
     message: PeerMessage
@@ -30,7 +30,7 @@ class PeerLost:
 
 @value
 class SlabWritten:
-    """The transfer thread has written a piece and told the peer so (`error` None), or failed."""
+    """The transfer thread has written a piece and told the peer (`error` None), or failed."""
 
     key: RequestKey
     piece: int
@@ -41,7 +41,7 @@ class SlabWritten:
 
 @value
 class LinkMeasured:
-    """What the link to a connected peer costs; until it is known slabs are used."""
+    """The cost of the link to a connected peer; until it is known slabs are used."""
 
     peer: Incarnation
     cost: LinkCost
@@ -81,8 +81,8 @@ class PieceFetched:
 
 @value
 class SendPeer:
-    """`addresses`, one per transport of the peer, let the shell connect first; without any the
-    answer goes over the connection that there is."""
+    """`addresses`, one per transport of the peer, let the shell connect first. Without any the
+    message goes over the existing connection."""
 
     peer: Incarnation
     message: PeerMessage
@@ -126,7 +126,7 @@ class FetchPiece:
 
 @value
 class ReplaceSlab:
-    """Its writer fell silent: deregister the region and register a fresh one in its place."""
+    """Its writer fell silent: deregister the region and register a new one in its place."""
 
     slab_id: SlabId
 

@@ -1,24 +1,24 @@
-"""What moving KV over one link costs, and so which way is the faster one. Pure.
+"""The time to move KV over one link, and the faster of two ways. Pure.
 
 Two ways (n bytes; the coefficients are LinkCost's fields):
 
     direct     the receiver reads the blocks where they lie, one descriptor per run, layer and
-               plane, one piece's after the other's
+               plane, one piece after the other
                5 x latency + pieces x read + descriptors x descriptor + n / direct
-    collated   the sender gathers each piece into a slab and writes it, the receiver scatters what
-               came before
+    collated   the sender gathers each piece into a slab and writes it, the receiver scatters the
+               piece before
                (1 + 2 x pieces) x latency + sent + scattered
                    + (pieces - 1) x max(sent, scattered), each piece's
                sent      = (source_runs x run + n / gather) / pieces + write + n / (pieces x bytes)
                scattered = (target_runs x run + n / scatter) / pieces
 
-Messages from the announcement until a request may join: ahead, and for each piece
-lent and filled, the commit beside the last; or ahead, awaited, computed, read, and only then the
-commit. What handling a message takes a worker is not known apart from its latency.
+The latencies count the messages from the announcement until a request may join. Collated: ahead,
+then lent and filled for each piece; the commit travels with the last. Direct: ahead, awaited,
+computed, read, and only then the commit. The time to handle a message is part of its latency.
 
-On a `mapped` link gathering goes straight into the peer's slab, and nothing is written; it takes
-about twice what was timed, a gather into memory of one's own. Both ends copy in the same memory
-there and gain nothing by doing it at once: sent + scattered for each piece.
+On a `mapped` link gathering goes straight into the peer's slab, and nothing is written. It takes
+about twice the measured time of a gather into own memory. Both ends copy in the same memory there
+and gain nothing by copying at once: the time is sent + scattered for each piece.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class TransferWay(StrEnum):
 
 _DIRECT_MESSAGES = 5
 _POOL_BY_PROBE = 1.05
-"""How much longer a byte of a whole pool takes to be read than one of the region that is probed."""
+"""A byte of a whole pool takes this much longer to read than one of the probed region."""
 
 
 class TimedStep(StrEnum):
-    """What is timed by itself to learn the coefficients."""
+    """A step that is timed by itself to learn the coefficients."""
 
     MESSAGE = "message"  # to the peer and back
     WRITE = "write"  # one piece
@@ -62,7 +62,7 @@ class Sample:
 
 @value
 class TransferShape:
-    """Of all its `pieces` together; `descriptors` are those of a direct read: runs x layers x
+    """The shape of all `pieces` together. `descriptors` are those of a direct read: runs x layers x
     planes."""
 
     nbytes: int
@@ -72,7 +72,7 @@ class TransferShape:
     pieces: int = 1
 
     def times(self, count: int) -> TransferShape:
-        """So many, one after another."""
+        """This many transfers, one after another."""
         return TransferShape(
             nbytes=count * self.nbytes,
             descriptors=count * self.descriptors,
@@ -85,8 +85,8 @@ class TransferShape:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkCost:
     """One link as this end measured it. `latency_s`: one message, one way; `read_s` and `write_s`:
-    what a batch of reads and a write cost whatever their size; `descriptor_s` and `run_s`: what
-    each descriptor and each copied run adds."""
+    fixed cost of a batch of reads and of a write; `descriptor_s` and `run_s`: added by each
+    descriptor and each copied run."""
 
     transport: str
     latency_s: float
@@ -101,8 +101,8 @@ class LinkCost:
     mapped: bool = False
 
     def renewed(self, newer: LinkCost) -> LinkCost:
-        """With a later measurement of the same link. What disturbs one makes it slower, never
-        faster: so what is faster now counts at once, and what is slower by half."""
+        """Merges a later measurement of the same link. Disturbances make a link slower, never
+        faster. So a faster value counts at once, and a slower one by half."""
         return replace(
             newer,
             latency_s=_later_s(self.latency_s, newer.latency_s),
@@ -117,11 +117,11 @@ class LinkCost:
         )
 
     def seconds(self, way: TransferWay, shape: TransferShape) -> float:
-        """Until the bytes are in the receiver's blocks."""
+        """Time until the bytes are in the receiver's blocks."""
         return self._direct_s(shape) if way is TransferWay.DIRECT else self._collated_s(shape)
 
     def choose(self, shape: TransferShape) -> TransferWay:
-        """The faster one; collated where they are equal."""
+        """The faster way; collated if both are equal."""
         direct = self._direct_s(shape) < self._collated_s(shape)
         return TransferWay.DIRECT if direct else TransferWay.COLLATED
 
@@ -148,7 +148,7 @@ class LinkCost:
 
 def fit(transport: str, samples: Iterable[Sample], *, mapped: bool = False) -> LinkCost:
     """Least squares of relative errors, no coefficient below zero. Over a `mapped` link no list of
-    descriptors is made. Raises ValueError naming the steps without a sample."""
+    descriptors is made. Raises ValueError that names the steps without a sample."""
     by_step: dict[TimedStep, list[Sample]] = {step: [] for step in TimedStep}
     for sample in samples:
         by_step[sample.step].append(sample)
@@ -194,16 +194,16 @@ def _copy_row(sample: Sample) -> tuple[float, ...]:
 
 
 def _speed(byte_s: float, samples: Iterable[Sample]) -> float:
-    """Where bytes seem to cost nothing: the best that was seen."""
+    """If bytes seem to cost nothing, the highest speed in the samples."""
     if byte_s > 0:
         return 1 / byte_s
     return max(sample.nbytes / max(sample.seconds, 1e-9) for sample in samples) or 1.0
 
 
 def _solve(rows: Sequence[tuple[float, ...]], samples: Sequence[Sample]) -> list[float]:
-    """Coefficients >= 0 that explain the seconds. What comes out negative is set to zero, the
-    worst first, and the others are fitted again."""
-    import numpy as np  # here, for commands that measure nothing start without it
+    """Coefficients >= 0 that explain the seconds. Negative ones are set to zero, the worst first,
+    and the others are fitted again."""
+    import numpy as np  # here: commands that measure nothing start without it
 
     weights = np.array([1 / max(sample.seconds, 1e-9) for sample in samples])
     matrix = np.array(rows, dtype=float) * weights[:, None]

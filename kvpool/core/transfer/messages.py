@@ -1,8 +1,8 @@
-"""How a prefill and a decode worker hand one request over, as values. Pure.
+"""The messages by which a prefill worker hands a request to a decode worker, as values. Pure.
 
     prefill worker                          decode worker
       PeerHello  <----------------------->  PeerHello       once per connection
-      PiecesAhead(pieces, blocks) -------->  chooses each one's way; collated:
+      PiecesAhead(pieces, blocks) -------->  chooses a way for each; collated:
                          <------------------  SlabLent(piece, codec), when a slab is free
       gathers, writes, SlabFilled  -------->  scatters into the blocks it reserved
                                              or direct:
@@ -13,18 +13,19 @@
       frees its blocks   <------------------  Committed
 
 Pieces are announced before they are computed. With `push` the decode worker holds its blocks from
-the reservation on; with `pull` it takes them when the first piece is announced, or later, when it
-has some: until then pieces wait.
+the reservation on. With `pull` it takes them when the first piece is announced, or later when some
+are free; until then pieces wait.
 
-Either side may end it early, by CancelTransfer or, once no write is in flight, TransferCancelled.
-That is the fence: until it comes, or the slab is retired at its lease's end, it is not reused.
+Either side may end the handoff early, by CancelTransfer or, once no write is in flight,
+TransferCancelled. The latter is the fence: a slab is reused only after it, or after the slab is
+retired at the end of its lease.
 
-Only its owner ever writes a block. A read of blocks that were freed meanwhile finds other bytes,
-but they can't be used: Commit follows PiecesRead, so the owner still held every block when it heard
-that the last of them had been read, however late anyone is, and without Commit no request joins.
-So the owner frees its blocks whenever it likes, and no clock is trusted.
+Only its owner ever writes a block. A read of blocks that were freed in between finds other bytes,
+but they are never used. Commit follows PiecesRead, so the owner still held every block when the
+last one had been read, however late a message is. Without Commit no request joins. So the owner
+may free its blocks at any time, and no clock is trusted.
 
-The KV canary: both ends of a handoff digest its KV where it lies, and compare. Pure.
+The KV canary: both ends of a handoff digest its KV in their own blocks, and compare.
 
     prefill worker                            decode worker
       all pieces are sent
@@ -34,12 +35,12 @@ The KV canary: both ends of a handoff digest its KV where it lies, and compare. 
                                                 joins the batch, or fails with kv_mismatch
 
 The checksum of a slab ends where the slab is scattered, and a piece that is read directly has none.
-A digest covers what follows: a wrong block table, a wrong scatter or read, a block that somebody
-else wrote meanwhile. It can't find KV that was computed wrong, nor wrong KV that comes from a pool.
+A digest covers the rest: a wrong block table, a wrong scatter or read, a block that another request
+overwrote. It can't find KV that was computed wrong, nor wrong KV that comes from a pool.
 
 A digest is linear in the KV: for each run of tokens of each plane, `SUMS` sums over all layers with
 signs that depend on token, layer, head and dimension (AMS sketch: Alon, Matias, Szegedy 1996). So
-ranks add up theirs, and an error that a codec may make changes a sum by little.
+the digests of ranks add up, and the small error of a codec changes a sum by little.
 """
 
 from __future__ import annotations
@@ -61,10 +62,11 @@ from kvpool.core.transfer.write import TokenSpan
 from kvrelay.types import Incarnation, RequestKey, value
 
 SUMS = 4
-"""One sum of noise misses a wrong block in 1 of 4 cases where a codec is allowed (`LOSSY`)."""
+"""With one sum, noise would hide a wrong block in 1 of 4 cases where a codec is allowed
+(`LOSSY`)."""
 RUN_TOKENS = 16
 MOST_RUNS = 2048
-"""Of one digest, 20 bytes each: a message has at most 64 KiB."""
+"""Runs of one digest, 20 bytes each: a message has at most 64 KiB."""
 
 EXACT = 1e-3
 """Two orders of summation in float32 differ by about 1e-6."""
@@ -82,8 +84,8 @@ class PlaneDigest:
     sums: tuple[float, ...]
 
     def distance(self, other: PlaneDigest) -> float:
-        """The largest difference of two sums, in norms of the run or of a run beside it: a codec
-        has one scale for tokens of both."""
+        """The largest difference of two sums, in norms of the run or of a neighbouring run: a codec
+        has one scale for the tokens of both."""
         if len(self.sums) != len(other.sums) or len(self.sums) != SUMS * len(self.norms):
             return inf
         beside = [max(around) for around in zip(self.norms, *_beside(self.norms), strict=True)]
@@ -108,7 +110,7 @@ class KvDigest:
 
 @value
 class DigestBlocks:
-    """Digest the KV of `span` in the blocks of `tables`; answered by BlocksDigested."""
+    """Digest the KV of `span` in the blocks of `tables`; the answer is BlocksDigested."""
 
     holder: Holder
     span: TokenSpan
@@ -117,14 +119,14 @@ class DigestBlocks:
 
 @value
 class BlocksDigested:
-    """`digests`: one for each copy of the heads, where ranks hold several."""
+    """`digests`: one for each copy of the heads, if ranks hold several copies."""
 
     holder: Holder
     digests: tuple[KvDigest, ...]
 
 
 def is_chosen(request_id: str, every: int) -> bool:
-    """One request in `every` (0: none), with all its tries: the rerun of one that failed its check
+    """One request in `every` (0: none), with all its attempts: if a check failed, the next attempt
     is checked again."""
     if every == 0:
         return False
@@ -133,18 +135,18 @@ def is_chosen(request_id: str, every: int) -> bool:
 
 
 def prompt_from(start: int, prompt_tokens: int) -> TokenSpan:
-    """What is digested."""
+    """The span of tokens to digest."""
     return TokenSpan(start=start, tokens=prompt_tokens - start, next_position=prompt_tokens)
 
 
 def run_tokens(layout: KvLayout, tokens: int) -> int:
-    """The tokens of one run."""
+    """The number of tokens in one run."""
     planes = sum(len(group.planes) for group in layout.groups)
     return max(RUN_TOKENS, -(-tokens * planes // (MOST_RUNS - planes)))
 
 
 def allowed_distance(sender_dtype: str, own_dtype: str, *, codecs: bool) -> float:
-    """Of KV that is right; `codecs`: this worker allows some."""
+    """The distance allowed for right KV; `codecs`: this worker allows some."""
     if codecs:
         return LOSSY
     if sender_dtype == own_dtype:
@@ -153,7 +155,7 @@ def allowed_distance(sender_dtype: str, own_dtype: str, *, codecs: bool) -> floa
 
 
 def mismatch(sent: KvDigest, found: tuple[KvDigest, ...], allowed: float) -> str | None:
-    """Why the KV that was `found` here can't be what was `sent`; None: it is."""
+    """Why the KV that was `found` here can't be the KV that was `sent`; None: it can."""
     distance = max(sent.distance(one) for one in found)
     if distance <= allowed:
         return None
@@ -161,7 +163,7 @@ def mismatch(sent: KvDigest, found: tuple[KvDigest, ...], allowed: float) -> str
 
 
 def _beside(norms: tuple[float, ...]) -> tuple[list[float], list[float]]:
-    """# run |-> the norm of the run before it, and behind it"""
+    """# run |-> norms of the runs before and behind it"""
     return [0.0, *norms][:-1], [*norms, 0.0][1:]
 
 
@@ -172,8 +174,8 @@ def _distance(difference: float, norm: float) -> float:
 
 
 class HandoffMode(StrEnum):
-    """`push`: pieces leave as they are computed, into blocks leased before. `pull`: they leave so
-    as soon as the decode worker has room. `pool`: through the host's pool node."""
+    """`push`: pieces leave as they are computed, into blocks leased before. `pull`: the same, once
+    the decode worker has room. `pool`: through the host's pool node."""
 
     PUSH = "push"
     PULL = "pull"
@@ -192,8 +194,9 @@ class PeerHello:
 
 @value
 class PiecesAhead:
-    """Of one span `count` pieces, from `piece` on; `number`, of the first, counts the request's
-    pieces. `held` are the sender's blocks of all of them, fixed until the end."""
+    """`count` pieces of one span, from `piece` on; `number` counts the request's pieces and is that
+    of the first one here. `held` are the sender's blocks of all these pieces, fixed until the
+    end."""
 
     key: RequestKey
     number: int
@@ -227,7 +230,8 @@ class SlabFilled:
 
 @value
 class PiecesAwaited:
-    """Not into slabs: say when each is computed, it will be read where it lies."""
+    """These pieces need no slab: announce each one when it is computed, then it is read where it
+    lies."""
 
     key: RequestKey
     pieces: tuple[int, ...]
@@ -247,8 +251,8 @@ class PiecesRead:
 
 @value
 class Commit:
-    """The next token of each choice; `finished_choices` ended with it and need no decoding. With
-    a `digest` the KV is checked before it is used. A request of one choice that was moved here has
+    """The next token of each choice; `finished_choices` ended with it and need no decoding. With a
+    `digest` the KV is checked before it is used. A request of one choice that was moved here has
     emitted `resumed_ids` since this worker was asked; the first of them is its next token."""
 
     key: RequestKey
@@ -283,7 +287,7 @@ class RenewLeases:
 
 @value
 class Ping:
-    """How long does a message take? Links answer it themselves."""
+    """Measures the time of a message; links answer it themselves."""
 
 
 @value
@@ -293,7 +297,7 @@ class Pong:
 
 @value
 class LinkProbed:
-    """The side that was connected to has measured the link: now the other one may."""
+    """The accepting side has measured the link, so the other side may start."""
 
 
 PieceMessage = PiecesAhead | SlabLent | SlabFilled | PiecesAwaited | PieceComputed | PiecesRead
@@ -302,4 +306,5 @@ LinkMessage = PeerHello | RenewLeases | Ping | Pong | LinkProbed
 PeerMessage = PieceMessage | EndMessage | LinkMessage | PullMessage
 
 TO_PREFILL = (SlabLent, PiecesAwaited, PiecesRead, Committed, CancelTransfer)
-"""What a decode worker says; all but the hello, which either says, is the prefill worker's."""
+"""Messages of a decode worker; all others are the prefill worker's, and the hello is sent by
+both."""

@@ -1,4 +1,4 @@
-"""A piece of a handoff: one write of a span's cut, and what is said of it before it travels. Pure.
+"""A piece of a handoff: one write of a span's cut, and its announcement. Pure.
 
 Both workers make the same cut of a span, so a piece is named by the span and its write's index.
 """
@@ -27,13 +27,13 @@ from kvrelay.errors import PeerError
 from kvrelay.types import value
 
 LAYER_GROUPS = 4
-"""Leaves a quarter of the last chunk to be sent after its compute. Twice as many would save an
-eighth more, and double what is announced, lent and told."""
+"""A quarter of the last chunk is left to send after its compute. Twice as many groups would save an
+eighth more, and double the messages."""
 LAYER_GROUP_BYTES = 256 * 1024
-"""Fewer take less time to move than the messages about them."""
+"""Smaller pieces take less time to move than the messages about them."""
 _RUN_WIRE_BYTES = 8
 _RUNS_WIRE_BYTES = 48 * 1024
-"""What the runs of a piece may take of a message of 64 KiB, where no two blocks are adjacent."""
+"""Room for a piece's runs in a message of 64 KiB, when no two blocks are adjacent."""
 
 Runs = tuple[tuple[int, int], ...]
 """(first block, number of blocks) of adjacent blocks, in the table's order"""
@@ -49,7 +49,7 @@ class Piece:
 
 @value
 class PieceBlocks:
-    """Which blocks a sender holds at `[first, first + ...)` of one group's table."""
+    """The blocks that a sender holds at `[first, first + ...)` of one group's table."""
 
     group: int
     first: int
@@ -64,8 +64,8 @@ class PieceBlocks:
 def cut_span(layout: KvLayout, span: TokenSpan, slab_bytes: int) -> tuple[SlabWrite, ...]:
     """The writes of `span` between two whole models, each of at most `slab_bytes`, without a codec.
 
-    `layout` is that of the wire (wire_layout). Equal for layouts that differ in their block size
-    only.
+    `layout` is that of the wire (wire_layout). Layouts that differ only in their block size have
+    equal cuts.
     """
     one = ShardLayout(model=layout, shard=Shard())
     groups = _layer_groups(layout, span)
@@ -73,8 +73,9 @@ def cut_span(layout: KvLayout, span: TokenSpan, slab_bytes: int) -> tuple[SlabWr
 
 
 def _layer_groups(layout: KvLayout, span: TokenSpan) -> int:
-    """More than one for the tokens that end the prompt; all before them is sent while these are
-    computed, so only of these it matters that early layers leave before the last one is done."""
+    """More than one group for the tokens that end the prompt. All earlier tokens are sent while
+    these are computed, so only for these it matters that early layers leave before the last one is
+    done."""
     ends = span.start + span.tokens >= span.next_position
     worth = layout.bytes_per_token * span.tokens // LAYER_GROUP_BYTES
     return max(1, min(LAYER_GROUPS, worth)) if ends else 1
@@ -88,9 +89,9 @@ def check_cut(
     wanted: range,
     next_position: int,
 ) -> tuple[SlabWrite, ...]:
-    """The writes that a peer has named, `count` from the `first` on, of a prompt whose tokens
-    `wanted`, up to its end, are to be sent as far as the query at `next_position` sees them. Raises
-    PeerError when there are none such."""
+    """The writes that a peer has named, `count` from the `first` on. The prompt's tokens `wanted`,
+    up to its end, are to be sent as far as the query at `next_position` sees them. Raises PeerError
+    when there are no such writes."""
     span = first.span
     end = span.start + span.tokens
     if not wanted.start <= span.start <= end <= wanted.stop:
@@ -109,7 +110,7 @@ def check_cut(
 
 
 def span_tokens_most(layout: KvLayout) -> int:
-    """A longer span's blocks could be more than one message names."""
+    """A longer span could have more blocks than one message can name."""
     runs = _RUNS_WIRE_BYTES // _RUN_WIRE_BYTES // len(layout.groups)
     return (runs - 1) * layout.block_size
 
@@ -117,7 +118,7 @@ def span_tokens_most(layout: KvLayout) -> int:
 def piece_blocks(
     sections: Iterable[SlabSection], tables: Tables, block_size: int
 ) -> tuple[PieceBlocks, ...]:
-    """The blocks that the sections' tokens lie in."""
+    """The blocks that hold the sections' tokens."""
     return tuple(
         PieceBlocks(group=group, first=first, runs=_runs(tables[group][first:end]))
         for group, first, end in _block_ranges(sections, block_size)
@@ -132,9 +133,9 @@ def source_side(
     block_size: int,
     blocks: int,
 ) -> Side:
-    """Where a peer with `blocks` blocks of `block_size` holds the sections' tokens.
+    """The places of the sections' tokens at a peer with `blocks` blocks of `block_size`.
 
-    Raises PeerError unless what it says is whole.
+    Raises PeerError unless its announcement is complete.
     """
     by_group = {one.group: one for one in held}
     for group, first, end in _block_ranges(sections, block_size):
@@ -142,13 +143,13 @@ def source_side(
         if said is None or (said.first, said.first + said.blocks) != (first, end):
             raise PeerError(f"a piece whose blocks [{first}, {end}) of group {group} are not named")
         if any(start + count > blocks for start, count in said.runs):
-            raise PeerError(f"a piece in blocks that a pool of {blocks} blocks has not")
+            raise PeerError(f"a piece names blocks outside a pool of {blocks} blocks")
     tables = tuple(_table(by_group.get(group)) for group in range(groups))
     return Side(tables=tables, block_size=block_size)
 
 
 def holds(side: Side, sections: Iterable[SlabSection]) -> bool:
-    """Whether every token of them has its slot."""
+    """True if each of the tokens has a slot."""
     return all(
         NO_BLOCK not in side.tables[group][first:end] and end <= len(side.tables[group])
         for group, first, end in _block_ranges(sections, side.block_size)
@@ -156,7 +157,7 @@ def holds(side: Side, sections: Iterable[SlabSection]) -> bool:
 
 
 class PairedRun(NamedTuple):
-    """Source slots `[source, source + tokens)` hold what belongs into the target's at `target`."""
+    """Source slots `[source, source + tokens)` belong into the target's slots from `target` on."""
 
     source: int
     target: int
@@ -170,7 +171,7 @@ def paired_runs(section: SlabSection, source: Side, target: Side) -> tuple[Paire
 
 @lru_cache(maxsize=256)
 def _runs_between(source: TokenPlace, target: TokenPlace) -> tuple[PairedRun, ...]:
-    """The layers of tokens lie alike."""
+    """The layers of tokens have the same arrangement."""
     return tuple(_paired(token_runs(*source), token_runs(*target)))
 
 
@@ -191,8 +192,8 @@ def _paired(sources: Sequence[TokenRun], targets: Sequence[TokenRun]) -> Iterato
 def transfer_shape(
     write: SlabWrite, source: Side, target: Side, ranks: tuple[int, int] = (1, 1)
 ) -> TransferShape:
-    """`ranks`: those that share the heads at the source, and at the target. Where they differ, a
-    token's heads lie apart at one of the ends, and each is read by itself."""
+    """`ranks`: the number that share the heads at the source and at the target. If they differ, a
+    token's heads are apart at one of the ends, and each is read by itself."""
     descriptors = source_runs = target_runs = 0
     for section in write.sections:
         theirs, ours = source.runs(section), target.runs(section)
@@ -220,7 +221,7 @@ def _shares(theirs: int, ours: int, heads: int) -> int:
 def _block_ranges(
     sections: Iterable[SlabSection], block_size: int
 ) -> Iterator[tuple[int, int, int]]:
-    """(group, first, end): the places in the group's table that the sections' tokens take."""
+    """(group, first, end): the entries of the group's table for the sections' tokens."""
     tokens: dict[int, tuple[int, int]] = {}  # group |-> [first, end)
     for section in sections:
         first, end = section.start, section.start + section.tokens

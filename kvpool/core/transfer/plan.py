@@ -1,10 +1,8 @@
-"""What travels from one rank's pool to another's, cut into slabs. Pure.
+"""Cuts the KV that travels from one rank's pool to another's into slabs. Pure.
 
-The cut depends on the two layouts and the tokens alone, never on block tables, so both workers
-reach the same one and each plans only its own copies. Groups with a window send only what the
-window still shows.
-
-Where a handoff's tokens, or its layers, are cut. Pure.
+The cut depends on the two layouts and the tokens alone, never on block tables. So both workers
+reach the same cut, and each plans only its own copies. Groups with a window send only the KV that
+the window still shows.
 """
 
 from __future__ import annotations
@@ -22,11 +20,12 @@ from kvpool.core.transfer.write import Side, SlabSection, SlabWrite, TokenSpan
 from kvrelay.errors import ConfigError
 
 WRITE_TOKENS = 128
-"""Fewer tokens in a write cost more per byte than they save in waiting."""
+"""Writes of fewer tokens cost more per byte than they save in waiting."""
 
 _GRAIN_TOKENS = 16
-"""Sections begin and end at multiples of it where they can: so with blocks of as many tokens, or of
-a multiple, whole blocks are copied. No worker's block size may matter: both cut alike."""
+"""Sections begin and end at multiples of this where possible. So whole blocks are copied if a block
+has this many tokens or a multiple. The block size of a worker must not matter, because both workers
+cut alike."""
 
 
 def least_tokens(seen: range) -> int:
@@ -37,8 +36,8 @@ def least_tokens(seen: range) -> int:
 
 
 def token_pieces(seen: range, most: int) -> list[range]:
-    """The fewest of at most `most` that are of whole grains, but for the ends of `seen`, and even
-    otherwise; of any tokens where these would be small."""
+    """The fewest pieces of at most `most` tokens, made of whole grains except at the ends of
+    `seen`, and otherwise even. If these would be small, pieces of any number of tokens."""
     lead, grains = _grains(seen)
     fit = (most - lead) // _GRAIN_TOKENS
     if len(seen) > most and fit > 0:
@@ -51,13 +50,13 @@ def token_pieces(seen: range, most: int) -> list[range]:
 
 
 def _grains(seen: range) -> tuple[int, int]:
-    """Tokens before the first grain, and how many grains there are from then on."""
+    """Tokens before the first grain, and the number of grains from there on."""
     lead = -seen.start % _GRAIN_TOKENS
     return lead, max(1, -(-(len(seen) - lead) // _GRAIN_TOKENS))
 
 
 def even_pieces(whole: range, most: int) -> Iterator[range]:
-    """The fewest pieces of at most `most`, their sizes within one of each other."""
+    """The fewest pieces of at most `most`, whose sizes differ by one at most."""
     return split(whole, -(-len(whole) // most))
 
 
@@ -91,9 +90,9 @@ def plan(
     codec: Codec = Codec.NONE,
     wire_dtype: str | None = None,
 ) -> TransferPlan:
-    """Moves `span` from one rank to another; each target slot that it needs is written once.
+    """Moves `span` from one rank to another; each target slot that needs it is written once.
 
-    The options, and what is raised, are those of `cut`.
+    Options and errors are those of `cut`.
     """
     writes = cut(
         src_layout,
@@ -148,8 +147,8 @@ def cut(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """What one group sends of each token: `layers` are the model's, as many as `part` has, and
-    `planes` have (heads, dim)."""
+    """The data that one group sends of each token: `layers` are the model's, as many as `part` has,
+    and `planes` have (heads, dim)."""
 
     part: GroupSlice
     layers: tuple[int, ...]
@@ -178,7 +177,7 @@ class _Part:
 def _parts_by_layers(
     source: ShardLayout, target: ShardLayout, sent: tuple[int, ...], layer_groups: int
 ) -> tuple[tuple[_Part, ...], ...]:
-    """# run of layers |-> its part of each of the `sent` groups, whatever the tokens are"""
+    """# run of layers |-> its part of each of the `sent` groups, for any tokens"""
     parts = _parts(source, target, sent)
     runs = _layer_runs(parts, layer_groups)
     within = ((part.within(layers) for part in parts) for layers in runs)
@@ -198,7 +197,7 @@ def _parts(source: ShardLayout, target: ShardLayout, sent: Sequence[int]) -> lis
 
 
 def _layer_runs(parts: Sequence[_Part], count: int) -> Iterator[range]:
-    """The layers that travel in even pieces, as ranges of the model's layers."""
+    """The layers that travel, in even pieces, as ranges of the model's layers."""
     layers = sorted(layer for part in parts for layer in part.layers)
     for piece in split(range(len(layers)), min(count, len(layers))):
         yield range(layers[piece[0]], layers[piece[-1]] + 1)
@@ -244,7 +243,7 @@ def _check_fits(part: _Part, wire: WireFormat, staging_bytes: int) -> None:
     least = part.nbytes(wire, 1, 1)
     if least > staging_bytes:
         raise ConfigError(
-            f"transfer.staging_bytes {staging_bytes} holds not one token of one layer; it must "
+            f"transfer.staging_bytes {staging_bytes} can't hold one token of one layer; it must "
             f"be at least {least}, better {part.nbytes(wire, len(part.layers), WRITE_TOKENS)}"
         )
 

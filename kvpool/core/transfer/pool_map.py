@@ -1,12 +1,12 @@
-"""Where in one flat memory each plane of a worker's KV pool lies. Pure.
+"""The places of a worker's KV planes in one flat memory. Pure.
 
 A peer that knows layout and number of blocks finds the same places:
 
 [plane 0 of group 0 | plane 1 of group 0 | ... | plane 0 of group 1 | ...)
 
-each `[layers, slots, heads, dim]`, slot = block x block_size + token, on a border of 256 bytes. A
-worker with several tensor parallel ranks has as many such maps, of each rank's heads, one after
-another. With more ranks than heads, each head has *copies*, on ranks that follow one another.
+each `[layers, slots, heads, dim]`, slot = block x block_size + token, aligned to 256 bytes. A
+worker with several tensor parallel ranks has one such map for the heads of each rank, one after
+another. With more ranks than heads, each head has *copies* on consecutive ranks.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from kvpool.core.layout.shards import Shard, ShardLayout
 from kvpool.core.transfer.codec_choice import NO_CODEC, CodecOffer
 
 _ALIGNED_BYTES = 256
-"""Loads of every width, and copy engines, are at their best from such an address."""
+"""Loads of every width, and copy engines, are fastest from such an address."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvFacts:
-    """What a peer must know of this worker's KV memory: its pool, and what one slab holds.
+    """What a peer must know of this worker's KV memory: its pool, and the size of a slab.
 
-    `region` is the whole pool's, as the link calls it; empty where the link can't read it.
-    `mixed_precision`: KV of another dtype may come and go, converted. `ranks` share the heads.
+    `region` is the link's name of the whole pool; empty if the link can't read it. With
+    `mixed_precision`, KV of another dtype may be exchanged and is converted. `ranks` share the
+    heads.
     """
 
     dtype: str
@@ -42,7 +43,7 @@ class KvFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolMap:
-    """`layout` is the whole model's; places of planes are told by the map of each rank."""
+    """`layout` is the whole model's; the map of each rank gives the places of its planes."""
 
     layout: KvLayout
     blocks: int
@@ -60,19 +61,19 @@ class PoolMap:
 
     @cached_property
     def shards(self) -> tuple[ShardLayout, ...]:
-        """# rank |-> what of the model it holds"""
+        """# rank |-> its part of the model"""
         shards = (Shard(rank=rank, size=self.ranks) for rank in range(self.ranks))
         return tuple(ShardLayout(model=self.layout, shard=shard) for shard in shards)
 
     @cached_property
     def parts(self) -> tuple[PoolMap, ...]:
-        """# rank |-> the map of its heads; they are alike, and follow one another"""
+        """# rank |-> the map of its heads; all are alike and consecutive"""
         if self.ranks == 1:
             return (self,)
         return tuple(PoolMap(layout=one.local, blocks=self.blocks) for one in self.shards)
 
     def copies(self, group: int, plane: int) -> int:
-        """On how many ranks each head is."""
+        """The number of ranks that hold each head."""
         return max(1, self.ranks // self.layout.groups[group].planes[plane].heads)
 
     @cached_property
@@ -80,18 +81,19 @@ class PoolMap:
         return max(self.copies(group, plane) for group, plane in self._planes)
 
     def holders(self, group: int, plane: int, copy: int) -> range:
-        """Ranks that together hold every head once, in the heads' order; others for each `copy`."""
+        """Ranks that together hold every head once, in the heads' order; each `copy` has other
+        ranks."""
         copies = self.copies(group, plane)
         return range(copy % copies, self.ranks, copies)
 
     def held(self, group: int, plane: int, rank: int) -> range:
-        """The heads that a rank has."""
+        """The heads of a rank."""
         total = self.layout.groups[group].planes[plane].heads
         return Shard(rank=rank, size=self.ranks).heads(total)
 
     @cached_property
     def bytes_per_block(self) -> int:
-        """One block in every group, with all copies of its heads."""
+        """Bytes of one block in every group, with all copies of its heads."""
         return sum(part.layout.bytes_per_block for part in self.parts)
 
     def part_offset(self, rank: int) -> int:
@@ -107,7 +109,7 @@ class PoolMap:
         return layers * self.slots * self.token_bytes(group, plane)
 
     def token_bytes(self, group: int, plane: int) -> int:
-        """The heads of one token."""
+        """Bytes of one token's heads."""
         return self.layout.groups[group].planes[plane].elements * self.layout.element_bytes
 
     def row_offset(self, group: int, plane: int, layer: int, slot: int) -> int:

@@ -1,16 +1,16 @@
-"""Cached blocks read out of another worker's pool, as values. Pure.
+"""The messages by which a worker reads cached blocks of another worker, as values. Pure.
 
     puller                                  worker that has the blocks
-      PullWanted(hashes)  --------------->  holds what it has of the chain
+      PullWanted(hashes)  --------------->  holds the chain's blocks that it has
                           <---------------  PullGranted(its blocks)
       reads them into blocks of its own
-      PullRead            --------------->  lets go of them
+      PullRead            --------------->  releases them
                           <---------------  PullSettled(held all the time?)
 
-The reads are one-sided, like those of a handoff, and end the same way: only the worker that holds
-the blocks knows whether it still did when the last of them had been read, so what was read is used
-after PullSettled says so. It may let go whenever it likes, and does when the puller is lost or
-silent for too long. Whatever goes wrong, the puller computes what it wanted.
+The reads are one-sided, like those of a handoff, and end in the same way. Only the holder knows
+whether it still held the blocks when the last one had been read. So the bytes are used only after
+PullSettled confirms it. The holder may release the blocks at any time, and does so when the puller
+is lost or silent for too long. Whatever goes wrong, the puller computes the KV itself.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from kvpool.core.transfer.write import Side, SlabWrite, TokenSpan
 from kvrelay.types import Incarnation
 
 _HASHES_MOST = 1792
-"""What one message of 64 KiB holds."""
+"""The number of hashes that fit into a message of 64 KiB."""
 _ANY_SIZE_BYTES = 2**62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullWanted:
-    """`pull` counts the sender's pulls. `hashes` are a chain's, from its start; the sender has the
-    first `skip` blocks."""
+    """`pull` counts the sender's pulls. `hashes` are those of a chain, from its start; the sender
+    has the first `skip` blocks."""
 
     pull: int
     hashes: tuple[BlockHash, ...]
@@ -43,7 +43,8 @@ class PullWanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullGranted:
-    """The chain's first `blocks` are here; `held` says where those behind the skipped ones are."""
+    """The chain's first `blocks` are here; `held` gives the places of those behind the skipped
+    ones."""
 
     pull: int
     blocks: int = 0
@@ -59,7 +60,7 @@ class PullRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullSettled:
-    """`held` False: what was read is of no use."""
+    """`held` False: the read bytes are useless."""
 
     pull: int
     held: bool
@@ -94,8 +95,8 @@ class BlocksPulled:
 def pulled_writes(
     layout: KvLayout, skip: int, blocks: int, most_bytes: int = _ANY_SIZE_BYTES
 ) -> tuple[SlabWrite, ...]:
-    """Blocks `[skip, blocks)` of a chain, all of each that the token after them sees anything of,
-    in writes of at most `most_bytes`; just one if it isn't given."""
+    """Blocks `[skip, blocks)` of a chain, each whole if the token after them sees any of it, in
+    writes of at most `most_bytes`; one write without a limit."""
     start, end = skip * layout.block_size, blocks * layout.block_size
     span = TokenSpan(start=start, tokens=end - start, next_position=end)
     one = ShardLayout(model=_seen_by_block(layout, end), shard=Shard())
@@ -103,7 +104,7 @@ def pulled_writes(
 
 
 def _seen_by_block(layout: KvLayout, end: int) -> KvLayout:
-    """With windows from whose first block the token at `end` sees everything."""
+    """The layout with its windows extended to whole blocks for the token at `end`."""
     size = layout.block_size
     groups = (
         replace(group, window=group.window and end - group.first_block(end, size) * size + 1)
@@ -113,5 +114,5 @@ def _seen_by_block(layout: KvLayout, end: int) -> KvLayout:
 
 
 def pull_blocks_most(layout: KvLayout) -> int:
-    """A longer chain's names, or places, could be more than one message holds."""
+    """The names or places of a longer chain could exceed one message."""
     return min(_HASHES_MOST, span_tokens_most(layout) // layout.block_size)

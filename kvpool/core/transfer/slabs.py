@@ -1,7 +1,8 @@
-"""Which peer may write into which staging slab. Pure; runs in the worker that owns the slabs.
+"""Staging slabs: which peer may write into which one, their headers and sizes. Pure; runs in the
+worker that owns the slabs.
 
-A lease is current from `try_lend` until its slab is free or retired; what an older lease says
-changes nothing.
+A lease is current from `try_lend` until its slab is free or retired; events of an older lease
+change nothing.
 
     free --try_lend--> lent --mark_filled--> filled --release--> free
                        lent --begin_fence--> fencing --fence_acknowledged--> free
@@ -11,17 +12,15 @@ changes nothing.
 A retired slab's region is deregistered and a new one registered in its place, because its writer
 fell silent and may still write.
 
-What stands at the head of a slab, so that a foreign, stale or damaged one is never scattered.
+A slab begins with a header, so that a foreign, stale or damaged one is never scattered:
 
 [0, 128)                      header, little endian, padded with zeros
-[128, 128 + payload_bytes)    the sections of a write one after another, each as
-                              kvpool.core.layout.codec says
+[128, 128 + payload_bytes)    the sections of a write one after another, each in the format of
+                              kvpool.core.layout.codec
 
-How much memory a worker stages transfers in. Pure.
-
-Each transfer in flight has a slab: by default for the largest piece that is ever sent, the KV of a
-prefill chunk, with its header. On a CPU pieces are no larger than what stays in its cache from
-gathering to scattering, and a chunk goes in several.
+Each transfer in flight has a slab. By default it has room for the largest piece, the KV of a
+prefill chunk, with its header. On a CPU a piece is small enough to stay in the cache from gathering
+to scattering, and a chunk is sent in several pieces.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ class SlabPool:
         return Lent(slab_id=slab_id, lease_id=lease_id)
 
     def mark_filled(self, slab_id: SlabId, lease_id: LeaseId) -> bool:
-        """The writer is done. False, and nothing changed, unless it holds the slab."""
+        """The writer is done. False and nothing changed unless it holds the slab."""
         lease = self._current(slab_id, lease_id, SlabState.LENT)
         if lease is None:
             return False
@@ -127,7 +126,7 @@ class SlabPool:
         return True
 
     def release(self, slab_id: SlabId, lease_id: LeaseId) -> None:
-        """The owner has scattered (or dropped) a filled slab."""
+        """The owner has scattered or dropped a filled slab."""
         lease = self._current(slab_id, lease_id, SlabState.FILLED)
         assert lease is not None, f"slab {slab_id} is not filled under lease {lease_id}"
         self._set_free(slab_id)
@@ -135,7 +134,7 @@ class SlabPool:
     def begin_fence(self, slab_id: SlabId, lease_id: LeaseId, now_s: float, ttl_s: float) -> bool:
         """The transfer is cancelled, but its writer may still write until it acknowledges.
 
-        False, and nothing changed, unless the slab is lent: a filled one is simply released.
+        False and nothing changed unless the slab is lent; a filled one is simply released.
         """
         lease = self._current(slab_id, lease_id, SlabState.LENT)
         if lease is None:
@@ -145,14 +144,15 @@ class SlabPool:
         return True
 
     def fence_acknowledged(self, slab_id: SlabId, lease_id: LeaseId) -> bool:
-        """The writer will not write (any more): free. False when the lease is not current."""
+        """The writer will not write any more: the slab is free. False when the lease is not
+        current."""
         if self._current(slab_id, lease_id, SlabState.LENT, SlabState.FENCING) is None:
             return False
         self._set_free(slab_id)
         return True
 
     def renew(self, lease_id: LeaseId, now_s: float, ttl_s: float) -> bool:
-        """Progress keeps a lent slab; False when it is not lent (any more)."""
+        """Progress keeps a lent slab; False when it is not lent."""
         for lease in self._leases.values():
             if lease.lease_id == lease_id and lease.state is SlabState.LENT:
                 lease.deadline_s = now_s + ttl_s
@@ -160,11 +160,12 @@ class SlabPool:
         return False
 
     def expire(self, now_s: float) -> tuple[Expired, ...]:
-        """Retires what is lent or fencing past its deadline."""
+        """Retires slabs that are lent or fencing past their deadline."""
         return self._retire(s for s, lease in self._leases.items() if lease.deadline_s <= now_s)
 
     def holder_lost(self, holder: str) -> tuple[Expired, ...]:
-        """Retires what this holder may still write to; what it has filled stays good."""
+        """Retires slabs to which this holder may still write; slabs that it has filled stay
+        good."""
         return self._retire(s for s, lease in self._leases.items() if lease.holder == holder)
 
     def replaced(self, slab_id: SlabId) -> None:
@@ -174,7 +175,7 @@ class SlabPool:
         self._set_free(slab_id)
 
     def held(self, now_s: float) -> tuple[HeldSlab, ...]:
-        """All that is not free; age since it was lent."""
+        """All slabs that are not free, with their age since they were lent."""
         return tuple(
             HeldSlab(
                 slab_id=slab_id,
@@ -238,10 +239,10 @@ _CODECS = (Codec.NONE, Codec.FP8, Codec.INT8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabHeader:
-    """Which piece of a sequence the payload is, and under which lease it was written.
+    """Names the piece of a sequence in the payload, and the lease under which it was written.
 
-    `fingerprint` is the layout's logical fingerprint (32 hex digits), `checksum` the xxh3_64 of
-    the payload. `dtype` is that of the elements under codec none.
+    `fingerprint` is the layout's logical fingerprint (32 hex digits), `checksum` the xxh3_64 of the
+    payload. `dtype` is that of the elements under codec none.
     """
 
     fingerprint: str
@@ -271,7 +272,7 @@ class SlabHeader:
 
     @classmethod
     def unpack(cls, data: bytes, *, fingerprint: str) -> SlabHeader:
-        """Raises PeerError, saying what is wrong, unless it is a whole header for this model."""
+        """Raises PeerError that says what is wrong, unless it is a whole header for this model."""
         if len(data) < HEADER_BYTES:
             raise PeerError(f"slab header of {len(data)} bytes; it must have {HEADER_BYTES}")
         magic, version, dtype, codec, theirs, lease_id, *place, payload_bytes, digest = (
@@ -304,7 +305,7 @@ class SlabHeader:
         )
 
     def check_payload(self, payload: memoryview) -> None:
-        """`payload` is all that follows the header. Raises PeerError."""
+        """`payload` is everything behind the header. Raises PeerError."""
         if self.payload_bytes > payload.nbytes:
             raise PeerError(
                 f"slab length {self.payload_bytes} is more than the {payload.nbytes} bytes there"
@@ -323,8 +324,8 @@ def _sealed(data: bytes) -> bytes:
 
 _MIB = 2**20
 CACHED_BYTES = 4 * _MIB
-"""A piece on a CPU: written twice as fast as one of 64 MiB, and a tenth faster than one of 8. Of
-smaller ones, what each costs besides its copies takes a share that counts (measured)."""
+"""Largest piece on a CPU: written twice as fast as one of 64 MiB, and a tenth faster than one of 8
+MiB. For smaller ones the fixed costs matter (measured)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,8 +348,8 @@ class Staging:
 def plan_staging(
     layout: KvLayout, *, slabs: int, chunk_tokens: int, total_bytes: int | None, on_cpu: bool
 ) -> Staging:
-    """`total_bytes` None: a chunk for each, `on_cpu` at most CACHED_BYTES of it. Raises ConfigError
-    when a slab holds not one token."""
+    """`total_bytes` None: each slab holds a chunk, `on_cpu` at most CACHED_BYTES of it. Raises
+    ConfigError when a slab can't hold one token."""
     if total_bytes is None:
         payload_bytes = chunk_tokens * layout.bytes_per_token
         what = f"{chunk_tokens} tokens (a prefill chunk) x {layout.bytes_per_token} B"
@@ -370,7 +371,7 @@ def _tokens_of(layout: KvLayout, slabs: int, total_bytes: int) -> int:
     if tokens < 1:
         least = slabs * (layout.bytes_per_token + HEADER_BYTES)
         raise ConfigError(
-            f"transfer.staging_bytes {total_bytes} holds no token for each of {slabs} "
+            f"transfer.staging_bytes {total_bytes} can't hold a token for each of {slabs} "
             f"transfers; at least {least} bytes are needed"
         )
     return tokens

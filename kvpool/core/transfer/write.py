@@ -1,6 +1,4 @@
-"""What travels at once from one rank's pool to another's, and where it lies at each end. Pure.
-
-Where a sequence's tokens lie in the pool: the copies of one gather or scatter. Pure.
+"""The KV that one write moves from one rank's pool to another's, and its places at both ends. Pure.
 
 A slab is laid out per token, so the two sides of a handoff may have different block sizes: each
 plans its own copies.
@@ -28,17 +26,17 @@ class TokenRun:
 
 
 TokenPlace = tuple[tuple[BlockId, ...], int, int, int]
-"""What token_runs is asked."""
+"""The arguments of token_runs."""
 
 
 @lru_cache(maxsize=256)
 def token_runs(
     table: tuple[BlockId, ...], start: int, tokens: int, block_size: int
 ) -> tuple[TokenRun, ...]:
-    """Runs for tokens `[start, start + tokens)` of the sequence whose blocks `table` lists.
+    """Runs for tokens `[start, start + tokens)` of the sequence with these blocks in its `table`.
 
     In slab order, each token exactly once; adjacent blocks merge into one run. The layers of a span
-    lie alike, and are asked for one after another.
+    have the same runs and are asked for one after another, so results are cached.
     """
     assert 0 <= start <= start + tokens <= len(table) * block_size, (start, tokens, len(table))
     return tuple(_merged(table, start, start + tokens, block_size)) if tokens else ()
@@ -50,7 +48,7 @@ def chunk_bytes(layout: KvLayout, tokens: int) -> int:
 
 
 def _merged(table: Sequence[BlockId], start: int, end: int, block_size: int) -> Iterator[TokenRun]:
-    """A run goes on while each block is the one behind the last."""
+    """A run continues while each block follows the one before it."""
     first, begin = start // block_size, start
     previous = table[first]
     for index in range(first + 1, -(-end // block_size)):
@@ -76,7 +74,8 @@ class TokenSpan:
     next_position: int
 
     def seen(self, window: int | None) -> range:
-        """Those that the next query, or one after it, still sees; a window counts the query."""
+        """The tokens that the next query, or a later one, still sees; a window includes the
+        query."""
         visible = 0 if window is None else self.next_position - window + 1
         end = self.start + self.tokens
         return range(min(max(self.start, visible), end), end)
@@ -84,9 +83,8 @@ class TokenSpan:
 
 @value
 class SlabSection:
-    """One group's tokens `[start, start + tokens)` at `offset_bytes` of a slab's payload, laid out
-    as `kvpool.core.layout.codec` says. `last_layer` is the model's index of its last layer.
-    """
+    """One group's tokens `[start, start + tokens)` at `offset_bytes` of a slab's payload, in the
+    format of `kvpool.core.layout.codec`. `last_layer` is the model's index of its last layer."""
 
     part: GroupSlice
     last_layer: int
@@ -103,7 +101,7 @@ class SlabSection:
 
 @value
 class SlabWrite:
-    """One slab's payload: sections one after another, without gaps, all in one format."""
+    """One slab's payload: consecutive sections without gaps, all in one format."""
 
     sections: tuple[SlabSection, ...]
     wire: WireFormat
@@ -114,12 +112,12 @@ class SlabWrite:
 
     @property
     def last_layer(self) -> int:
-        """The layer of the model after which a write that isn't empty may be gathered."""
+        """After this layer of the model a write that isn't empty may be gathered."""
         return max(section.last_layer for section in self.sections)
 
     def encoded(self, codec: Codec) -> SlabWrite:
-        """The same tokens of the same layers with another codec. Where heads are tiny a codec may
-        need more bytes than none does."""
+        """The same tokens of the same layers with another codec. With tiny heads a codec may need
+        more bytes than none."""
         if codec is self.wire.codec:
             return self
         wire = replace(self.wire, codec=codec)
@@ -132,18 +130,18 @@ class SlabWrite:
 
 @value
 class Side:
-    """Where the sequence lies in one rank's pool."""
+    """The sequence's place in one rank's pool."""
 
     tables: Tables
     block_size: int
 
     def runs(self, section: SlabSection) -> tuple[TokenRun, ...]:
-        """The copies between pool and section, adjacent blocks merged; positions are from the
-        section's first token."""
+        """The copies between pool and section, with adjacent blocks merged; positions count from
+        the section's first token."""
         return token_runs(*self.place(section))
 
     def place(self, section: SlabSection) -> TokenPlace:
-        """Of the table only what the section takes."""
+        """The entries of the table that the section needs."""
         first, within = divmod(section.start, self.block_size)
         last = -(-(section.start + section.tokens) // self.block_size)
         table = self.tables[section.part.group][first:last]

@@ -1,11 +1,12 @@
 """Between processes of one host, device to device: regions are CUDA memory that the peer maps.
 
-The handle travels over the control connection. Copies run on a stream of their own, behind what the
-caller's stream holds, and are over when the call returns. PyTorch counts who has a region mapped
-and keeps freed memory that someone has; a process that died without letting go is counted off here,
-once it is gone: declared dead is not gone.
+The handle travels over the control connection. Copies run on their own stream, after the work on
+the caller's stream, and are done when the call returns. PyTorch counts the processes that have a
+region mapped, and keeps freed memory while the count is above zero. For a process that died without
+releasing, the count is lowered here, once the process is gone; a peer that was only declared dead
+may still run.
 
-CUDA memory as other processes are told of it: PyTorch's shared storages, on our own wire.
+The wire format of the handle is our own, over PyTorch's shared storages.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 from kvpool.transport.mapped import windowed
 from kvpool.transport.peer.base import Read, RegionName, RegionWrite
 from kvpool.transport.peer.control_wire import Grant
-from kvpool.transport.peer.exposure import Check, Fetch
+from kvpool.transport.peer.exposure import Check, FetchGrant
 from kvrelay.errors import ConfigError, PeerError
 
 # of the handle, the counter's handle and the event's handle the bytes; then storage bytes, storage
@@ -37,8 +38,8 @@ _HEAD = struct.Struct("<HHHQQQ?QQ")
 class CudaHandle:
     handle: bytes
     storage_bytes: int
-    storage_offset: int  # of the storage, in what CUDA has allocated
-    counter_handle: bytes  # PyTorch's, of those who have the storage mapped
+    storage_offset: int  # of the storage, in CUDA's allocation
+    counter_handle: bytes  # PyTorch's counter of processes that map the storage
     counter_offset: int
     event_handle: bytes  # after which the storage may be used
     event_counts: bool
@@ -61,7 +62,7 @@ class CudaHandle:
 
     @staticmethod
     def unpack(payload: bytes) -> CudaHandle:
-        """Raises PeerError for what `pack` has not made."""
+        """Raises PeerError for bytes that `pack` has not made."""
         if len(payload) < _HEAD.size:
             raise PeerError(f"the peer granted CUDA memory in {len(payload)} bytes")
         *sizes, storage_bytes, storage_offset, counter_offset, counts, offset, nbytes = (
@@ -83,8 +84,8 @@ class CudaHandle:
         )
 
     def map(self, device: torch.device) -> torch.Tensor:
-        """uint8 `[bytes]` seen from `device`, which need not be where the memory is. Once for each
-        `share`. Raises PeerError."""
+        """uint8 `[bytes]` seen from `device`, which may be another device than the memory's. Once
+        for each `share`. Raises PeerError."""
         storage_type: Any = torch.UntypedStorage
         try:
             storage = storage_type._new_shared_cuda(
@@ -104,7 +105,7 @@ class CudaHandle:
 
 
 def share(memory: torch.Tensor) -> CudaHandle:
-    """For one process to map, and then let go. Raises ConfigError when CUDA cannot."""
+    """For one process to map and later release. Raises ConfigError when CUDA cannot."""
     storage: Any = memory.untyped_storage()
     try:
         _, handle, nbytes, offset, counter, counter_offset, event, counts = storage._share_cuda_()
@@ -127,14 +128,14 @@ def share(memory: torch.Tensor) -> CudaHandle:
 
 
 def release(handle: CudaHandle) -> None:
-    """In place of a process that cannot let go of it any more."""
+    """Called for a process that can't release it itself any more."""
     storage_type: Any = torch.UntypedStorage
     storage_type._release_ipc_counter_cuda(handle.counter_handle, handle.counter_offset)
 
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _exposed: dict[RegionName, torch.Tensor] = {}
-"""By all endpoints of this process: CUDA does not map what is this process's own."""
+"""By all endpoints of this process: CUDA does not map a process's own memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,8 +150,8 @@ class CudaIpcExposure:
     staging_bytes = 0
 
     def __init__(self, device: str) -> None:
-        """`device` is as PyTorch names it. Raises ConfigError when there is none of that name, or
-        when its memory cannot be shared."""
+        """`device` is PyTorch's name. Raises ConfigError if there is no such device, or its memory
+        can't be shared."""
         self._device = _cuda_device(device)
         self._regions: dict[RegionName, torch.Tensor] = {}
         self._given: list[_Given] = []
@@ -179,11 +180,11 @@ class CudaIpcExposure:
         _exposed.pop(name, None)
 
     def free(self, name: RegionName) -> None:
-        """PyTorch keeps it for whoever still has it mapped."""
+        """PyTorch keeps the memory for processes that still have it mapped."""
         del self._regions[name]
         self._settle()
 
-    def peer(self, address: str, fetch: Fetch) -> CudaIpcPeer:
+    def peer(self, address: str, fetch: FetchGrant) -> CudaIpcPeer:
         return CudaIpcPeer(address, fetch, self._device)
 
     def close(self) -> None:
@@ -194,7 +195,7 @@ class CudaIpcExposure:
         self._given.clear()
 
     def _settle(self) -> None:
-        """Counts off the processes that are gone; what they had is freed with its region."""
+        """Lowers the counts for processes that are gone; their memory is freed with its region."""
         alive = []
         for given in self._given:
             if _is_gone(given.process_fd):
@@ -208,7 +209,7 @@ class CudaIpcExposure:
 
 
 class CudaIpcPeer:
-    def __init__(self, address: str, fetch: Fetch, device: torch.device) -> None:
+    def __init__(self, address: str, fetch: FetchGrant, device: torch.device) -> None:
         self._address = address
         self._fetch = fetch
         self._device = device
@@ -226,7 +227,7 @@ class CudaIpcPeer:
             windowed.read(self._window, reads)
 
     def window(self, region: RegionName, check: Check) -> torch.Tensor:
-        """What is queued on it is the caller's to synchronise before the next `notify`."""
+        """The caller synchronises its queued copies on the window before the next `notify`."""
         with self._lock:
             check()
             return self._window(region)
@@ -246,7 +247,7 @@ class CudaIpcPeer:
 
     @contextmanager
     def _copying(self, check: Check) -> Iterator[None]:
-        """Behind what the caller has queued on its stream; over on return, also by an error."""
+        """Runs after the work on the caller's stream; done on return, also after an error."""
         with self._lock:
             check()
             self._stream.wait_stream(torch.cuda.current_stream(self._device))

@@ -1,8 +1,7 @@
 """Anonymous shared memory: a sealed memfd, mapped as a torch tensor by its maker and by peers.
 
-No name is left behind, and the memory is freed with its last mapping. One page after it tells peers
-which of the regions lent out of it are still registered, so a retired one is known at once without
-a message.
+It leaves no name behind, and is freed with its last mapping. One page after it shows peers which
+lent regions are still registered, so a retired one is known at once without a message.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ _made_lock = threading.Lock()
 
 
 def allocate(nbytes: int, name: str = "kvrelay-memory", *, lazily: bool = False) -> torch.Tensor:
-    """Zeros, uint8 `[nbytes]`, that the shm transport can adopt, whole or any part. All pages are
-    taken and touched now, with OSError when there are none, or `lazily` one by one. Freed
-    with the last tensor over it, here and at the peers. `name` is what process listings show."""
+    """Zeros, uint8 `[nbytes]`, that the shm transport can adopt, whole or in part. All pages are
+    taken and touched now, with OSError when there are none, or `lazily` one by one. Freed with the
+    last tensor over it, here and at the peers. `name` appears in process listings."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         reserve = os.truncate if lazily else _fill
@@ -62,13 +61,13 @@ def lend(memory: torch.Tensor) -> Loan:
                 return made.lend(pages, start, memory.numel())
     raise ConfigError(
         "only memory of kvpool.transport.mapped.memfd.allocate can be shared between processes; "
-        f"{memory.numel()} bytes on {memory.device} are not of it"
+        f"these {memory.numel()} bytes on {memory.device} are other memory"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemfdPlace:
-    """Where in a memfd a region lies, as told to peers."""
+    """The place of a region in a memfd, as sent to peers."""
 
     made_bytes: int  # all that the memfd holds but its page of states
     offset: int
@@ -82,7 +81,7 @@ class MemfdPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loan:
-    """A region of this process that peers may map; keeps its memory, and `fd`, until dropped."""
+    """A region of this process that peers may map; keeps its memory and `fd` until dropped."""
 
     fd: int
     place: MemfdPlace
@@ -96,7 +95,7 @@ class Mapping:
     """A region of another process, as local memory. Unmapped with its last tensor."""
 
     def __init__(self, fd: int, place: MemfdPlace) -> None:
-        """The descriptor stays the caller's and need not outlive the call. Raises PeerError."""
+        """The descriptor stays the caller's and may be closed after the call. Raises PeerError."""
         size = os.fstat(fd).st_size
         fits = 0 <= place.offset <= place.offset + place.nbytes <= place.made_bytes
         if size != _file_bytes(place.made_bytes) or not fits or place.loan >= _MAX_LOANS:
@@ -146,8 +145,8 @@ def _fill(fd: int, nbytes: int) -> None:
 
 
 def _touch(pages: _Pages) -> None:
-    """What is first touched later, in the middle of a transfer, takes several times as long as
-    its copy: the kernel clears each page then. An older one than Linux 5.14 leaves it at that."""
+    """A page that is first touched in the middle of a transfer takes several times as long as its
+    copy, because the kernel clears it then. Before Linux 5.14 pages stay untouched here."""
     _libc.madvise(ctypes.c_void_p(pages.ctypes.data), ctypes.c_size_t(pages.size), _POPULATE_WRITE)
 
 

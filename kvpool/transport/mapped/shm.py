@@ -14,7 +14,7 @@ from kvpool.transport.mapped import memfd, windowed
 from kvpool.transport.mapped.memfd import Loan, Mapping, MemfdPlace
 from kvpool.transport.peer.base import Read, RegionName, RegionWrite
 from kvpool.transport.peer.control_wire import Grant
-from kvpool.transport.peer.exposure import Check, Fetch
+from kvpool.transport.peer.exposure import Check, FetchGrant
 from kvrelay.errors import PeerError
 
 _PLACE = struct.Struct("<QQQI")  # bytes made, offset, bytes, loan
@@ -46,7 +46,7 @@ class ShmExposure:
     def free(self, name: RegionName) -> None:
         pass  # with its last mapping
 
-    def peer(self, address: str, fetch: Fetch) -> ShmPeer:
+    def peer(self, address: str, fetch: FetchGrant) -> ShmPeer:
         return ShmPeer(address, fetch)
 
     def close(self) -> None:
@@ -54,7 +54,7 @@ class ShmExposure:
 
 
 class ShmPeer:
-    def __init__(self, address: str, fetch: Fetch) -> None:
+    def __init__(self, address: str, fetch: FetchGrant) -> None:
         self._address = address
         self._fetch = fetch
         self._lock = threading.Lock()
@@ -67,7 +67,7 @@ class ShmPeer:
         windowed.read(lambda region: self.window(region, check), reads)
 
     def window(self, region: RegionName, check: Check) -> torch.Tensor:
-        """Mapped on first use; a region that was retired is unmapped here when that is seen."""
+        """Mapped on first use; a retired region is unmapped here when that is noticed."""
         with self._lock:
             check()
             mapping = self._mappings.get(region)
@@ -79,7 +79,7 @@ class ShmPeer:
             return mapping.memory
 
     def retire(self, region: RegionName) -> None:
-        """What is being written harms no one: whoever maps the memory keeps it."""
+        """Running writes do no harm: the memory exists as long as a process maps it."""
         with self._lock:
             self._mappings.pop(region, None)
 

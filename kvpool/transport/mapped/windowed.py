@@ -10,7 +10,7 @@ import torch
 from kvpool.transport.peer.base import Read, RegionName, RegionWrite
 
 _SMALL_BYTES = 2**18
-"""Below, torch takes longer to prepare a copy than this takes to do it."""
+"""For smaller copies torch takes longer to prepare than this way takes in all."""
 
 Window = Callable[[RegionName], torch.Tensor]
 """uint8 `[bytes]` over the peer's region; raises PeerError when it is gone."""
@@ -39,7 +39,7 @@ def _spans(window: Window, regions: Iterable[RegionName]) -> dict[RegionName, _S
 
 
 class _Span:
-    """A window, asked for once for many copies."""
+    """A window that serves many copies."""
 
     def __init__(self, window: torch.Tensor) -> None:
         self._window = window

@@ -1,8 +1,8 @@
-"""What a link between two workers can do. Every transport keeps this contract; one suite tests all.
+"""The contract of a link between two workers. Every transport keeps it; one test suite checks all.
 
-An endpoint belongs to one process. It owns registered regions, and speaks to peers over
-connections. Everything is thread safe and needs no event loop: messages arrive by callback on a
-thread of the transport, so a callback only queues.
+An endpoint belongs to one process. It owns registered regions, and talks to peers over connections.
+Everything is thread safe and needs no event loop. Messages arrive by callback on a thread of the
+transport, so a callback only queues.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import NewType, Protocol
 import torch
 
 RegionName = NewType("RegionName", str)
-"""A registered region of one endpoint, as told to a peer. Unique for the endpoint's life."""
+"""The peers' name of a registered region of one endpoint. Unique for the endpoint's life."""
 
 MAX_MESSAGE_BYTES = 64 * 1024
 SEND_TIMEOUT_S = 5.0
-"""How long `notify` waits for a peer that does not read before it raises."""
+"""`notify` raises when a peer has not read for this long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,37 +48,37 @@ class RegionWrite:
 
 
 class Connection(Protocol):
-    """One peer. Writes and notifications of one connection keep their order."""
+    """A connection to one peer. Its writes and notifications keep their order."""
 
     @property
     def peer_address(self) -> str: ...
 
     def write(self, region: RegionName, offset: int, source: torch.Tensor) -> None:
-        """Copy `source` (any dtype, contiguous) into the peer's region; visible to the peer before
-        any later `notify`. Raises PeerError when the peer or the region is gone."""
+        """Copies `source` (any dtype, contiguous) into the peer's region; visible to the peer
+        before any later `notify`. Raises PeerError when the peer or the region is gone."""
 
     def read(self, region: RegionName, offset: int, target: torch.Tensor) -> None:
-        """Copy from the peer's region into `target` (contiguous)."""
+        """Copies from the peer's region into `target` (contiguous)."""
 
     def write_many(self, writes: Sequence[RegionWrite]) -> None:
-        """All of them, posted as one batch where the link has batches. In no order among each
-        other; visible and raising as `write`, which may then have taken place in part."""
+        """All writes, posted as one batch if the link has batches, in any order. Visibility and
+        errors are those of `write`; after an error some may have taken place."""
 
     def read_many(self, reads: Sequence[Read]) -> None:
-        """All of them, posted as one batch where the link has batches; raises as `read`."""
+        """All reads, posted as one batch if the link has batches; raises like `read`."""
 
     def window(self, region: RegionName) -> torch.Tensor | None:
-        """The peer's region as local memory (uint8), where the link can map it; else None. Copies
-        that are queued on it (on a device) are the caller's to wait for before `notify`."""
+        """The peer's region as local memory (uint8), if the link can map it; else None. The caller
+        waits for copies that it queued on it (on a device) before `notify`."""
 
     def notify(self, payload: bytes) -> None:
-        """Deliver `payload` (at most 64 KiB), whole and in order, to the peer's `on_message`.
-        Blocks while the peer has too much unread; raises PeerError, and delivers nothing, when
-        that lasts `SEND_TIMEOUT_S` or the peer is gone."""
+        """Delivers `payload` (at most 64 KiB), whole and in order, to the peer's `on_message`.
+        Blocks while the peer has too much unread. If that lasts `SEND_TIMEOUT_S`, or the peer is
+        gone, it raises PeerError and delivers nothing."""
 
     def close(self) -> None:
-        """Idempotent. The other side's `on_lost` is called, after all that was sent to it; this
-        side's is not, and what it has not yet been given is dropped."""
+        """Idempotent. The other side's `on_lost` is called after everything that was sent to it.
+        This side's is not called, and messages that it has not received yet are dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,24 +96,25 @@ class Endpoint(Protocol):
 
     @property
     def address(self) -> str:
-        """`scheme:rest`, what a peer passes to `connect`."""
+        """`scheme:rest`, the address that a peer passes to `connect`."""
 
     @property
     def staging_bytes(self) -> int:
-        """Held now, by the transport itself, for transfers between memory that is not registered
-        here and a peer's region."""
+        """Bytes that the transport itself holds now, for transfers between unregistered memory and
+        a peer's region."""
 
     def register(self, nbytes: int) -> Region: ...
 
     def adopt(self, memory: torch.Tensor) -> Region:
-        """Register memory (uint8, contiguous) that was allocated elsewhere and is at rest in
-        place. Raises ConfigError when the link cannot expose it: see each transport."""
+        """Registers memory (uint8, contiguous) that was allocated elsewhere and stays in place.
+        Raises ConfigError when the link cannot expose it: see each transport."""
 
     def deregister(self, region: Region) -> None:
-        """Later writes of peers raise or go nowhere; the memory is freed once no one maps it."""
+        """Later writes of peers raise or have no effect; the memory is freed once no process maps
+        it."""
 
     def connect(self, address: str) -> Connection:
-        """Raises PeerError, with the address, when no one listens there."""
+        """Raises PeerError, with the address, when nobody listens there."""
 
     def close(self) -> None:
         """Idempotent; closes every connection, frees every region, joins every thread."""

@@ -1,9 +1,9 @@
 """One peer of a transport with a control connection: a thread that reads its packets.
 
-Messages are held back here, not in the socket, while the peer has too much unread; so one that is
-refused has not been sent in part.
+While the peer has too much unread, messages wait here, not in the socket. So a refused message has
+not been sent in part.
 
-What an endpoint reaches of its peers' memory: one for each, whatever connections it has.
+Memory of a peer that the endpoint can reach is shared by all connections to that peer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvrelay.errors import PeerError
 
 _UNREAD_BYTES = 4 * MAX_MESSAGE_BYTES
 _REPORT_BYTES = _UNREAD_BYTES // 8
-_MESSAGE_OVERHEAD_BYTES = 1024  # no less than what a socket's buffer holds for a small one
+_MESSAGE_OVERHEAD_BYTES = 1024  # at least a socket buffer's overhead for a small message
 
 
 class PeerConnection:
@@ -81,7 +81,7 @@ class PeerConnection:
         self.send(Packet.MESSAGE, payload)
 
     def send(self, packet: Packet, payload: bytes = b"") -> None:
-        """Raises PeerError; then the connection is over, for the packet may be sent in part."""
+        """Raises PeerError; then the connection is over, because the packet may be sent in part."""
         with self._send_lock:
             try:
                 control_wire.send(self._socket, packet, payload)
@@ -104,7 +104,7 @@ class PeerConnection:
     def deliver(
         self, callbacks: Callbacks, retired: Callable[[RegionName], None], *, accepted: bool
     ) -> None:
-        """Run by this connection's thread until either side closes or dies."""
+        """Runs on this connection's thread until either side closes or dies."""
         self.thread = threading.current_thread()
         if accepted:
             callbacks.on_connect(self)
@@ -148,7 +148,7 @@ class PeerConnection:
 
     def reply(self, packet: Packet, payload: bytes) -> None:
         if not self._closed:
-            with suppress(PeerError):  # what the peer sent before it died is still to come
+            with suppress(PeerError):  # messages sent before its death are still to come
                 self.send(packet, payload)
 
     def _make_room(self, nbytes: int) -> None:
@@ -192,11 +192,11 @@ class KnownPeers:
         self._peers: dict[str, _Peer] = {}
 
     def __getitem__(self, address: str) -> PeerMemory:
-        """Of a peer in use."""
+        """The memory of a peer in use."""
         return self._peers[address].memory
 
     def use(self, address: str) -> PeerMemory:
-        """For one connection more, until it leaves."""
+        """Counts one more connection, until it leaves."""
         with self._lock:
             peer = self._peers.get(address)
             if peer is None:
@@ -206,8 +206,8 @@ class KnownPeers:
             return peer.memory
 
     def leave(self, address: str) -> None:
-        """Peers that no connection uses rest. Not under the lock: a peer's memory may wait for the
-        peer."""
+        """Peers without a connection rest. Not under the lock, because a peer's memory may wait for
+        the peer."""
         with self._lock:
             self._peers[address].users -= 1
             resting = [(a, peer, peer.met) for a, peer in self._peers.items() if not peer.users]

@@ -1,9 +1,9 @@
 """Packets of a control connection, over TCP or between processes of one host.
 
-An accepted socket is admitted first (`rendezvous`). Then its first packet says what
-it is for: `HELLO` opens a connection (answered by `WELCOME` or `REFUSE`, then the packets from
-`MESSAGE` to `RETIRED` both ways), `GET` asks where a region is (answered by `GRANT` or `REFUSE`,
-then closed).
+An accepted socket is admitted first (`rendezvous`). Then its first packet says its purpose. `HELLO`
+opens a connection: the answer is `WELCOME` or `REFUSE`, then packets from `MESSAGE` to `RETIRED` go
+both ways. `GET` asks where a region is: the answer is `GRANT` or `REFUSE`, then the socket is
+closed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Packet(IntEnum):
     WELCOME = 2
     REFUSE = 3
     MESSAGE = 4
-    READ = 5  # so many bytes of messages were taken
+    READ = 5  # this many bytes of messages were read
     RETIRE = 6  # this region is to be used no more
     RETIRED = 7  # and it is not
     GET = 8
@@ -42,14 +42,14 @@ class Packet(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """What a peer needs to reach a region; each transport packs its own payload."""
+    """The data by which a peer reaches a region; each transport packs its own payload."""
 
     payload: bytes
     fd: int | None = None  # passed along, between processes of one host
 
 
 def set_send_timeout(sock: socket.socket, timeout_s: float) -> None:
-    """Reads block for ever, a send no longer than this (then BlockingIOError)."""
+    """Reads block for ever, a send at most this long (then BlockingIOError)."""
     sock.settimeout(None)
     seconds = int(timeout_s)
     value = _TIMEVAL.pack(seconds, int((timeout_s - seconds) * 1e6))
@@ -61,7 +61,8 @@ def send(sock: socket.socket, packet: Packet, payload: bytes = b"") -> None:
 
 
 def receive(sock: socket.socket) -> tuple[Packet, bytes] | None:
-    """The next packet; None when the peer is gone. Raises PeerError for what is no packet."""
+    """The next packet; None when the peer is gone. Raises PeerError for bytes that are no
+    packet."""
     header = _exactly(sock, _FRAME.size)
     if header is None:
         return None
@@ -76,7 +77,7 @@ def _exactly(sock: socket.socket, size: int) -> bytes | None:
         try:
             piece = sock.recv(size - len(data))
         except ConnectionResetError:
-            continue  # the peer left unread what we sent; what it sent us before is still to come
+            continue  # it did not read our packet; its own packets are still to come
         if not piece:
             return None
         data += piece
@@ -98,8 +99,8 @@ def introduce(sock: socket.socket, packet: Packet, own: str, peer: str) -> None:
 
 
 def introduced(sock: socket.socket, payload: bytes, own: str) -> str:
-    """The peer's address in a HELLO. Tells the peer, and raises PeerError, when its version
-    differs or when it looks for someone else."""
+    """The peer's address in a HELLO. Tells the peer, and raises PeerError, when its version differs
+    or it looks for another process."""
     try:
         theirs, wanted = _introduction(payload)
         if wanted != own:
@@ -155,7 +156,7 @@ def send_grant(sock: socket.socket, grant: Grant) -> None:
 
 
 def receive_grant(sock: socket.socket) -> Grant | None:
-    """None when refused, or when the peer is gone. The descriptor is the caller's to close."""
+    """None when refused, or when the peer is gone. The caller closes the descriptor."""
     header, fds, _, _ = socket.recv_fds(sock, _FRAME.size, 1, socket.MSG_CMSG_CLOEXEC)
     try:
         rest = _exactly(sock, _FRAME.size - len(header)) if header else None
@@ -176,6 +177,6 @@ def _close_all(fds: list[int]) -> None:
 
 
 def shut_down(sock: socket.socket, how: int = socket.SHUT_RDWR) -> None:
-    """Wakes whoever reads or writes it, on both sides."""
+    """Wakes readers and writers on both sides."""
     with suppress(OSError):  # the peer or another thread was faster
         sock.shutdown(how)

@@ -1,10 +1,8 @@
-"""Endpoints whose peers are reached over a control connection; what they expose is plugged in.
+"""Endpoints whose peers are reached over a control connection; the exposed memory is plugged in.
 
-One thread accepts, one serves each accepted socket; a connection keeps its thread as its reader.
-Memory that peers were told of is freed when the last of them has said that it uses it no more, or
-is gone.
-
-The threads of one endpoint: started by name, all joined at its close.
+One thread accepts, and one serves each accepted socket; a connection keeps its thread as its
+reader. Named threads are all joined at the endpoint's close. Memory that peers know is freed when
+the last of them has stopped using it, or is gone.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from kvpool.transport.peer import control_wire
 from kvpool.transport.peer.base import Callbacks, Region, RegionName
 from kvpool.transport.peer.connection import KnownPeers, PeerConnection
 from kvpool.transport.peer.control_wire import Grant, Packet
-from kvpool.transport.peer.exposure import Exposure, Fetch
+from kvpool.transport.peer.exposure import Exposure, FetchGrant
 from kvpool.transport.peer.rendezvous import Rendezvous
 from kvrelay.errors import PeerError
 from kvrelay.types import Incarnation
@@ -36,7 +34,7 @@ class ThreadGroup:
         self._threads: list[threading.Thread] = []
 
     def start(self, name: str, run: Callable[[], None]) -> None:
-        """Raises RuntimeError where the host has no thread left."""
+        """Raises RuntimeError if the host has no thread left."""
         thread = threading.Thread(target=run, name=name, daemon=True)
         with self._lock:
             thread.start()
@@ -44,7 +42,7 @@ class ThreadGroup:
             self._threads.append(thread)
 
     def join(self) -> None:
-        """Wait for all but the calling thread, which may be one of them (close in a callback)."""
+        """Waits for all but the calling thread, which may be one of them (close in a callback)."""
         with self._lock:
             threads, self._threads = self._threads, []
         for thread in threads:
@@ -53,11 +51,11 @@ class ThreadGroup:
 
 
 _LISTENS_NO_MORE = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)
-"""Errors of `accept` that the next one would have too. All others are of one peer, or pass."""
+"""Errors of `accept` that would repeat. All others concern one peer, or pass."""
 _REST_S = 0.05
-"""After a peer could not be accepted."""
+"""Pause after a peer could not be accepted."""
 _FAREWELL_S = 2.0
-"""How long `close` waits for peers to answer before it leaves all the same."""
+"""`close` waits this long for peers to answer."""
 
 
 class PeerEndpoint:
@@ -164,7 +162,7 @@ class PeerEndpoint:
         return Region(name, memory)
 
     def _part_from(self, connections: list[PeerConnection]) -> None:
-        """Wait for the peers' ends, but not for that of the thread which closes."""
+        """Waits for the peers' ends, but not for that of the thread which closes."""
         here = threading.current_thread()
         others = {c for c in connections if c.thread is not here}
         with self._changed:
@@ -192,7 +190,7 @@ class PeerEndpoint:
                     failing = False
 
     def _rest(self) -> None:
-        """What is short now may be there soon, and the peer that waits is still to be accepted."""
+        """Waits: resources may be available soon, and the waiting peer is still to be accepted."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed, _REST_S)
 
@@ -211,7 +209,7 @@ class PeerEndpoint:
                 raise
 
     def _serve(self, sock: socket.socket) -> None:
-        """Run by the thread of an accepted socket."""
+        """Runs on the thread of an accepted socket."""
         connection = None
         try:
             self._rendezvous.admit(sock)
@@ -236,7 +234,7 @@ class PeerEndpoint:
         return None
 
     def _take_in(self, sock: socket.socket, peer_address: str) -> PeerConnection:
-        """Counted before the two have shaken hands: from here on the peer may hold any region."""
+        """Counts the connection before the handshake: from here on the peer may hold any region."""
         memory = self._peers.use(peer_address)
         connection = PeerConnection(sock, memory, peer_address, self._send_timeout_s)
         with self._changed:
@@ -260,12 +258,12 @@ class PeerEndpoint:
             raise
 
     def _ask_anew(self, connection: PeerConnection) -> None:
-        """For all of the peer's regions, once it counts the connection too: of those that went
-        before no one has told."""
+        """Asks again for all of the peer's regions, once the peer counts the connection too:
+        regions retired before were not reported."""
         self._peers[connection.peer_address].rest()
 
     def _open(self, connection: PeerConnection) -> None:
-        """The peer hears of what went here meanwhile."""
+        """The peer learns which regions were retired in the meantime."""
         with self._changed:
             if self._closed:
                 raise PeerError(f"{self.address} is closed")
@@ -289,7 +287,7 @@ class PeerEndpoint:
             else:
                 control_wire.send_grant(sock, grant)
 
-    def _fetcher(self, address: str) -> Fetch:
+    def _fetcher(self, address: str) -> FetchGrant:
         def fetch(region: RegionName) -> Grant:
             with self._rendezvous.dial(address) as sock:
                 try:

@@ -1,6 +1,5 @@
-"""What makes one transport differ from another once two endpoints can talk: whose memory is reached
-how. `Exposure` is this process's memory, `PeerMemory` what it reaches of one peer's.
-"""
+"""The difference between transports once two endpoints can talk: how memory is reached. `Exposure`
+is this process's memory, `PeerMemory` the reachable memory of one peer."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ import torch
 from kvpool.transport.peer.base import Read, RegionName, RegionWrite
 from kvpool.transport.peer.control_wire import Grant
 
-Fetch = Callable[[RegionName], Grant]
-"""Ask the peer for a region. Raises PeerError when it has none of that name (any more)."""
+FetchGrant = Callable[[RegionName], Grant]
+"""Asks the peer for a region. Raises PeerError when it has no region of that name."""
 Check = Callable[[], None]
 """Raises PeerError once the connection that asks has ended."""
 
@@ -29,14 +28,14 @@ class PeerMemory(Protocol):
     def window(self, region: RegionName, check: Check) -> torch.Tensor | None: ...
 
     def retire(self, region: RegionName) -> None:
-        """Returns once nothing is written to it from here."""
+        """Returns once no write to it is running here."""
 
     def drain(self) -> None:
-        """Returns once nothing is written to the peer."""
+        """Returns once no write to the peer is running."""
 
     def rest(self) -> bool:
-        """Every region is to be asked for again. Whether the peer may be forgotten altogether, if
-        no connection is left."""
+        """Every region must be asked for again. Returns whether the peer may be forgotten if no
+        connection is left."""
 
 
 class Exposure(Protocol):
@@ -46,20 +45,20 @@ class Exposure(Protocol):
         """uint8 `[nbytes]` for a region, zeroed."""
 
     def expose(self, name: RegionName, memory: torch.Tensor) -> None:
-        """Raises ConfigError when this transport cannot."""
+        """Raises ConfigError when this transport cannot expose it."""
 
     def grant(self, name: RegionName, peer: socket.socket) -> Grant: ...
 
     def retire(self, name: RegionName) -> None:
-        """No longer granted; peers are being told."""
+        """It is granted no more; peers are being told."""
 
     def free(self, name: RegionName) -> None:
-        """All peers have said that they use it no more, or are gone."""
+        """All peers have stopped using it, or are gone."""
 
-    def peer(self, address: str, fetch: Fetch) -> PeerMemory: ...
+    def peer(self, address: str, fetch: FetchGrant) -> PeerMemory: ...
 
     @property
     def staging_bytes(self) -> int: ...
 
     def close(self) -> None:
-        """Frees what is left; no peer is."""
+        """Frees the rest; no peer is connected."""

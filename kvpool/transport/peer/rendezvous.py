@@ -1,7 +1,8 @@
-"""Where endpoints listen, how peers find them, and who is let in.
+"""Where endpoints listen, how peers find them, and which peers are admitted.
 
-On one host: abstract UNIX sockets, for processes of the same user. Between hosts: TCP, for those
-who prove that they know the cluster's secret (both sides do; what follows is not encrypted).
+On one host: abstract UNIX sockets, for processes of the same user. Between hosts: TCP, for
+processes that prove they know the cluster's secret. Both sides prove it; later data are not
+encrypted.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ _SEND_BUFFER_BYTES = 4 * MAX_MESSAGE_BYTES  # all that a connection has unread a
 class Rendezvous(Protocol):
     @property
     def address(self) -> str:
-        """What peers pass to `dial`."""
+        """The address for `dial`."""
 
     @property
     def listener(self) -> socket.socket: ...
 
     def dial(self, address: str) -> socket.socket:
         """A connected and admitted socket, with HANDSHAKE_TIMEOUT_S. Raises PeerError, with the
-        address, when no one is there or does not let us in."""
+        address, when nobody listens there or admits us."""
 
     def admit(self, sock: socket.socket) -> None:
-        """Tells an accepted peer, and raises PeerError, when it may not come in."""
+        """Raises PeerError, and tells the accepted peer, when it may not connect."""
 
 
 class SameHost:
-    """`SCHEME:NAME`. Nothing has a name in a file system, so nothing is left behind."""
+    """`SCHEME:NAME`. No file system has a name of it, so nothing is left behind."""
 
     def __init__(self, scheme: str, name: str) -> None:
         """Raises ConfigError when another process of this host listens there."""
@@ -97,7 +98,7 @@ class Network:
         port_range: tuple[int, int] | None,
         secret: bytes,
     ) -> None:
-        """Listens on `host`, which peers are told. Raises ConfigError when no port is free."""
+        """Listens on `host`, which is sent to peers. Raises ConfigError when no port is free."""
         self._scheme = scheme
         self._secret = secret
         self.listener = _listen(host, port_range)
@@ -166,7 +167,7 @@ def _listen(host: str, port_range: tuple[int, int] | None) -> socket.socket:
 
 
 def _tune(sock: socket.socket) -> None:
-    """Small packets leave at once; a host that has vanished is noticed."""
+    """Small packets are sent at once, and a vanished host is noticed."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE_S // 4)

@@ -1,1 +1,1 @@
-"""Transports that read and write the peer's memory from afar: NIXL and UCX."""
+"""Transports that read and write a remote peer's memory: NIXL and UCX."""

@@ -1,6 +1,6 @@
-"""What an RDMA library must do for kvpool.transport.rdma.one_sided.
+"""The interface of an RDMA library for kvpool.transport.rdma.one_sided.
 
-It moves bytes between registered memory here and registered memory of a peer, by the side that
+It moves bytes between registered memory here and registered memory of a peer, on the side that
 asks.
 """
 
@@ -28,11 +28,11 @@ class Operation(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionPlace:
-    """Where a region is, as told to peers."""
+    """The place of a region, as sent to peers."""
 
     address: int
     nbytes: int
-    key: bytes  # what the peer's agent needs to reach it
+    key: bytes  # for the peer's agent
 
     def pack(self) -> bytes:
         return _PLACE.pack(self.address, self.nbytes) + self.key
@@ -52,26 +52,26 @@ class RegionPlace:
         )
 
 
-Piece = tuple[torch.Tensor, RegionName, int]
+RegionPiece = tuple[torch.Tensor, RegionName, int]
 """Contiguous registered memory here, of at least one byte; a learnt region of the peer, and an
 address in it."""
 
 
 class Remote(Protocol):
-    """What an agent knows of one peer. Used by one thread at a time."""
+    """An agent's knowledge of one peer. Used by one thread at a time."""
 
     def learn(self, region: RegionName, place: RegionPlace) -> None:
-        """Raises PeerError when the key is of no use here."""
+        """Raises PeerError when the key can't be used here."""
 
     def forget(self, region: RegionName) -> None:
         """The peer has retired it."""
 
-    def transfer(self, operation: Operation, pieces: Sequence[Piece], check: Check) -> None:
+    def transfer(self, operation: Operation, pieces: Sequence[RegionPiece], check: Check) -> None:
         """One batch. Returns once all bytes have arrived and are visible. Raises PeerError when
-        they could not, and what `check` raises once it has taken long."""
+        they could not, or the error of `check`, which is called when it takes long."""
 
     def rest(self) -> bool:
-        """Every region is forgotten. Whether all of it may be dropped, if no one uses it."""
+        """Forgets every region. Returns whether the peer may be dropped if it is not used."""
 
 
 class Agent(Protocol):
@@ -84,9 +84,9 @@ class Agent(Protocol):
         """Once for each `register` of this very tensor."""
 
     def key(self, memory: torch.Tensor) -> bytes:
-        """What peers need to reach this registered memory."""
+        """The data by which peers reach this registered memory."""
 
     def remote(self) -> Remote: ...
 
     def close(self) -> None:
-        """Nothing is registered and no transfer runs any more."""
+        """Call it when nothing is registered and no transfer runs."""

@@ -1,13 +1,11 @@
 """NIXL's agent: host memory registered once, one-sided transfers over UCX (RDMA, CMA, TCP).
 
-The package is loaded when the first agent is made. Its bindings are used directly: its Python
-class cannot set the progress thread's delay, and without one that thread never sleeps.
+The package is loaded when the first agent is made. Its bindings are used directly: its Python class
+cannot set the progress thread's delay, and without one that thread never sleeps.
 
-How a thread waits for the end of a transfer that it has posted itself.
-
-Within a host the thread that asks is the one that copies: it asks again at once, before another
-thread of its process does so on another core. Not by `time.sleep(0)`, which the system rounds
-up to its shortest sleep.
+Within a host the thread that waits is the one that copies. So it polls again at once, before
+another thread of its process does so on another core. It doesn't use `time.sleep(0)`, which the
+system rounds up to its shortest sleep.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import torch
 
 from kvpool.transport.peer.base import RegionName
 from kvpool.transport.peer.exposure import Check
-from kvpool.transport.rdma.agent import Operation, Piece, RegionPlace
+from kvpool.transport.rdma.agent import Operation, RegionPiece, RegionPlace
 from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError, PeerError
 
@@ -33,11 +31,11 @@ _ASK_AGAIN = 4
 _YIELD_S = 1e-3
 _POLL_S = 50e-6
 _GRACE_S = 1.0
-"""How long a transfer may run before it is asked whether its peer is still there."""
+"""After this time, a running transfer checks whether its peer is still there."""
 
 
 class Waiting:
-    """One transfer's. `check` raises when the peer is gone."""
+    """Waits for one transfer. `check` raises when the peer is gone."""
 
     def __init__(self, check: Check) -> None:
         self._check = check
@@ -45,7 +43,7 @@ class Waiting:
         self._idle = 0
 
     def again(self, *, idle: bool = True) -> None:
-        """Between two questions; `idle`: the last one has moved nothing on. Raises PeerError."""
+        """Called between two polls; `idle`: the last one made no progress. Raises PeerError."""
         waited_s = time.monotonic() - self._started_s
         if waited_s > _GRACE_S:
             self._check()
@@ -124,7 +122,7 @@ class NixlRemote:
     def __init__(self, agent: NixlAgent) -> None:
         self._agent = agent
         self._name = ""  # of the peer's agent, once anything is known
-        self._known: dict[RegionName, RegionPlace] = {}  # what our agent was told
+        self._known: dict[RegionName, RegionPlace] = {}  # known to our agent
         self._retired: set[RegionName] = set()  # of those
 
     def learn(self, region: RegionName, place: RegionPlace) -> None:
@@ -138,7 +136,7 @@ class NixlRemote:
     def forget(self, region: RegionName) -> None:
         self._retired.add(region)
 
-    def transfer(self, operation: Operation, pieces: Sequence[Piece], check: Check) -> None:
+    def transfer(self, operation: Operation, pieces: Sequence[RegionPiece], check: Check) -> None:
         nixl, agent = self._agent.nixl, self._agent.open()
         kind = nixl.NIXL_WRITE if operation is Operation.WRITE else nixl.NIXL_READ
         here = self._agent.spans((data.data_ptr(), data.nbytes, 0) for data, _, _ in pieces)
@@ -153,7 +151,7 @@ class NixlRemote:
             raise PeerError(f"NIXL could not move {len(pieces)} pieces: {error}") from error
 
     def rest(self) -> bool:
-        """Never dropped: UCX does not return all that it holds for a peer that comes back."""
+        """Never dropped: UCX does not free everything that it holds for a peer that comes back."""
         self._retired.update(self._known)
         return False
 
@@ -170,11 +168,11 @@ class NixlRemote:
         try:
             name: bytes = self._agent.open().loadRemoteMD(place.key)
         except self._agent.errors as error:
-            raise PeerError(f"NIXL cannot use what the peer told of its memory: {error}") from error
+            raise PeerError(f"NIXL cannot use the announced memory of the peer: {error}") from error
         self._name = name.decode()
 
     def _unlearn_retired(self) -> None:
-        """NIXL would use a retired region's key for a new one in its place, and forgets a peer
+        """NIXL would use a retired region's key for a new one in its place, and can forget a peer
         only as a whole."""
         self._agent.open().invalidateRemoteMD(self._name)
         for region in self._retired:
@@ -186,7 +184,7 @@ class NixlRemote:
 
 @contextmanager
 def _environment(options: UcxOptions) -> Iterator[None]:
-    """The only way that NIXL's UCX can be told."""
+    """NIXL's UCX takes settings only from the environment."""
     ours = {f"UCX_{name}": value for name, value in options.settings().items()}
     with _environment_lock:
         settings = {n: v for n, v in _DEFAULTS.items() if n not in os.environ} | ours

@@ -1,8 +1,8 @@
-"""Exposes memory through an agent, and copies to and from that of peers.
+"""Exposes memory through an agent, and copies to and from peers' memory.
 
-One batch to a peer runs at a time; whoever holds its lock knows that none does, which is how a
-region or the peer itself is given up safely. Memory that is not registered passes through a staging
-buffer, one for each peer that needs it.
+One batch to a peer runs at a time. A holder of its lock knows that none is running, so it can
+safely give up a region or the peer. Unregistered memory passes through a staging buffer, one for
+each peer that needs it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from kvpool.transport.mapped.windowed import as_bytes
 from kvpool.transport.peer.base import Read, RegionName, RegionWrite
 from kvpool.transport.peer.control_wire import Grant
-from kvpool.transport.peer.exposure import Check, Fetch
-from kvpool.transport.rdma.agent import Agent, Operation, Piece, RegionPlace
+from kvpool.transport.peer.exposure import Check, FetchGrant
+from kvpool.transport.rdma.agent import Agent, Operation, RegionPiece, RegionPlace
 from kvrelay.errors import ConfigError
 
 _STAGING_BYTES = 4 * 2**20
 
-_Staged = list[tuple[torch.Tensor, Piece]]  # memory that is not registered |-> its stand-in
+_Staged = list[tuple[torch.Tensor, RegionPiece]]  # memory that is not registered |-> its stand-in
 
 
 class OneSidedExposure:
@@ -52,7 +52,7 @@ class OneSidedExposure:
     def free(self, name: RegionName) -> None:
         self._registered.remove(self._memory.pop(name))
 
-    def peer(self, address: str, fetch: Fetch) -> OneSidedPeer:
+    def peer(self, address: str, fetch: FetchGrant) -> OneSidedPeer:
         return OneSidedPeer(self._agent, self._registered, fetch)
 
     @property
@@ -70,7 +70,7 @@ class Registered:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._lock = threading.Lock()
-        self._memory: list[torch.Tensor] = []  # what is adopted twice is in it twice
+        self._memory: list[torch.Tensor] = []  # memory adopted twice is listed twice
         self.staging_bytes = 0
 
     def add(self, memory: torch.Tensor) -> None:
@@ -79,7 +79,7 @@ class Registered:
             self._memory.append(memory)
 
     def remove(self, memory: torch.Tensor) -> None:
-        """Once for each `add` of this very tensor; what has gone is let be."""
+        """Once for each `add` of this very tensor; does nothing if it is gone."""
         with self._lock:
             at = next((i for i, other in enumerate(self._memory) if other is memory), None)
             if at is not None:
@@ -102,14 +102,14 @@ class Registered:
         self.remove(staging)
 
     def hold(self, pieces: Sequence[torch.Tensor]) -> list[bool]:
-        """Of each piece, whether all of it lies in one registered piece of memory."""
+        """For each piece, whether it is entirely inside one registered piece of memory."""
         with self._lock:
             spans = [(m.data_ptr(), m.data_ptr() + m.numel()) for m in self._memory]
         return list(_inside(spans, pieces))
 
 
 def _inside(spans: list[tuple[int, int]], pieces: Sequence[torch.Tensor]) -> Iterator[bool]:
-    """Neighbours mostly lie in one span: that of the piece before is tried first."""
+    """Neighbours are mostly in one span, so that of the previous piece is tried first."""
     start = end = 0
     for piece in pieces:
         at = piece.data_ptr()
@@ -121,7 +121,7 @@ def _inside(spans: list[tuple[int, int]], pieces: Sequence[torch.Tensor]) -> Ite
 
 
 class OneSidedPeer:
-    def __init__(self, agent: Agent, registered: Registered, fetch: Fetch) -> None:
+    def __init__(self, agent: Agent, registered: Registered, fetch: FetchGrant) -> None:
         self._registered = registered
         self._fetch = fetch
         self._remote = agent.remote()
@@ -174,7 +174,7 @@ class OneSidedPeer:
                 self._staging = None
             return self._remote.rest()
 
-    def _placed(self, moves: Iterable[tuple[RegionName, int, torch.Tensor]]) -> list[Piece]:
+    def _placed(self, moves: Iterable[tuple[RegionName, int, torch.Tensor]]) -> list[RegionPiece]:
         """Raises PeerError for a region that the peer does not have."""
         pieces = []
         for region, offset, data in moves:
@@ -193,19 +193,19 @@ class OneSidedPeer:
             self._places[region] = place
         return place
 
-    def _sorted(self, pieces: list[Piece]) -> tuple[list[Piece], list[Piece]]:
-        """Those in registered memory here, and the others."""
+    def _sorted(self, pieces: list[RegionPiece]) -> tuple[list[RegionPiece], list[RegionPiece]]:
+        """Pieces in registered memory here, and the others."""
         held = self._registered.hold([piece[0] for piece in pieces])
         return (
             [piece for piece, is_held in zip(pieces, held, strict=True) if is_held],
             [piece for piece, is_held in zip(pieces, held, strict=True) if not is_held],
         )
 
-    def _transfer(self, operation: Operation, pieces: list[Piece], check: Check) -> None:
+    def _transfer(self, operation: Operation, pieces: list[RegionPiece], check: Check) -> None:
         if pieces:
             self._remote.transfer(operation, pieces, check)
 
-    def _staged(self, pieces: list[Piece]) -> Iterator[_Staged]:
+    def _staged(self, pieces: list[RegionPiece]) -> Iterator[_Staged]:
         """In batches that fit into the staging buffer."""
         batch: _Staged = []
         used = 0
@@ -219,7 +219,7 @@ class OneSidedPeer:
         if batch:
             yield batch
 
-    def _cut(self, pieces: list[Piece]) -> Iterator[Piece]:
+    def _cut(self, pieces: list[RegionPiece]) -> Iterator[RegionPiece]:
         for data, region, address in pieces:
             for part in as_bytes(data).split(_STAGING_BYTES):
                 yield part, region, address

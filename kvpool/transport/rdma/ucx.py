@@ -5,11 +5,10 @@ package is loaded when the first agent is made. Endpoints have error handling, w
 ends the process when a peer dies. With it UCX moves bytes within a host by CMA (process_vm_writev),
 but only where it need not be able to cancel a rendezvous of messages, and else by TCP.
 
-One-sided operations of UCX's C library, which ucxx's Python face lacks, on ucxx's own objects.
-
-Only what UCX documents as its stable interface (ucp/api/ucp.h, 1.x): handles are opaque, structures
-begin with a mask that says which of their fields count. Every call is thread safe, for ucxx makes
-its workers so.
+ucxx's Python interface lacks the one-sided operations of UCX's C library. They are called here on
+ucxx's own objects, and only through UCX's documented stable interface (ucp/api/ucp.h, 1.x): handles
+are opaque, and structures begin with a mask of the fields in use. Every call is thread safe,
+because ucxx makes its workers thread safe.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import torch
 
 from kvpool.transport.peer.base import RegionName
 from kvpool.transport.peer.exposure import Check
-from kvpool.transport.rdma.agent import Operation, Piece, RegionPlace
+from kvpool.transport.rdma.agent import Operation, RegionPiece, RegionPlace
 from kvpool.transport.rdma.nixl import Waiting
 from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError, PeerError
@@ -91,7 +90,7 @@ class Ucp:
         _succeed("unmap memory", self._mem_unmap(context, memory))
 
     def pack_key(self, context: int, memory: int) -> bytes:
-        """What a peer needs to reach the memory."""
+        """The key by which a peer reaches the memory."""
         packed, nbytes = ctypes.c_void_p(), ctypes.c_size_t()
         result = ctypes.byref(packed), ctypes.byref(nbytes)
         _succeed("pack a key", self._pack(context, memory, *result))
@@ -217,7 +216,7 @@ class UcxRemote:
         if key is not None:
             self._ucp.destroy_key(key)
 
-    def transfer(self, operation: Operation, pieces: Sequence[Piece], check: Check) -> None:
+    def transfer(self, operation: Operation, pieces: Sequence[RegionPiece], check: Check) -> None:
         if self._endpoint is None or not self._endpoint.alive:
             raise PeerError("UCX has lost the peer")
         requests = self._post(operation, pieces)
@@ -249,7 +248,7 @@ class UcxRemote:
         for region in list(self._keys):
             self.forget(region)
 
-    def _post(self, operation: Operation, pieces: Sequence[Piece]) -> list[int]:
+    def _post(self, operation: Operation, pieces: Sequence[RegionPiece]) -> list[int]:
         move = self._ucp.put if operation is Operation.WRITE else self._ucp.get
         endpoint = self._endpoint.handle
         requests = [

@@ -1,4 +1,4 @@
-"""What users may set of UCX, for the transports that move bytes by it."""
+"""UCX settings for users of the transports that move bytes by it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UcxOptions:
-    """What is None stays as UCX has it, its environment variables included."""
+    """A value of None leaves UCX's own, including its environment variables."""
 
     tls: str | None = None  # transports that UCX may use: "rc,tcp"
     rndv_threshold_bytes: int | None = None

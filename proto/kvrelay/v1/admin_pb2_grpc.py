@@ -46,6 +46,11 @@ class AdminStub:
                 request_serializer=kvrelay_dot_v1_dot_inference__pb2.GetServerInfoRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_inference__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
+        self.TraceRequest = channel.unary_unary(
+                '/kvrelay.v1.Admin/TraceRequest',
+                request_serializer=kvrelay_dot_v1_dot_admin__pb2.TraceRequestRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_admin__pb2.TraceRequestResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -66,6 +71,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TraceRequest(self, request, context):
+        """What happened to a request of this router. NOT_FOUND: it doesn't know the id (any more).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -78,6 +90,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.GetServerInfo,
                     request_deserializer=kvrelay_dot_v1_dot_inference__pb2.GetServerInfoRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_inference__pb2.GetServerInfoResponse.SerializeToString,
+            ),
+            'TraceRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.TraceRequest,
+                    request_deserializer=kvrelay_dot_v1_dot_admin__pb2.TraceRequestRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_admin__pb2.TraceRequestResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -135,6 +152,33 @@ class Admin:
             '/kvrelay.v1.Admin/GetServerInfo',
             kvrelay_dot_v1_dot_inference__pb2.GetServerInfoRequest.SerializeToString,
             kvrelay_dot_v1_dot_inference__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TraceRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Admin/TraceRequest',
+            kvrelay_dot_v1_dot_admin__pb2.TraceRequestRequest.SerializeToString,
+            kvrelay_dot_v1_dot_admin__pb2.TraceRequestResponse.FromString,
             options,
             channel_credentials,
             insecure,

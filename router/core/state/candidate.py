@@ -49,6 +49,12 @@ class Candidate:
         return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Of its workers, in the order in which KV travels."""
+        decode = self.decode.hello.name
+        return (decode,) if self.prefill is None else (self.prefill.hello.name, decode)
+
+    @property
     def is_local(self) -> bool:
         """A decode worker computes the prompt itself, though there are others for that."""
         return self.prefill is None and self.decode.hello.role is Role.DECODE

@@ -21,7 +21,7 @@ from kvrelay.types import (
     StepCoefficients,
     TokenLogprobs,
 )
-from kvrelay.v1.admin_pb2 import GetKvResponse
+from kvrelay.v1.admin_pb2 import GetKvResponse, TraceRequestResponse
 from router.core.state.quarantine import Pair
 
 
@@ -201,3 +201,7 @@ class Dispatcher(Protocol):
     async def debug_kv(self) -> GetKvResponse:
         """Blocks by state, and all that is held with holder and age, of every worker and pool
         node."""
+
+    def trace(self, request_id: str) -> TraceRequestResponse:
+        """What happened to the requests that a client knows by this id; without stories where
+        none is known."""

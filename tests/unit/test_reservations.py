@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from decode_worker.incoming import TRANSITIONS, HandoffState, IncomingHandoff
 from decode_worker.scheduler import DecodeScheduler
 from engine.core.step import Command, Emit, Tick
+from kvpool.core.blocks.holding import Holder
 from kvpool.core.transfer.commands import (
     FromPeer,
     PeerLost,
@@ -18,6 +20,7 @@ from kvpool.core.transfer.commands import (
 from kvpool.core.transfer.messages import (
     CancelTransfer,
     Commit,
+    HandoffMode,
     PiecesAhead,
     RenewLeases,
     SlabFilled,
@@ -364,3 +367,89 @@ def test_one_that_nobody_has_come_for_is_given_up_without_a_word_to_anyone() -> 
     scheduler = open_to_all()
     assert events(scheduler.handle(Abort(key=key("a")), 1)) == [Released(key=key("a"), at_s=1)]
     assert_free(scheduler)
+
+
+# --- states ------------------------------------------------------------------------------------
+
+
+def state(scheduler: DecodeScheduler, name: str = "a") -> HandoffState | None:
+    incoming = scheduler.reservations._incoming.get(key(name))
+    return incoming.state if incoming else None
+
+
+def test_a_pushed_handoff_goes_from_state_to_state() -> None:
+    scheduler = reserved("a")
+    assert state(scheduler) is HandoffState.RESERVED
+    (lent,) = want(scheduler, "a")
+    assert state(scheduler) is HandoffState.RECEIVING
+    fill(scheduler, lent)
+    commit = Commit(key=key("a"), pieces=1, first_token_ids=(7,))
+    scheduler.handle(from_p(commit), 0)
+    assert state(scheduler) is HandoffState.RECEIVING  # its slab is still being scattered
+    assert names(scheduler.handle(scattered(lent), 1)) == ["handoff_committed"]
+    assert state(scheduler) is None
+
+
+def test_a_pulled_handoff_awaits_blocks_before_it_receives() -> None:
+    scheduler = decode_scheduler(blocks=2, slabs=2, mode=HandoffMode.PULL)
+    for name in ("a", "b"):
+        scheduler.handle(reserve(spec(name, 3)), 0)
+        want(scheduler, name)
+    assert state(scheduler) is HandoffState.RECEIVING
+    scheduler.handle(reserve(spec("c", 3)), 0)
+    assert state(scheduler, "c") is HandoffState.RESERVED
+    assert want(scheduler, "c") == []
+    assert state(scheduler, "c") is HandoffState.AWAITING_BLOCKS
+    scheduler.handle(Abort(key=key("a")), 1)
+    assert state(scheduler, "c") is HandoffState.RECEIVING
+
+
+def test_a_handoff_that_is_given_up_drains_first() -> None:
+    scheduler = reserved("a")
+    (lent,) = want(scheduler, "a")
+    fill(scheduler, lent)
+    scheduler.handle(Abort(key=key("a")), 1)
+    assert state(scheduler) is HandoffState.DRAINING
+    scheduler.handle(scattered(lent), 2)
+    assert state(scheduler) is None
+
+
+def test_only_the_transitions_of_the_table_are_possible() -> None:
+    for before in HandoffState:
+        for after in HandoffState:
+            incoming = IncomingHandoff(
+                message=reserve(spec("a", 3)),
+                holder=Holder("decode", key("a")),
+                names=decode_scheduler().batch.tables.chain("", 3),
+                source=P,
+                state=before,
+            )
+            if after in TRANSITIONS[before]:
+                incoming.enter(after)
+                assert incoming.state is after
+            else:
+                with pytest.raises(AssertionError, match=f"a.*{before} -> {after}"):
+                    incoming.enter(after)
+
+
+@pytest.mark.parametrize("lost", ["lease", "choices", "blocks", "line", "slab", "reservation"])
+def test_the_law_notices_what_belongs_to_no_request(lost: str) -> None:
+    scheduler = reserved("a")
+    (lent,) = want(scheduler, "a")
+    scheduler.validate()
+    reservations = scheduler.reservations
+    match lost:
+        case "lease":
+            reservations.leases.end(key("a"))
+        case "choices":
+            reservations.choices += 1
+        case "blocks":
+            reservations.tables.release(Holder("decode", key("a")))
+        case "line":
+            reservations.awaiting_blocks.append(reservations._incoming[key("a")])
+        case "slab":
+            reservations.slabs.fence_acknowledged(lent.slab_id, lent.lease_id)
+        case "reservation":
+            del reservations._incoming[key("a")]
+    with pytest.raises(AssertionError):
+        scheduler.validate()

@@ -1,9 +1,5 @@
-"""What every HTTP endpoint needs.
-
-Work that a client's disconnect cancels, at whatever moment it comes.
-
-JSON and server-sent events, as bytes.
-"""
+"""The parts that every HTTP endpoint needs: work that ends when its client disconnects, at whatever
+moment, and JSON and server-sent events as bytes."""
 
 from __future__ import annotations
 
@@ -18,44 +14,42 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
+from router.core.state.story import ID_LENGTH
 from router.http.event_stream import KEEP_ALIVE_S
 from router.text.service import TextService
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HttpFace:
+class HttpApi:
     service: TextService
     max_body_bytes: int
     version: str
     started_s: float
     """Unix time."""
     keep_alive_s: float = KEEP_ALIVE_S
-    """A stream without a token for so long gets a comment."""
+    """A stream without a token for this long gets a comment."""
 
 
-def face_of(request: Request) -> HttpFace:
-    face = request.app.state.face
-    assert isinstance(face, HttpFace)
-    return face
-
-
-ID_LENGTH = 200
-"""Of a client's x-request-id: with what is added it stays below what workers take."""
+def api_of(request: Request) -> HttpApi:
+    api = request.app.state.api
+    assert isinstance(api, HttpApi)
+    return api
 
 
 def new_id(prefix: str, request: Request) -> str:
-    """Begins with the request's x-request-id; unique, since clients may send one id many times."""
+    """Begins with the request's x-request-id. It is unique, because clients may send one id many
+    times."""
     return f"{prefix}-{request.state.request_id[:ID_LENGTH]}-{uuid.uuid4().hex[:8]}"
 
 
 async def _disconnected(receive: Receive) -> None:
-    """The body has been read: whatever else comes before the disconnect is of no interest."""
+    """The body has been read: only the disconnect matters from here."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Returns when `work` has ended, finished or cancelled; raises what it raised."""
+    """Returns when `work` has ended, finished or cancelled. Raises its error."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(receive))
     try:

@@ -1,6 +1,5 @@
-"""The gRPC servers of a router: kvrelay.v1.Inference for clients, kvrelay.v1.Admin for those who
-run the cluster, both with the standard health and reflection services.
-"""
+"""The gRPC servers of a router: kvrelay.v1.Inference for clients, kvrelay.v1.Admin for operators,
+both with the standard health and reflection services."""
 
 from __future__ import annotations
 
@@ -19,6 +18,7 @@ from kvrelay.status import LEDGER_KEY
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc, worker_pb2
 from kvrelay.v1 import inference_pb2 as pb
 from router.core.state.generation import Dispatcher
+from router.core.state.story import unknown
 from router.grpc_api.errors import abort_with
 from router.grpc_api.messages import (
     objectives_in,
@@ -37,7 +37,7 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 STANDARD_NAMES = (health.SERVICE_NAME, reflection.SERVICE_NAME)
 
 
-class InferenceFace(inference_pb2_grpc.InferenceServicer):
+class InferenceApi(inference_pb2_grpc.InferenceServicer):
     def __init__(self, service: TextService, *, version: str, cluster: str) -> None:
         self._service = service
         self._version = version
@@ -122,14 +122,22 @@ class InferenceFace(inference_pb2_grpc.InferenceServicer):
         )
 
 
-class AdminFace(admin_pb2_grpc.AdminServicer):
-    def __init__(self, inference: InferenceFace) -> None:
+class AdminApi(admin_pb2_grpc.AdminServicer):
+    def __init__(self, inference: InferenceApi) -> None:
         self._inference = inference
 
     async def GetKv(  # noqa: N802
         self, request: admin_pb2.GetKvRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.GetKvResponse:
         return await self._inference.dispatcher.debug_kv()
+
+    async def TraceRequest(  # noqa: N802
+        self, request: admin_pb2.TraceRequestRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.TraceRequestResponse:
+        found = self._inference.dispatcher.trace(request.request_id)
+        if not found.stories:
+            await context.abort(grpc.StatusCode.NOT_FOUND, unknown(request.request_id))
+        return found
 
     async def GetServerInfo(  # noqa: N802
         self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
@@ -138,7 +146,8 @@ class AdminFace(admin_pb2_grpc.AdminServicer):
 
 
 class Health(health.aio.HealthServicer):
-    """SERVING, for the server and for the Inference service, exactly while requests can be."""
+    """SERVING exactly while requests can be served, for the server and for the Inference
+    service."""
 
     def __init__(self, service: TextService) -> None:
         super().__init__()
@@ -148,7 +157,7 @@ class Health(health.aio.HealthServicer):
     async def Watch(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        """Until the client ends it, or `end_watches`."""
+        """Runs until the client ends it, or `end_watches`."""
         watch = asyncio.create_task(super().Watch(request, context))
         self._watches.add(watch)
         try:
@@ -160,7 +169,7 @@ class Health(health.aio.HealthServicer):
             watch.result()
 
     def end_watches(self) -> None:
-        """They would keep a server that stops from closing its port."""
+        """Open watches would keep a stopping server from closing its port."""
         for watch in self._watches:
             watch.cancel()
 
@@ -179,25 +188,25 @@ class Health(health.aio.HealthServicer):
 
 
 def create_public_server(
-    face: InferenceFace, watcher: Health, max_body_bytes: int
+    api: InferenceApi, watcher: Health, max_body_bytes: int
 ) -> grpc.aio.Server:
-    """For clients."""
+    """The server for clients."""
     server = _server(watcher, (("grpc.max_receive_message_length", max_body_bytes),))
-    inference_pb2_grpc.add_InferenceServicer_to_server(face, server)
+    inference_pb2_grpc.add_InferenceServicer_to_server(api, server)
     reflection.enable_server_reflection((SERVICE_NAME, *STANDARD_NAMES), server)
     return server
 
 
-def create_internal_server(face: InferenceFace, watcher: Health) -> grpc.aio.Server:
-    """For those who run the cluster."""
+def create_internal_server(api: InferenceApi, watcher: Health) -> grpc.aio.Server:
+    """The server for operators."""
     server = _server(watcher)
-    admin_pb2_grpc.add_AdminServicer_to_server(AdminFace(face), server)
+    admin_pb2_grpc.add_AdminServicer_to_server(AdminApi(api), server)
     reflection.enable_server_reflection((ADMIN_NAME, REGISTRY_NAME, *STANDARD_NAMES), server)
     return server
 
 
 def _server(watcher: Health, options: Sequence[tuple[str, int]] = ()) -> grpc.aio.Server:
-    """Without so_reuseport a second server on a busy port is an error, not a silent twin."""
+    """Without so_reuseport a second server on a busy port is an error, not an unnoticed twin."""
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0), *options))
     health_pb2_grpc.add_HealthServicer_to_server(watcher, server)
     return server

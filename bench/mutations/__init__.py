@@ -1,0 +1,1 @@
+"""Seeded small mutations of the cores, and whether the tests notice them."""
