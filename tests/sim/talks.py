@@ -11,8 +11,11 @@ from tests.sim.model import VOCABULARY, expected
 LONGEST = 44
 
 
-def make_talks(rng: random.Random, requests: int, longest_answer: int = 12) -> list[RequestSpec]:
-    """Requests that begin alike, and next turns of earlier ones with the answer in them."""
+def make_talks(
+    rng: random.Random, requests: int, longest_answer: int = 12, stop_share: float = 0.0
+) -> list[RequestSpec]:
+    """Requests that begin alike, and next turns of earlier ones with the answer in them. For some,
+    tokens are named that end them early."""
     systems = [draw_tokens(rng, 6, 20) for _ in range(4)]
     specs: list[RequestSpec] = []
     for number in range(requests):
@@ -25,7 +28,9 @@ def make_talks(rng: random.Random, requests: int, longest_answer: int = 12) -> l
         if len(prompt) > LONGEST:
             prompt = (*rng.choice(systems), *draw_tokens(rng, 1, 8))
         most = rng.randint(1, longest_answer)
-        sampling = Sampling(max_tokens=most, seed=number, n=rng.choice([1, 1, 1, 2]))
+        n, stops = rng.choice([1, 1, 1, 2]), rng.random() < stop_share
+        stop_ids = draw_tokens(rng, 1, 4) if stops else ()
+        sampling = Sampling(max_tokens=most, seed=number, n=n, stop_token_ids=stop_ids)
         key = RequestKey(f"r{number}", 0)
         spec = RequestSpec(key=key, prompt_ids=prompt, sampling=sampling, tenant=tenant)
         specs.append(spec)

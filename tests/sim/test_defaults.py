@@ -73,7 +73,7 @@ def make_clients(
             qos=TIERS if has_tiers else ONE_TIER,
         )
         clients.cluster.start_worker(f"{role}-{i}", shape)
-    for spec in make_talks(rng, requests, longest_answer):
+    for spec in make_talks(rng, requests, longest_answer, stop_share=0.5):
         objectives = rng.choice(OBJECTIVES) if has_objectives else NO_OBJECTIVES
         tier = rng.choice(TIERS.tiers).name if has_tiers else ""
         clients.add(replace(spec, qos_tier=tier), 2.0, objectives)
