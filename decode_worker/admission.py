@@ -26,6 +26,7 @@ from decode_worker.packing import strictest_kept_s
 from decode_worker.reservations import Reservations
 from decode_worker.sequence import Sequence
 from engine.core.step_times import NotCovered, decode_work
+from kvrelay.errors import RefusalReason
 from kvrelay.types import RequestSpec
 
 TPOT_MARGIN = 1.1
@@ -54,7 +55,7 @@ class Admission:
 
     def refusal(
         self, spec: RequestSpec, asking: Iterable[RequestSpec] = (), counted: int | None = None
-    ) -> str | None:
+    ) -> RefusalReason | None:
         """Why not, blocks apart. Those `asking` came before it. Its router has judged its pace
         beside `counted` sequences."""
         held = self.held()
@@ -65,18 +66,18 @@ class Admission:
         if held.total() + spec.sampling.n > self.batch.shares.slots:
             return self._all_taken(spec, held)
         if self.batch.running_set.lacks_blocks:
-            return "kv_exhausted"
+            return RefusalReason.KV_EXHAUSTED
         if counted is not None and held.total() <= counted:
             return None
-        return "tpot_unreachable" if self._breaks_tpot(spec, held.total()) else None
+        return RefusalReason.TPOT_UNREACHABLE if self._breaks_tpot(spec, held.total()) else None
 
     def _is_within_reservation(self, spec: RequestSpec, held: Counter[str]) -> bool:
         tier = self.batch.shares.tier_of(spec)
         return held[tier] + spec.sampling.n <= self.batch.shares.reserved_slots(tier)
 
-    def _all_taken(self, spec: RequestSpec, held: Counter[str]) -> str:
+    def _all_taken(self, spec: RequestSpec, held: Counter[str]) -> RefusalReason:
         others = self.batch.shares.others_below_share(self.batch.shares.tier_of(spec), held)
-        return "tier_share_exhausted" if others else "slots_exhausted"
+        return RefusalReason.TIER_SHARE_EXHAUSTED if others else RefusalReason.SLOTS_EXHAUSTED
 
     def _breaks_tpot(self, spec: RequestSpec, sequences: int) -> bool:
         if spec.tpot_s is None or self.batch.times is None:

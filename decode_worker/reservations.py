@@ -54,8 +54,8 @@ from kvpool.core.transfer.messages import (
 )
 from kvpool.core.transfer.slabs import SlabId, SlabPool
 from kvpool.core.transfer.write import SlabWrite
-from kvrelay.errors import PeerError
-from kvrelay.messages import Lifetime, RequestFailed, Reserve
+from kvrelay.errors import FailureReason, PeerError
+from kvrelay.messages import Lifetime, LifetimeMoment, RequestFailed, Reserve
 from kvrelay.types import Incarnation, RequestKey, RequestSpec
 
 IncomingEvent = (
@@ -330,7 +330,7 @@ class Reservations:
             return []
         if done.error is not None:
             cancel = self.cancel(done.key, done.error, now_s)
-            return [*cancel, _failed(done.key, "transfer_failed", done.error, now_s)]
+            return [*cancel, _failed(done.key, FailureReason.TRANSFER_FAILED, done.error, now_s)]
         incoming.landed += 1
         self.transfers += 1
         self.transfer_bytes += done.bytes
@@ -376,12 +376,12 @@ class Reservations:
         if problem is None:
             self.canaries_passed += 1
             incoming.pass_check()
-            checked = Emit(events=(Lifetime(key=key, at_s=now_s, name="kv_checked"),))
+            checked = Emit(events=(Lifetime(key=key, at_s=now_s, name=LifetimeMoment.KV_CHECKED),))
             return [checked, *self._complete(incoming)]
         self.canaries_mismatched += 1
         self._leave(incoming)
         answer = SendPeer(peer=incoming.sender, message=Committed(key=key))
-        return [answer, _failed(key, "kv_mismatch", problem, now_s)]
+        return [answer, _failed(key, FailureReason.KV_MISMATCH, problem, now_s)]
 
     def stop(self, key: RequestKey, choice: int) -> None:
         """A stop string ended this choice with its first token."""
@@ -454,7 +454,7 @@ class Reservations:
         for key in silent:
             cancels = self.cancel(key, reason, now_s)
             if cancels:
-                failures.append(_failure(key, "handoff_timeout", reason, now_s))
+                failures.append(_failure(key, FailureReason.HANDOFF_TIMEOUT, reason, now_s))
             commands += cancels
         return [*commands, Emit(events=tuple(failures))] if failures else commands
 
@@ -464,7 +464,7 @@ class Reservations:
         for incoming in lost:
             self._leave(incoming)
         commands = self.grants.peer_lost(peer)
-        failures = tuple(_failure(one.key, "peer_lost", reason, now_s) for one in lost)
+        failures = tuple(_failure(one.key, FailureReason.PEER_LOST, reason, now_s) for one in lost)
         return [*commands, Emit(events=failures)] if failures else commands
 
     def validate(self) -> None:
@@ -489,9 +489,9 @@ def _cancel(peer: Incarnation, key: RequestKey, reason: str) -> SendPeer:
     return SendPeer(peer=peer, message=CancelTransfer(key=key, reason=reason))
 
 
-def _failed(key: RequestKey, reason: str, message: str, now_s: float) -> Emit:
+def _failed(key: RequestKey, reason: FailureReason, message: str, now_s: float) -> Emit:
     return Emit(events=(_failure(key, reason, message, now_s),))
 
 
-def _failure(key: RequestKey, reason: str, message: str, now_s: float) -> RequestFailed:
+def _failure(key: RequestKey, reason: FailureReason, message: str, now_s: float) -> RequestFailed:
     return RequestFailed(key=key, at_s=now_s, reason=reason, message=message)

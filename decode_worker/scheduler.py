@@ -23,10 +23,12 @@ from engine.core.step import (
     scored_event,
 )
 from kvpool.core.fetch.pool_fetch import Restored
+from kvrelay.errors import RefusalReason
 from kvrelay.messages import (
     Abort,
     Generate,
     Lifetime,
+    LifetimeMoment,
     Released,
     Reserve,
     Reserved,
@@ -100,7 +102,7 @@ class DecodeScheduler:
             key = arrived.spec.key
             self.batch.join(arrived, now_s)
             ended = self.batch.running_set.released_if_done(key, now_s)
-            committed = Lifetime(key=key, at_s=now_s, name="handoff_committed")
+            committed = Lifetime(key=key, at_s=now_s, name=LifetimeMoment.HANDOFF_COMMITTED)
             commands += [arrived.answer, Emit(events=(committed, *ended))]
         return commands
 
@@ -126,7 +128,7 @@ class DecodeScheduler:
         if (taken := self._try_take(message, now_s)) is not None:
             return [taken]
         if self._waits_behind(message) or not self.admission.may_reclaim(message.spec):
-            return [self._refused(message.spec.key, "kv_exhausted", now_s)]
+            return [self._refused(message.spec.key, RefusalReason.KV_EXHAUSTED, now_s)]
         self.asking.append(message)
         return []
 
@@ -140,7 +142,7 @@ class DecodeScheduler:
     def _reclaim(self, message: Ask, now_s: float) -> Emit:
         while (taken := self._try_take(message, now_s)) is None:
             if self._waits_behind(message) or not self.admission.try_reclaim():
-                return self._refused(message.spec.key, "kv_exhausted", now_s)
+                return self._refused(message.spec.key, RefusalReason.KV_EXHAUSTED, now_s)
         return taken
 
     def _try_take(self, message: Ask, now_s: float) -> Emit | None:
@@ -162,7 +164,7 @@ class DecodeScheduler:
         return Emit(events=(Reserved(key=key, at_s=now_s, held_tokens=held_tokens),))
 
     @staticmethod
-    def _refused(key: RequestKey, reason: str, now_s: float) -> Emit:
+    def _refused(key: RequestKey, reason: RefusalReason, now_s: float) -> Emit:
         return Emit(events=(ReserveRefused(key=key, at_s=now_s, reason=reason),))
 
     # --- steps ----------------------------------------------------------------------------------

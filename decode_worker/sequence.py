@@ -23,7 +23,7 @@ from kvpool.core.blocks.holding import Holder
 from kvpool.core.layout.block_names import HashChain
 from kvpool.core.layout.hashes import BlockHash
 from kvpool.core.layout.layout import Tables
-from kvrelay.messages import Lifetime, Tokens
+from kvrelay.messages import Lifetime, LifetimeMoment, Tokens
 from kvrelay.types import FinishReason, PrefixOrigin, RequestKey, RequestSpec
 
 
@@ -172,11 +172,11 @@ class Sequence:
     def joined_event(self, now_s: float) -> Lifetime:
         """It is in a step for the first time."""
         if len(self.emitted) > len(self.spec.emitted_ids):
-            return Lifetime(key=self.key, at_s=now_s, name="decode_joined")
+            return Lifetime(key=self.key, at_s=now_s, name=LifetimeMoment.DECODE_JOINED)
         return Lifetime(
             key=self.key,
             at_s=now_s,
-            name="prefill_started",
+            name=LifetimeMoment.PREFILL_STARTED,
             tokens=self.cached,
             source=self.origin,
         )

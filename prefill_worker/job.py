@@ -22,7 +22,7 @@ from kvpool.core.blocks.holding import Holder
 from kvpool.core.layout.block_names import HashChain
 from kvpool.core.layout.hashes import BlockHash
 from kvpool.core.layout.layout import Tables
-from kvrelay.messages import Lifetime, Prefill, Tokens
+from kvrelay.messages import Lifetime, LifetimeMoment, Prefill, Tokens
 from kvrelay.types import FinishReason, PrefixOrigin, RequestKey, Sampling
 from prefill_worker.sender import Sender
 
@@ -127,7 +127,7 @@ class PrefillJob:
         return Lifetime(
             key=self.key,
             at_s=now_s,
-            name="prefill_started",
+            name=LifetimeMoment.PREFILL_STARTED,
             tokens=self.cached,
             source=self.origin,
         )

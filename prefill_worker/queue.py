@@ -21,6 +21,7 @@ from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.fetch.openings import Openings
 from kvpool.core.layout.layout import Tables
 from kvpool.core.transfer.commands import SendPeer
+from kvrelay.errors import FailureReason
 from kvrelay.messages import Released, RequestFailed
 from kvrelay.types import Incarnation, PrefixOrigin, RequestKey
 from prefill_worker.job import PrefillJob
@@ -217,7 +218,9 @@ class PrefillJobs:
             return []
         return [*job.sender.fence(reason), *self.gone(key, now_s)]
 
-    def fail(self, job: PrefillJob, reason: str, message: str, now_s: float) -> list[Command]:
+    def fail(
+        self, job: PrefillJob, reason: FailureReason, message: str, now_s: float
+    ) -> list[Command]:
         failed = RequestFailed(key=job.key, at_s=now_s, reason=reason, message=message)
         return [Emit(events=(failed,)), *self.cancel(job.key, reason, now_s)]
 
@@ -225,7 +228,7 @@ class PrefillJobs:
         return [
             command
             for job in self.live_for(peer)
-            for command in self.fail(job, "peer_lost", reason, now_s)
+            for command in self.fail(job, FailureReason.PEER_LOST, reason, now_s)
             if not isinstance(command, SendPeer)
         ]
 

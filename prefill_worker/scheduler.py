@@ -41,7 +41,8 @@ from kvpool.core.transfer.messages import (
     is_chosen,
 )
 from kvpool.core.transfer.pool_map import KvFacts
-from kvrelay.messages import Abort, Lifetime, Prefill, Reserved, WorkerEvent
+from kvrelay.errors import FailureReason
+from kvrelay.messages import Abort, Lifetime, LifetimeMoment, Prefill, Reserved, WorkerEvent
 from kvrelay.types import Incarnation, RequestKey
 from prefill_worker.job import PrefillJob
 from prefill_worker.queue import PrefillJobs, PromptQueue
@@ -117,7 +118,11 @@ class Handoffs:
         if key not in self.jobs:
             return [SendPeer(peer=peer, message=TransferCancelled(key=key, reason=reason))]
         job = self.jobs.find(key, peer)
-        return [] if job is None else self.jobs.fail(job, "transfer_cancelled", reason, now_s)
+        return (
+            []
+            if job is None
+            else self.jobs.fail(job, FailureReason.TRANSFER_CANCELLED, reason, now_s)
+        )
 
     # --- moving ---------------------------------------------------------------------------------
 
@@ -135,7 +140,7 @@ class Handoffs:
         if job.cancelled is not None:
             return self.jobs.cancel(event.key, job.cancelled, now_s)
         if event.error is not None:
-            return self.jobs.fail(job, "transfer_failed", event.error, now_s)
+            return self.jobs.fail(job, FailureReason.TRANSFER_FAILED, event.error, now_s)
         self.transfers += 1
         self.transfer_bytes += event.bytes
         self.transfer_s += event.seconds
@@ -233,7 +238,7 @@ class PrefillScheduler:
         names = self.tables.names_of(message.spec)
         job = PrefillJob(sender=sender, holder=Holder("prefill", key), names=names)
         self.jobs.add(job, now_s)
-        moment = Lifetime(key=key, at_s=now_s, name="prefill_received")
+        moment = Lifetime(key=key, at_s=now_s, name=LifetimeMoment.PREFILL_RECEIVED)
         if target is None:
             return [Emit(events=(Reserved(key=key, at_s=now_s), moment))]
         received = Emit(events=(moment,))
@@ -281,7 +286,9 @@ class PrefillScheduler:
         events: list[WorkerEvent] = []
         for i, ((job, take), sampled) in enumerate(zip(ran, done.outcome.sampled, strict=True)):
             self.prompt_tokens += take
-            events.append(Lifetime(key=job.key, at_s=now_s, name="prefill_chunk", tokens=take))
+            events.append(
+                Lifetime(key=job.key, at_s=now_s, name=LifetimeMoment.PREFILL_CHUNK, tokens=take)
+            )
             if (entries := done.outcome.prompt_logprobs.get(i)) is not None:
                 events.append(scored_event(job.message.spec, job.computed, take, entries, now_s))
             self.tables.fill(job.holder, job.filled)
