@@ -23,7 +23,7 @@ from engine.core.step import (
     scored_event,
 )
 from kvpool.core.fetch.pool_fetch import Restored
-from kvrelay.errors import RefusalReason
+from kvrelay.errors import FailureReason, RefusalReason
 from kvrelay.messages import (
     Abort,
     Generate,
@@ -277,7 +277,7 @@ class DecodeScheduler:
             self.asking = [ask for ask in self.asking if ask.spec.key != key]
             return [Emit(events=(Released(key=key, at_s=now_s),))]
         if key in self.reservations:
-            return self.reservations.cancel(key, "aborted", now_s)
+            return self.reservations.cancel(key, FailureReason.ABORTED, now_s)
         for sequence in self.batch.running_set.of(key):
             self.batch.running_set.drop(sequence)
         return self._release_if_done(key, now_s)

@@ -118,11 +118,9 @@ class Handoffs:
         if key not in self.jobs:
             return [SendPeer(peer=peer, message=TransferCancelled(key=key, reason=reason))]
         job = self.jobs.find(key, peer)
-        return (
-            []
-            if job is None
-            else self.jobs.fail(job, FailureReason.TRANSFER_CANCELLED, reason, now_s)
-        )
+        if job is None:
+            return []
+        return self.jobs.fail(job, FailureReason.TRANSFER_CANCELLED, reason, now_s)
 
     # --- moving ---------------------------------------------------------------------------------
 
@@ -221,7 +219,7 @@ class PrefillScheduler:
             case Restored():
                 return self._restored(event, now_s)
             case Abort(key=key):
-                return self.jobs.cancel(key, "aborted", now_s)
+                return self.jobs.cancel(key, FailureReason.ABORTED, now_s)
             case _:
                 return self.handoffs.handle(event, now_s)
 
@@ -286,9 +284,8 @@ class PrefillScheduler:
         events: list[WorkerEvent] = []
         for i, ((job, take), sampled) in enumerate(zip(ran, done.outcome.sampled, strict=True)):
             self.prompt_tokens += take
-            events.append(
-                Lifetime(key=job.key, at_s=now_s, name=LifetimeMoment.PREFILL_CHUNK, tokens=take)
-            )
+            chunk = LifetimeMoment.PREFILL_CHUNK
+            events.append(Lifetime(key=job.key, at_s=now_s, name=chunk, tokens=take))
             if (entries := done.outcome.prompt_logprobs.get(i)) is not None:
                 events.append(scored_event(job.message.spec, job.computed, take, entries, now_s))
             self.tables.fill(job.holder, job.filled)

@@ -35,7 +35,9 @@ WeightsOption = Annotated[
 KvOption = Annotated[
     str | None, typer.Option("--kv", help="Format of the KV cache. Default: float16.")
 ]
-FractionOption = Annotated[float, typer.Option("--memory-fraction", min=0.01, max=1.0)]
+FractionOption = Annotated[
+    float, typer.Option("--memory-fraction", min=0.01, max=1.0, help="Share of its memory to use.")
+]
 _TraceOption = Annotated[
     Path | None, typer.Option("--trace", help="Search fleets for these requests; needs --slo.")
 ]

@@ -38,7 +38,9 @@ ReplicasOption = Annotated[
 LimitOption = Annotated[
     int | None, typer.Option("--limit", min=1, help="Use only the first N requests.")
 ]
-SeedOption = Annotated[int | None, typer.Option("--seed", help="Default: simulation.seed.")]
+SeedOption = Annotated[
+    int | None, typer.Option("--seed", help="Seed of all draws. Default: simulation.seed.")
+]
 OutOption = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Write report.json and plots there.")
 ]

@@ -20,7 +20,7 @@ from kvrelay.messages import (
     WorkerEvent,
 )
 from kvrelay.types import Incarnation, RequestSpec
-from router.core import lifecycle, orders
+from router.core import learning, lifecycle
 from router.core.events import (
     Aborted,
     ChoiceStopped,
@@ -59,9 +59,15 @@ class RouterCore:
             commands += lifecycle.retry_waiting(state, now_s)
         if state.dispatch.waiting:
             commands += state.dispatch.give(state, now_s)
-        for ladder, cause in state.ladders.climb(now_s):
-            commands.append(LadderStepped(tier=ladder.tier.name, step=ladder.step, cause=cause))
+        if now_s >= state.ladders.next_look_s:
+            commands += self._step_ladders(now_s)
         return commands
+
+    def _step_ladders(self, now_s: float) -> list[Command]:
+        return [
+            LadderStepped(tier=ladder.tier.name, step=ladder.step, cause=cause)
+            for ladder, cause in self.state.ladders.climb(now_s)
+        ]
 
     def _handle(self, event: Event, now_s: float) -> list[Command]:
         state = self.state
@@ -79,7 +85,7 @@ class RouterCore:
             case WorkerJoined(hello=hello):
                 state.workers.join(hello)
                 state.waiting.wake(now_s)
-                return orders.preload(hello, self.preloads)
+                return lifecycle.preload(hello, self.preloads)
             case WorkerLost(incarnation=incarnation):
                 return self._on_worker_lost(incarnation, now_s)
             case PoolNodeSaid(update=update):
@@ -131,7 +137,7 @@ class RouterCore:
         if event.key in state.moves.pending:
             return state.moves.answered(state, event, now_s)
         request = state.requests.get(event.key.request_id)
-        if request is None or request.key != event.key or view.incarnation not in request.legs:
+        if request is None or request.key != event.key or view.incarnation not in request.workers:
             return []
         return self._on_event_of(request, view, event, now_s)
 
@@ -147,14 +153,14 @@ class RouterCore:
             case Reserved(held_tokens=held_tokens):
                 return lifecycle.take_slot(state, request, held_tokens, now_s)
             case ReserveRefused(reason=reason):
-                asked = request.legs[0] == view.incarnation
+                asked = request.workers[0] == view.incarnation
                 go_on = lifecycle.ask_next if asked else lifecycle.place_elsewhere
                 return go_on(state, request, refused_by_worker(reason), now_s)
             case PromptLogprobs():
                 request.add_prompt_logprobs(event)
                 return []
             case RequestFailed(reason=reason, message=message):
-                suspected = [*lifecycle.suspect(state, request, event, now_s)]
+                suspected = learning.suspect(state, request, event, now_s)
                 return suspected + lifecycle.fail_attempt(state, request, reason, message, now_s)
             case Released():
                 return []
@@ -166,7 +172,9 @@ class RouterCore:
         view.queue.on_lifetime(moment)
         if moment.name == LifetimeMoment.HANDOFF_COMMITTED:
             self.state.recent_pairs.used(request.links(), now_s)
-        return [*lifecycle.trust(self.state, request, moment)]
+        if moment.name in learning.SHOWS_A_GOOD_LINK:
+            return learning.trust(self.state, request, moment)
+        return []
 
     def _on_worker_lost(self, incarnation: Incarnation, now_s: float) -> list[Command]:
         state = self.state
@@ -177,7 +185,7 @@ class RouterCore:
         state.quarantine.forget(incarnation)
         state.recent_pairs.forget(incarnation)
         state.moves.lost(state, incarnation, now_s)
-        affected = [one for one in state.requests.values() if incarnation in one.legs]
+        affected = [one for one in state.requests.values() if incarnation in one.workers]
         affected += state.dispatch.stranded(state, now_s) if view.prefills else []
         reason, message = FailureReason.WORKER_LOST, f"worker {view.hello.name} was lost"
         return [

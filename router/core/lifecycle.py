@@ -19,14 +19,23 @@ on elsewhere goes on behind the tokens that were delivered: random draws are cou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterable
 from dataclasses import replace
 from math import inf, isfinite
 
 from kvrelay.errors import FailureReason
-from kvrelay.messages import Lifetime, LifetimeMoment, RequestFailed, Tokens
-from kvrelay.types import FinishReason, RequestSpec
-from router.core import orders
+from kvrelay.messages import (
+    Abort,
+    Generate,
+    LifetimeMoment,
+    Prefill,
+    Preload,
+    Reserve,
+    Stop,
+    Tokens,
+    WorkerHello,
+)
+from kvrelay.types import Incarnation, RequestSpec, Role
 from router.core.decision import decide
 from router.core.events import (
     Admit,
@@ -34,28 +43,23 @@ from router.core.events import (
     Command,
     Deliver,
     Fail,
-    PairQuarantined,
-    PairTrusted,
     Refuse,
+    Send,
 )
+from router.core.learning import learn_length, learn_pace, learn_ttft
 from router.core.policy.admission import Admitted, Deferred
-from router.core.policy.forecast import messages_s
 from router.core.request import Ledger, Request, RequestState
 from router.core.router_state import RouterState
-from router.core.state.candidate import Candidate, PromptPrediction
+from router.core.state.candidate import Candidate
 from router.core.state.demand import Demand
 from router.core.state.generation import GenerationRequest
 from router.core.state.promises import NO_CAPACITY, Refusal
-from router.core.state.quarantine import SUSPICIOUS
 from router.core.state.story import Moment, choice_end, held, plain, why
 from router.core.state.waiting import PATIENCE_S
 from router.core.state.worker_view import WorkerView
 from router.core.workers import book_decode, book_prefill
 
 MAX_ATTEMPTS = 3
-MAX_LATENESS = 1.1
-"""A late first token is recorded as at most 1.1 x its deadline, so that one outlier does not
-distort the margin: it went behind all prompts that could still be in time."""
 
 
 def submit(state: RouterState, submitted: GenerationRequest, now_s: float) -> list[Command]:
@@ -104,10 +108,10 @@ def ask(
     if state.dispatch.expect(request, demand, admitted):
         request.prefill_worker = None
         request.story.note(Moment.ASKED, now_s, request.worker_names[-1:])
-        return [orders.reserve(demand.spec, candidate.decode, None, admitted.counted)]
+        return [ask_to_reserve(demand.spec, candidate.decode, None, admitted.counted)]
     book_prefill(demand, candidate.prefiller, prompt, now_s)
     request.story.note(Moment.ASKED, now_s, request.worker_names)
-    return [orders.ask(demand.spec, admitted, request.within_s(now_s))]
+    return [ask_for_slot(demand.spec, admitted, request.within_s(now_s))]
 
 
 def wait(
@@ -221,7 +225,7 @@ def send_prompt(
     request.enter(RequestState.PREFILLING)
     if candidate.prefill is not None:
         request.story.note(Moment.SENT_TO_PREFILL, now_s, request.worker_names)
-    return orders.begin(request, candidate, held_tokens, request.within_s(now_s))
+    return prefill(request, candidate, held_tokens, request.within_s(now_s))
 
 
 # --- running --------------------------------------------------------------------------------------
@@ -232,7 +236,7 @@ def place_elsewhere(
 ) -> list[Command]:
     """Its prefill worker takes no prompts any more. That is no failure."""
     request.story.note(Moment.TRIED_AGAIN, now_s, request.worker_names, refusal.message)
-    aborts = orders.abort(request, state.workers)
+    aborts = abort_attempt(request, state.workers)
     end_attempt(state, request, now_s, freed=True)
     request.begin_attempt(next(state.attempts))
     request.enter(RequestState.SEEKING)
@@ -253,7 +257,7 @@ def deliver(
     if not ready:
         return []
     if event.finish_reason is not None:
-        _learn_length(state, request, event)
+        learn_length(state, request, event)
         if len(request.choices) > 1:
             end = choice_end(event.choice, event.finish_reason)
             request.story.note(Moment.CHOICE_DONE, now_s, request.worker_names[-1:], end)
@@ -269,10 +273,10 @@ def start_decoding(state: RouterState, request: Request, event: Tokens, now_s: f
         request.enter(RequestState.DECODING)
     request.ledger.mark(LifetimeMoment.FIRST_TOKEN, event.at_s)
     request.ledger.mark(LifetimeMoment.FIRST_TOKEN_RECEIVED, now_s)
-    for worker in request.legs:
+    for worker in request.workers:
         if (view := state.workers.get(worker)) is not None:
             view.queue.remove(request.key, now_s)
-    _learn_ttft(state, request, now_s)
+    learn_ttft(state, request, now_s)
 
 
 def move(
@@ -285,13 +289,13 @@ def move(
 ) -> list[Command]:
     """The target has a slot for it, which was booked when it was asked. The worker that it leaves
     prefills the new attempt `spec`."""
-    aborts = orders.abort(request, state.workers)
+    aborts = abort_attempt(request, state.workers)
     end_attempt(state, request, now_s, freed=True)
     request.enter(RequestState.PREFILLING)
     request.move(spec)
     request.place(admitted, now_s)
     request.story.note(Moment.MOVED, now_s, request.worker_names, "its worker would overflow")
-    return aborts + orders.begin(request, admitted.candidate, held_tokens, None)
+    return aborts + prefill(request, admitted.candidate, held_tokens, None)
 
 
 # --- ends -----------------------------------------------------------------------------------------
@@ -299,7 +303,7 @@ def move(
 
 def finish(state: RouterState, request: Request, now_s: float) -> None:
     """Its last token has come; its workers know."""
-    _learn_pace(state, request, now_s)
+    learn_pace(state, request, now_s)
     request.story.note(Moment.DONE, now_s, request.worker_names[-1:], request.outcome)
     leave(state, request, now_s)
     state.releases.released(now_s)
@@ -309,7 +313,7 @@ def fail_attempt(
     state: RouterState, request: Request, reason: str, message: str, now_s: float
 ) -> list[Command]:
     """Runs it again elsewhere, unless it has failed too often."""
-    aborts = orders.abort(request, state.workers)
+    aborts = abort_attempt(request, state.workers)
     if request.tries >= MAX_ATTEMPTS:
         return aborts + fail(state, request, reason, message, now_s)
     end_attempt(state, request, now_s, freed=True)
@@ -340,7 +344,7 @@ def stop_choice(state: RouterState, event: ChoiceStopped, now_s: float) -> list[
     if request.placed is None:
         return []  # the next worker is told once it has taken the request
     decode = request.placed.candidate.decode.incarnation
-    return [orders.stop(request, decode, event.choice, event.valid_tokens)]
+    return [stop_decoding(request, decode, event.choice, event.valid_tokens)]
 
 
 def abort(state: RouterState, request_id: str, now_s: float) -> list[Command]:
@@ -353,7 +357,7 @@ def abort(state: RouterState, request_id: str, now_s: float) -> list[Command]:
 
 def _end(state: RouterState, request: Request, now_s: float) -> list[Command]:
     """While workers still run it."""
-    aborts = orders.abort(request, state.workers)
+    aborts = abort_attempt(request, state.workers)
     leave(state, request, now_s)
     state.releases.released(now_s)
     return aborts
@@ -387,126 +391,82 @@ def end_attempt(state: RouterState, request: Request, now_s: float, *, freed: bo
     """Its prompt waits nowhere any more. `freed`: its slots count as free at once, since it takes
     others; otherwise when their workers say Released. A prefill worker that has handed over always
     says so itself."""
-    key, legs = request.key, request.legs
-    if not legs:
+    key, needed = request.key, request.workers
+    if not needed:
         return
     state.dispatch.forget(key)
-    for worker in (legs[0], request.prefill_worker):
+    for worker in (needed[0], request.prefill_worker):
         view = None if worker is None else state.workers.get(worker)
         if view is None:
             continue
-        if worker in legs:
+        if worker in needed:
             view.queue.remove(key, now_s)
             if freed:
                 view.outlook.remove(key)
         view.await_release(key)
 
 
-# --- what a request's fate teaches ----------------------------------------------------------------
+# --- messages to workers --------------------------------------------------------------------------
 
 
-def _learn_ttft(state: RouterState, request: Request, now_s: float) -> None:
-    """The first token of its first choice has come, and is not counted yet."""
-    if any(choice.delivered for choice in request.choices):
-        return
-    if request.submitted.objectives.ttft_s is None:  # it is held to its tier's objective
-        age_s = request.ledger.age_s(now_s)
-        begun_s = now_s - age_s
-        state.ladders.saw_ttft(request.tier.name, age_s, begun_s=begun_s, now_s=now_s)
-    predicted = request.predicted
-    if predicted is not None and not request.disturbed:
-        _learn_dispatching(request, predicted.prompt, now_s)
-        predicted_s = _as_known_now(request, predicted.prompt).first_token_s
-        state.forecast.ttft.observe(
-            predicted_s,
-            _recorded_ttft_s(request, predicted_s, now_s),
-            now_s,
-            undisturbed=predicted.prompt.queue_s <= 0,
-        )
+def ask_for_slot(spec: RequestSpec, admitted: Admitted, within_s: float | None) -> Send:
+    """Asks the decode worker for a slot. A worker that prefills too begins at once, and so does
+    the worker that computes a prompt of which no token is wanted."""
+    candidate = admitted.candidate
+    decode = candidate.decode.incarnation
+    if not spec.sampling.max_tokens:
+        alone = Prefill(spec=spec, target_addresses=(), target=None, within_s=within_s)
+        return Send(worker=decode, message=alone)
+    if candidate.prefill is None:
+        return Send(worker=decode, message=Generate(spec=spec, within_s=within_s))
+    return ask_to_reserve(spec, candidate.decode, candidate.prefill.incarnation, admitted.counted)
 
 
-def _learn_dispatching(request: Request, prompt: PromptPrediction, now_s: float) -> None:
-    """How long its prompt took beside its own time, if it did not have to wait."""
-    if request.placed is None or prompt.queue_s > 0 or not isfinite(prompt.prefill_s):
-        return
-    candidate = request.placed.candidate
-    first_s = request.placed_s + _recorded_ttft_s(request, prompt.first_token_s, now_s)
-    sent_s = request.placed_s if candidate.prefill is None else request.reserved_s
-    computed_s = prompt.pull_s + prompt.prefill_s
-    candidate.prefiller.dispatching.observe(first_s - sent_s - computed_s)
+def ask_to_reserve(
+    spec: RequestSpec, decode: WorkerView, source: Incarnation | None, counted: int | None = None
+) -> Send:
+    message = Reserve(spec=spec, source=source, counted=counted)
+    return Send(worker=decode.incarnation, message=message)
 
 
-def _as_known_now(request: Request, prompt: PromptPrediction) -> PromptPrediction:
-    """With the delays of its workers' messages that it has shown itself, so that these do not count
-    as errors too."""
-    if request.placed is None or prompt.queue_s > 0:
-        return prompt
-    return replace(prompt, messages_s=messages_s(request.placed.candidate))
+def prefill(
+    request: Request, candidate: Candidate, held_tokens: int, within_s: float | None
+) -> list[Command]:
+    """Starts the prompt. The decode worker holds the KV of its first `held_tokens`. Choices that
+    ended in an earlier attempt are not decoded again."""
+    target = candidate.decode.hello
+    stops: list[Command] = [
+        stop_decoding(request, target.incarnation, order.choice, order.next_index)
+        for order in request.choices
+        if order.finished
+    ]
+    if candidate.prefill is None:
+        return stops
+    message = Prefill(
+        spec=request.spec,
+        target_addresses=target.transfer_addresses,
+        target=target.incarnation,
+        held_tokens=held_tokens,
+        prefix_source=candidate.source,
+        within_s=within_s,
+    )
+    return [*stops, Send(worker=candidate.prefill.incarnation, message=message)]
 
 
-def _recorded_ttft_s(request: Request, predicted_s: float, now_s: float) -> float:
-    """From its placement to its first token, at most MAX_LATENESS times its deadline."""
-    took_s, objective_s = now_s - request.placed_s, request.objectives.ttft_s
-    if objective_s is None:
-        return took_s
-    waited_s = request.ledger.age_s(now_s) - took_s
-    return min(took_s, MAX_LATENESS * max(objective_s - waited_s, predicted_s))
+def stop_decoding(request: Request, decode: Incarnation, choice: int, valid_tokens: int) -> Send:
+    message = Stop(key=request.key, choice=choice, valid_tokens=valid_tokens)
+    return Send(worker=decode, message=message)
 
 
-def _learn_length(state: RouterState, request: Request, event: Tokens) -> None:
-    """A choice has ended."""
-    if request.sampling.max_tokens:
-        tokens = len(request.choices[event.choice].delivered)
-        was_cut = event.finish_reason is not FinishReason.STOP
-        state.lengths.observe(request.tier.name, tokens, was_cut=was_cut)
+def preload(worker: WorkerHello, specs: Iterable[RequestSpec]) -> list[Command]:
+    """Every worker that prefills computes these prompts as soon as it joins."""
+    if worker.role is Role.DECODE:
+        return []
+    return [Send(worker=worker.incarnation, message=Preload(spec=spec)) for spec in specs]
 
 
-def _learn_pace(state: RouterState, request: Request, now_s: float) -> None:
-    """Its last token has come. Time for which it was preempted says nothing about speed."""
-    actual_s = request.tpot_s()
-    if actual_s is None:
-        return
-    if request.submitted.objectives.tpot_s is None:
-        begun_s = now_s - request.ledger.age_s(now_s)
-        state.ladders.saw_tpot(request.tier.name, actual_s, begun_s=begun_s, now_s=now_s)
-    paced_s = request.tpot_s(less_s=request.stood_back_s)
-    expected_s = _expected_tpot_s(state, request)
-    if expected_s is not None and paced_s is not None:
-        state.forecast.tpot.observe(expected_s, paced_s, now_s, undisturbed=False)
-
-
-def _expected_tpot_s(state: RouterState, request: Request) -> float | None:
-    """With the longest steps that were predicted of requests admitted after it."""
-    predicted = request.predicted
-    if predicted is None or request.placed is None:
-        return None
-    worker = state.workers.get(request.placed.candidate.decode.incarnation)
-    worst_s = 0.0 if worker is None else worker.peaks.since(request.placed_s)
-    return max(0.0, worst_s - predicted.decode.step_s) + predicted.tpot_s
-
-
-def suspect(
-    state: RouterState, request: Request, failed: RequestFailed, now_s: float
-) -> Iterator[Command]:
-    """Quarantines the link between its workers, if the reason tells of it."""
-    pair = request.pair
-    if pair is None or failed.reason not in SUSPICIOUS:
-        return
-    request.avoided.add(pair)
-    seconds = state.quarantine.failed(pair, failed.reason, now_s)
-    if seconds is not None:
-        reason, message = failed.reason, failed.message
-        yield PairQuarantined(pair=pair, seconds=seconds, reason=reason, message=message)
-
-
-def trust(state: RouterState, request: Request, moment: Lifetime) -> Iterator[Command]:
-    """Its KV was handed over, or even checked."""
-    pair = request.pair
-    if pair is None or moment.name not in (
-        LifetimeMoment.HANDOFF_COMMITTED,
-        LifetimeMoment.KV_CHECKED,
-    ):
-        return
-    checked = moment.name == LifetimeMoment.KV_CHECKED
-    if state.quarantine.succeeded(pair, begun_s=request.placed_s, checked=checked):
-        yield PairTrusted(pair=pair)
+def abort_attempt(request: Request, connected: Container[Incarnation]) -> list[Command]:
+    """Stops its attempt at those of its workers that are connected."""
+    message = Abort(key=request.key)
+    workers = [one for one in request.workers if one in connected]
+    return [Send(worker=worker, message=message) for worker in workers]

@@ -1,16 +1,15 @@
 """Moves of requests that decode from one worker to another. Pure.
 
-Which sequences leave a worker before it overflows, and where to, is TetriInfer's policy
-(arXiv:2401.11181 §3.4: long sequences are moved). A worker is a hot spot when what runs there will,
-at its fullest moment, have more blocks than there are, or take longer for a step than the strictest
-of its objectives. It sheds until it is below its low mark, to workers that stay below theirs: what
-lies between the marks moves nothing.
+Long sequences leave a worker before it overflows, as in TetriInfer (arXiv:2401.11181 §3.4). A
+worker is a hot spot if its sequences will, at their fullest moment, have more blocks than there
+are, or need longer for a step than the strictest of their objectives. Sequences leave until it is
+below its low mark, for workers that stay below theirs. Between the marks nothing moves.
 
     decodes -> Reserve at the target, still decodes -> (Reserved) aborted here, resumed there
                                            `-> (ReserveRefused) decodes on
 
-The worker that it leaves prefills the new attempt: it has the KV of all full blocks in its cache.
-What it says between Reserve and Reserved is not drawn again: the prefill says what it was.
+The worker that a sequence leaves prefills the new attempt: it has the KV of all full blocks in its
+cache. Tokens that it samples between Reserve and Reserved are not sampled again.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from itertools import accumulate
 
 from kvrelay.messages import Abort, Reserved, WorkerEvent
 from kvrelay.types import Incarnation, RequestKey, RequestSpec, Role
-from router.core import lifecycle, orders
+from router.core import lifecycle
 from router.core.decision import demand_of
 from router.core.events import Command, Send
 from router.core.policy.admission import Admitted
@@ -152,7 +151,7 @@ class Moving:
     def _may_move(self, request: Request, view: WorkerView) -> bool:
         alone = len(request.choices) == 1 and request.moves < MOST_MOVES
         decodes = request.state is RequestState.DECODING
-        here = decodes and request.legs == (view.incarnation,)
+        here = decodes and request.workers == (view.incarnation,)
         return alone and here and all(m.left != request.key for m in self.pending.values())
 
     # --- a move's life --------------------------------------------------------------------------
@@ -180,7 +179,7 @@ class Moving:
         )
         book_decode(demand, admitted, now_s)
         book_prefill(demand, source, prediction.prompt, now_s)
-        return [orders.ask(spec, admitted, None)]
+        return [lifecycle.ask_for_slot(spec, admitted, None)]
 
     def answered(self, state: RouterState, event: WorkerEvent, now_s: float) -> list[Command]:
         """Nothing changes where the target refuses, or the request went on otherwise."""

@@ -341,10 +341,8 @@ class Request:
         """Of its longest choice, without `less_s` of its time; None if it had to be run again or
         is short."""
         tokens = max(choice.next_index for choice in self.choices)
-        first_s, last_s = map(
-            self.ledger.after_s,
-            (LifetimeMoment.FIRST_TOKEN_RECEIVED, LifetimeMoment.LAST_TOKEN_RECEIVED),
-        )
+        first_s = self.ledger.after_s(LifetimeMoment.FIRST_TOKEN_RECEIVED)
+        last_s = self.ledger.after_s(LifetimeMoment.LAST_TOKEN_RECEIVED)
         if self.disturbed or tokens < FEWEST_TOKENS or first_s is None or last_s is None:
             return None
         return max(0.0, last_s - first_s - less_s) / (tokens - 1)
@@ -367,7 +365,7 @@ class Request:
         return True
 
     @property
-    def legs(self) -> tuple[Incarnation, ...]:
+    def workers(self) -> tuple[Incarnation, ...]:
         """The workers that this attempt still needs."""
         if self.placed is None:
             return ()

@@ -202,12 +202,16 @@ class RouterState:
 
     def _check_state(self, request: Request) -> None:
         """What a request must hold in its state."""
-        key, state, legs = request.key, request.state, request.legs
+        key, state, needed = request.key, request.state, request.workers
         assert state not in (RequestState.SEEKING, RequestState.GONE), f"{key} is {state}"
-        assert bool(legs) is (state is not RequestState.WAITING), f"{key} is {state} with {legs}"
-        assert all(leg in self.workers for leg in legs), f"{key} is at a worker that has left"
+        assert bool(needed) is (state is not RequestState.WAITING), (
+            f"{key} is {state} with {needed}"
+        )
+        assert all(worker in self.workers for worker in needed), (
+            f"{key} is at a worker that has left"
+        )
         if state in (RequestState.ASKED, RequestState.QUEUED) and request.sampling.max_tokens:
-            assert key in self.workers[legs[0]].outlook, f"{key} is {state} without a slot"
+            assert key in self.workers[needed[0]].outlook, f"{key} is {state} without a slot"
 
     def _check_waiting(self) -> None:
         waits = {one.request_id for one in self._in(RequestState.WAITING)}
@@ -244,7 +248,7 @@ class RouterState:
 
     def _has_slot(self, key: RequestKey, view: WorkerView) -> bool:
         request = self.requests.get(key.request_id)
-        return request is not None and request.key == key and view.incarnation == request.legs[0]
+        return request is not None and request.key == key and view.incarnation == request.workers[0]
 
     def _prefills(self, key: RequestKey, view: WorkerView) -> bool:
         """Its prompt was sent there, or will be. After a handoff that sampled no token there, it
@@ -253,7 +257,7 @@ class RouterState:
         if request is None or request.key != key or request.placed is None:
             return False
         states = (RequestState.ASKED, RequestState.PREFILLING, RequestState.DECODING)
-        prefiller = request.prefill_worker or request.legs[0]
+        prefiller = request.prefill_worker or request.workers[0]
         return request.state in states and prefiller == view.incarnation
 
     def _moves_to(self, key: RequestKey, view: WorkerView) -> bool:

@@ -1,12 +1,10 @@
-"""The workers as this router sees them, and what it has placed there. Pure.
-
-Whether some request can be served now, and if not, why. Pure.
-"""
+"""The connected workers, what a router has booked at them, and why they can't serve. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from math import inf, isfinite
+from typing import NamedTuple
 
 from kvrelay.messages import WorkerHello
 from kvrelay.types import Incarnation, Role
@@ -27,9 +25,17 @@ MOST_ALIKE = 3.0
 _ROLES = (Role.PREFILL, Role.DECODE, Role.BOTH)
 
 
+class ByRole(NamedTuple):
+    """`both` prefill and decode."""
+
+    prefills: tuple[WorkerView, ...]
+    decodes: tuple[WorkerView, ...]
+    both: tuple[WorkerView, ...]
+
+
 class Workers(dict[Incarnation, WorkerView]):
-    """Those connected. A place stays taken until the worker says that it is free. `decode_alone`:
-    decode workers can do without prefill workers."""
+    """# incarnation |-> view of a connected worker. `decode_alone`: decode workers can do without
+    prefill workers."""
 
     def __init__(
         self,
@@ -39,27 +45,28 @@ class Workers(dict[Incarnation, WorkerView]):
     ) -> None:
         super().__init__(views or {})
         self.decode_alone = decode_alone
-        self._of_role: dict[Role, tuple[WorkerView, ...]] = {}
+        self._by_role: ByRole | None = None
 
     def __setitem__(self, worker: Incarnation, view: WorkerView) -> None:
         super().__setitem__(worker, view)
-        self._of_role.clear()
+        self._by_role = None
 
     def leave(self, worker: Incarnation) -> WorkerView | None:
-        """None where it isn't here."""
-        self._of_role.clear()
+        """Returns None for a worker that is not here."""
+        self._by_role = None
         return self.pop(worker, None)
 
-    def of_role(self, role: Role) -> tuple[WorkerView, ...]:
-        """In the order in which they joined."""
-        if role not in self._of_role:
-            self._of_role[role] = tuple(v for v in self.values() if v.hello.role is role)
-        return self._of_role[role]
+    def by_role(self) -> ByRole:
+        """Each in the order in which they joined."""
+        if self._by_role is None:
+            of = [tuple(v for v in self.values() if v.hello.role is role) for role in _ROLES]
+            self._by_role = ByRole(*of)
+        return self._by_role
 
     @property
     def longest_tokens(self) -> int:
-        """The longest sequence that some pair of workers, or one alone, can hold; 0 when none can
-        serve."""
+        """The longest sequence that some pair of workers, or one worker alone, can hold; 0 where
+        none can serve."""
         longest = dict.fromkeys(Role, 0)
         for view in self.values():
             role = view.hello.role
@@ -70,28 +77,28 @@ class Workers(dict[Incarnation, WorkerView]):
 
     @property
     def least_tokens(self) -> int:
-        """The longest sequence that each of them can hold; 0 without any."""
+        """The longest sequence that each worker can hold; 0 without any worker."""
         return min([view.hello.max_model_len for view in self.values()], default=0)
 
     @property
     def most_places(self) -> int:
-        """Of one worker that decodes; 0 without any."""
+        """The most slots of one worker that decodes; 0 without any."""
         hellos = [view.hello for view in self.values() if view.hello.role is not Role.PREFILL]
         return max((hello.max_running_requests for hello in hellos), default=0)
 
     @property
     def decode_places(self) -> int:
-        """Of all workers that decode."""
+        """The slots of all workers that decode."""
         hellos = [view.hello for view in self.values() if view.hello.role is not Role.PREFILL]
         return sum(hello.max_running_requests for hello in hellos)
 
     def held(self, tier: str) -> int:
-        """Its sequences at all workers that decode, also those of other routers."""
+        """The tier's sequences at all workers that decode, also those of other routers."""
         decoding = (view for view in self.values() if view.hello.role is not Role.PREFILL)
         return sum(view.held(tier) for view in decoding)
 
     def model(self) -> ModelFacts | None:
-        """What they serve, as the first one says; None without any."""
+        """The model that the first worker serves; None without any worker."""
         hello = next((view.hello for view in self.values()), None)
         if hello is None:
             return None
@@ -103,7 +110,7 @@ class Workers(dict[Incarnation, WorkerView]):
         )
 
     def name_of(self, worker: Incarnation) -> str:
-        """Its incarnation where it isn't here (any more)."""
+        """Its incarnation, if it is not here (any more)."""
         view = self.get(worker)
         return view.hello.name if view is not None else worker
 
@@ -117,8 +124,9 @@ class Workers(dict[Incarnation, WorkerView]):
         objections: Objections,
         forecast: Forecast,
     ) -> WorkerChoice:
-        """Those that could serve it, without the decode workers `tried` and those that drain."""
-        prefills, decodes, both = (fitting(self.of_role(role), demand) for role in _ROLES)
+        """The workers that could serve it, without decode workers that were `tried` and workers
+        that drain."""
+        prefills, decodes, both = [fitting(views, demand) for views in self.by_role()]
         if demand.is_prompt_only:
             prefills, decodes, both = [], [], [*prefills, *both] or decodes
         return WorkerChoice(
@@ -132,8 +140,8 @@ class Workers(dict[Incarnation, WorkerView]):
         )
 
     def per_worker(self, promised: Promised) -> Promised:
-        """Spread evenly over those of each role."""
-        prefills, decodes, both = (len(self.of_role(role)) for role in _ROLES)
+        """The work, spread evenly over the workers of each role."""
+        prefills, decodes, both = map(len, self.by_role())
         prefills, decodes = prefills + both, decodes + both
         return Promised(
             prefill_s=promised.prefill_s / max(1, prefills),
@@ -142,9 +150,10 @@ class Workers(dict[Incarnation, WorkerView]):
         )
 
     def all_by_own(self) -> float:
-        """Sequences of all routers by those of this one, lately; 1 before it has any. Their
-        promises are taken to be as many more."""
-        decoding = (*self.of_role(Role.DECODE), *self.of_role(Role.BOTH))
+        """Sequences of all routers by those of this one, lately; 1 before it has any. Other routers
+        are taken to have made promises in the same proportion."""
+        _, decodes, both = self.by_role()
+        decoding = (*decodes, *both)
         own = sum([view.own_usually for view in decoding])
         told = sum([view.all_usually for view in decoding])
         return min(MOST_ALIKE, told / own) if own else 1.0
@@ -188,7 +197,7 @@ def book_prefill(
 
 
 def fitting(views: Iterable[WorkerView], demand: Demand) -> list[WorkerView]:
-    """Those that could serve it when idle, and take requests."""
+    """The workers that could serve it when idle, and that take requests."""
     choices, tokens = demand.choices, demand.longest_tokens
     return [
         view
@@ -200,8 +209,8 @@ def fitting(views: Iterable[WorkerView], demand: Demand) -> list[WorkerView]:
 
 
 def _kept_tpot_s(demand: Demand, worker: WorkerView) -> float | None:
-    """What it asks for, unless the worker can't keep it even with this one alone: then nobody is
-    refused for it."""
+    """The objective that it asks for. None if the worker could not even keep it for this request
+    alone: then no other request is refused for it."""
     tpot_s = demand.objectives.tpot_s
     if tpot_s is None:
         return None
@@ -210,21 +219,20 @@ def _kept_tpot_s(demand: Demand, worker: WorkerView) -> float | None:
 
 
 def _known(seconds: float) -> float:
-    """What no measured time covers is booked as nothing."""
+    """A step that no measured time covers is booked as taking no time."""
     return seconds if isfinite(seconds) else 0.0
 
 
-_NEEDED_ROLES = (Role.PREFILL, Role.DECODE, Role.BOTH)
 _QUARANTINED = "handoffs failed lately between all prefill and decode workers: they are quarantined"
 
 
 def obstacle(workers: Workers, quarantined: Collection[Pair]) -> str | None:
-    """Why nothing can be served; None: something can."""
+    """Why no request can be served; None: some can."""
     if not workers:
         return "no worker has joined yet"
     if not workers.longest_tokens:
         return _missing(workers)
-    prefills, decodes, alone = (_taking(workers, role) for role in _NEEDED_ROLES)
+    prefills, decodes, alone = map(_taking, workers.by_role())
     if alone or (decodes and workers.decode_alone):
         return None
     if not prefills and not decodes:
@@ -235,12 +243,13 @@ def obstacle(workers: Workers, quarantined: Collection[Pair]) -> str | None:
     return _QUARANTINED if all(pair in quarantined for pair in pairs) else None
 
 
-def _taking(workers: Workers, role: Role) -> list[WorkerView]:
-    """Those of this role that take requests."""
-    return [view for view in workers.of_role(role) if not view.draining]
+def _taking(views: Iterable[WorkerView]) -> list[WorkerView]:
+    """Those that take requests."""
+    return [view for view in views if not view.draining]
 
 
 def _missing(workers: Workers) -> str:
     """No pair of them can serve."""
-    missing = [role for role in (Role.PREFILL, Role.DECODE) if not workers.of_role(role)]
+    here = {view.hello.role for view in workers.values()}
+    missing = [role for role in (Role.PREFILL, Role.DECODE) if role not in here]
     return f"no {' and no '.join(missing)} worker has joined yet"

@@ -46,8 +46,8 @@ LONG, LONGER, ENDLESS = 400, 900, 8000
 PLACE_WITHIN_S = 30.0
 REPLAY = f"""
 import runpy
-from router import seeking
-seeking.PATIENCE_S = {PLACE_WITHIN_S}
+from router.core import lifecycle
+lifecycle.PATIENCE_S = {PLACE_WITHIN_S}
 runpy.run_module("tests.integration.replay", run_name="__main__")
 """
 

@@ -12,7 +12,7 @@ from kvrelay.messages import Counters
 from kvrelay.types import FinishReason, Incarnation, Objectives, Role
 from router.core.core import RouterCore
 from router.core.events import Submitted
-from router.core.lifecycle import MAX_LATENESS
+from router.core.learning import MAX_LATENESS
 from router.core.load.output_lengths import OutputLengths
 from router.core.load.step_times import WorkerTimes
 from router.core.request import Request

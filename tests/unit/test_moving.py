@@ -91,7 +91,7 @@ def test_it_decodes_on_until_the_target_has_room_then_goes() -> None:
     assert says(core, "d", tokens(4, 14), released()) == []  # the old attempt is over
     last = says(core, "d2", lifetime("handoff_committed", attempt=1), tokens(4, 14, attempt=1))
     assert delivered(last) == [(14,)]
-    assert core.state.requests["r"].legs == (D2,)
+    assert core.state.requests["r"].workers == (D2,)
     end = says(core, "d2", tokens(5, 15, attempt=1, reason=FinishReason.STOP))
     assert delivered(end) == [(15,)]
     says(core, "d", released(attempt=1))
@@ -196,9 +196,9 @@ def test_never_to_or_from_a_worker_that_drains(worker: Incarnation) -> None:
     core = decoding()
     core.handle(Submitted(request=request("other", max_tokens=MOST)), 2)
     at = core.state.requests["other"]
-    if at.legs[0] != worker:  # it asks that one next
-        says(core, at.legs[0], refused("kv_exhausted", "other", at.attempt))
-    assert worker in at.legs
+    if at.workers[0] != worker:  # it asks that one next
+        says(core, at.workers[0], refused("kv_exhausted", "other", at.attempt))
+    assert worker in at.workers
     says(core, worker, refused("draining", "other", at.attempt))
     assert core.state.workers[worker].draining
     assert all(not isinstance(one.message, Reserve) for one in sends(pressed(core, 3)))

@@ -330,7 +330,7 @@ def test_a_prefill_worker_lost_with_its_first_token_is_missed() -> None:
     says(core, "p", tokens(0, 10, choice=0))
     assert core.handle(WorkerLost(incarnation=P), 3) == [Send(worker=D, message=Abort(key=key()))]
     core.handle(WorkerJoined(hello=hello("p2", Role.PREFILL)), 4)
-    assert core.state.requests["r"].legs == (D, P2)
+    assert core.state.requests["r"].workers == (D, P2)
 
 
 def test_a_resumed_request_still_needs_its_prefill_worker() -> None:
@@ -338,7 +338,7 @@ def test_a_resumed_request_still_needs_its_prefill_worker() -> None:
     core = running(core_with(p=Role.PREFILL, p2=Role.PREFILL, d=Role.DECODE, d2=Role.DECODE))
     core.handle(WorkerLost(incarnation=D), 3)
     says(core, "d2", reserved(attempt=1), lifetime("handoff_committed", attempt=1))
-    prefill = core.state.requests["r"].legs[1]
+    prefill = core.state.requests["r"].workers[1]
     lost = core.handle(WorkerLost(incarnation=prefill), 4)
     assert Send(worker=D2, message=Abort(key=key(attempt=1))) in lost
     assert core.state.requests["r"].key == key(attempt=2)
@@ -353,7 +353,7 @@ def test_each_choice_goes_on_behind_its_own_tokens() -> None:
         Send(worker=D2, message=Reserve(spec=resumed, source=P))
     ]
     says(core, "d2", reserved(attempt=1), lifetime("handoff_committed", attempt=1))
-    assert core.state.requests["r"].legs == (D2,), "the prefill worker draws nothing"
+    assert core.state.requests["r"].workers == (D2,), "the prefill worker draws nothing"
     again = says(core, "d2", tokens(2, 22, choice=1, attempt=1), tokens(3, 13, attempt=1))
     assert delivered(again) == [(22,), (13,)]
 
@@ -366,9 +366,9 @@ def test_a_choice_without_a_token_is_still_drawn_by_the_prefill_worker() -> None
     core.handle(WorkerLost(incarnation=D), 3)
     assert core.state.requests["r"].spec.resumed == ((10,), ())
     says(core, "d2", reserved(attempt=1), lifetime("handoff_committed", attempt=1))
-    assert core.state.requests["r"].legs == (D2, P)
+    assert core.state.requests["r"].workers == (D2, P)
     assert delivered(says(core, "p", tokens(0, 20, choice=1, attempt=1))) == [(20,)]
-    assert core.state.requests["r"].legs == (D2,)
+    assert core.state.requests["r"].workers == (D2,)
 
 
 def test_what_was_emitted_counts_as_prompt_and_no_more_as_output() -> None:
@@ -571,11 +571,11 @@ class TestCachedTokens:
         core = core_with(p=Role.PREFILL, p2=Role.PREFILL, d=Role.DECODE)
         submit(core, n=n)
         says(core, "d", reserved())
-        first = core.state.requests["r"].legs[1]
+        first = core.state.requests["r"].workers[1]
         core.handle(WorkerLost(incarnation=first), 3)
         says(core, "d", reserved(attempt=1))
         assert core.state.requests["r"].cached_tokens == 0
-        says(core, core.state.requests["r"].legs[1], self.started(2, attempt=1))
+        says(core, core.state.requests["r"].workers[1], self.started(2, attempt=1))
         assert core.state.requests["r"].cached_tokens == 2
 
     @pytest.mark.parametrize("n", [1, 3])

@@ -212,7 +212,9 @@ def test_those_that_no_free_worker_may_have_hold_up_nobody() -> None:
 
 def running(core: RouterCore) -> list[tuple[str, str]]:
     """(prefill worker, request)"""
-    return [(leg, one.request_id) for one in core.state.requests.values() for leg in one.legs[1:]]
+    return [
+        (leg, one.request_id) for one in core.state.requests.values() for leg in one.workers[1:]
+    ]
 
 
 def test_a_trial_of_a_worker_is_counted() -> None:

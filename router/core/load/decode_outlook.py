@@ -124,9 +124,6 @@ class _Moments:
         del self.at_s[index], self.tokens[index]
         self._before = None
 
-    def until(self, then_s: float) -> int:
-        return bisect_right(self.at_s, then_s)
-
     def tokens_of(self, first: int, last: int) -> int:
         """Of those from `first` to `last`, without the latter."""
         if self._before is None:
@@ -220,8 +217,9 @@ class DecodeOutlook:
     def met_by(self, joins_s: float, ends_s: float, now_s: float) -> BatchThen:
         """Of the sequences that are known now, those that one which decodes in that time meets,
         however shortly."""
-        joined, overdue = self._joins.until(ends_s), self._ends.until(now_s)
-        ended = max(overdue, self._ends.until(joins_s))
+        ends = self._ends.at_s
+        joined, overdue = bisect_right(self._joins.at_s, ends_s), bisect_right(ends, now_s)
+        ended = max(overdue, bisect_right(ends, joins_s))
         tokens = self._joins.tokens_of(0, joined) - self._ends.tokens_of(overdue, ended)
         sequences = joined - (ended - overdue)
         if overdue and joins_s > now_s:
@@ -249,7 +247,7 @@ class DecodeOutlook:
 
     def end_s(self, ends: int, now_s: float) -> float | None:
         """When the next `ends` of them will have ended; None if fewer are expected to."""
-        index = self._ends.until(now_s) + ends - 1
+        index = bisect_right(self._ends.at_s, now_s) + ends - 1
         return self._ends.at_s[index] if 0 <= index < len(self._ends.at_s) else None
 
 

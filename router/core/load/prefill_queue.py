@@ -27,8 +27,8 @@ class Ahead:
 
 @dataclass(slots=True)
 class PrefillQueue:
-    """The worker is taken to work on something whenever there is something. `token_s` is what a
-    token of these prompts usually takes, with those that are cached; 0 before there were any."""
+    """The worker is assumed to compute whenever it has a prompt. `token_s`: the usual seconds per
+    token of these prompts, cached tokens included; 0 before there were any."""
 
     tokens: int = 0
     token_s: float = 0.0

@@ -79,7 +79,7 @@ class WorkerTimes:
         return self.current.prefill_s(new_tokens, pairs_of(new_tokens, context_tokens))
 
     def prompt_s(self, tokens: int, cached: int, chunk: int) -> float:
-        return self.current.prompt_s(tokens, cached, chunk)
+        return (self._current or self.current).prompt_s(tokens, cached, chunk)
 
     def decode_s(self, sequences: int, kv_tokens: int) -> float:
         batch_s, told = self.batch_s, self.told

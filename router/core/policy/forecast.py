@@ -161,7 +161,9 @@ class Forecast:
         """At the worker, and before it at the router where prompts wait there."""
         worker = candidate.prefiller
         here_s = wait_s(worker, demand.priority, now_s)
-        return max(here_s, self.turn_in_s(demand.priority, now_s)) if worker.prefills else here_s
+        if self.turn_in_s is at_once or not worker.prefills:
+            return here_s
+        return max(here_s, self.turn_in_s(demand.priority, now_s))
 
     @staticmethod
     def _beside(candidate: Candidate, now_s: float) -> StepWork | None:

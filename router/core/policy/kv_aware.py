@@ -14,11 +14,12 @@ every one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import nlargest, nsmallest
 from math import inf
+from operator import itemgetter
 from typing import NamedTuple
 
 from kvrelay.types import value
@@ -28,7 +29,7 @@ from router.core.policy.forecast import step_with
 from router.core.policy.placement import WorkerChoice, paired
 from router.core.state.candidate import Candidate, PromptPrediction
 from router.core.state.demand import Demand
-from router.core.state.quarantine import Against
+from router.core.state.quarantine import NOTHING_AGAINST, Against, trusted
 from router.core.state.worker_view import WorkerView
 
 _IDLE = (0.0, 0.0)
@@ -40,6 +41,7 @@ LOOKED_AT_CLOSELY = 8
 Rank = tuple[Against, bool, float]
 Ranked = tuple[Rank, Candidate, WorkerView]
 """With the decode worker, which may be another one than that of the candidate."""
+by_rank: Callable[[Ranked], Rank] = itemgetter(0)
 
 
 class Steps(NamedTuple):
@@ -113,10 +115,6 @@ class Look:
         return (w for w in self.choice.decoders if w.incarnation not in looked_at)
 
 
-def by_rank(one: Ranked) -> Rank:
-    return one[0]
-
-
 def ways(ranked: Iterable[Ranked]) -> Iterator[Candidate]:
     for _, way, decode in ranked:
         yield Candidate(decode=decode, prefill=way.prefill, source=way.source)
@@ -129,7 +127,7 @@ def _prompts(
         return []
     anyone, forecast = choice.decodes[0], choice.forecast
     ways = [choice.sourced(demand, anyone, w) for w in _soonest(demand, choice, now_s)]
-    timed = ((forecast.prompt(demand, way, now_s), way) for way in ways)
+    timed = [(forecast.prompt(demand, way, now_s), way) for way in ways]
     return sorted(timed, key=_when_first)[:LOOKED_AT]
 
 
@@ -147,8 +145,8 @@ def cheapest(
     having_room = with_places(demand, workers) or workers
     if len(having_room) > LOOKED_AT_CLOSELY:
         having_room = nsmallest(LOOKED_AT_CLOSELY, having_room, key=_step_s)
-    batches = ((w, forecast.batch_met(demand, w, joins_s, ends_s, now_s)) for w in having_room)
-    timed = ((_steps(demand, batch, w), w) for w, batch in batches)
+    batches = [(w, forecast.batch_met(demand, w, joins_s, ends_s, now_s)) for w in having_room]
+    timed = [(_steps(demand, batch, w), w) for w, batch in batches]
     return sorted(timed, key=lambda one: (one[0].cost_s, one[1].decode_load))[:LOOKED_AT]
 
 
@@ -166,12 +164,15 @@ def rank_of(
     gaps, first_s = max(1, demand.output_tokens - 1), prompt.first_token_s
     forecast, tpot_s = choice.forecast, demand.objectives.tpot_s
     paused_s = forecast.handoff_s(demand, prefill, decode, prompt.prefill_s)
-    paused_s += forecast.waits_s(prefill, decode, first_s + paused_s, now_s)
+    if decode.queue.tokens:
+        paused_s += forecast.waits_s(prefill, decode, first_s + paused_s, now_s)
     kept = in_time and (
         tpot_s is None or forecast.tpot.apply(steps.own_s + paused_s / gaps) <= tpot_s
     )
     completes_s = first_s + paused_s + steps.cost_s * gaps
-    return choice.against(prefill, decode), not kept, completes_s
+    trusts_all = choice.objections is trusted
+    against = NOTHING_AGAINST if trusts_all else choice.against(prefill, decode)
+    return against, not kept, completes_s
 
 
 def is_in_time(demand: Demand, choice: WorkerChoice, prompt: PromptPrediction) -> bool:

@@ -151,9 +151,8 @@ class Ladder:
 
 
 class Ladders:
-    """Of all tiers that have objectives; without any, or without rules, it does nothing."""
-
-    _looks_s = -inf
+    """The ladders of all tiers that have objectives; there are none without rules. `next_look_s`:
+    before that, `climb` does nothing."""
 
     def __init__(self, tiers: QosTiers) -> None:
         rules = tiers.ladder
@@ -162,15 +161,16 @@ class Ladders:
             for tier in tiers.tiers
             if rules is not None and tier.objectives != NO_OBJECTIVES
         }
+        self.next_look_s = -inf if self._of else inf
 
     def __iter__(self) -> Iterator[Ladder]:
         return iter(self._of.values())
 
     def climb(self, now_s: float) -> list[tuple[Ladder, str]]:
         """(ladder that took a step, why)"""
-        if now_s < self._looks_s:
+        if now_s < self.next_look_s:
             return []
-        self._looks_s = now_s + LOOKS_EVERY_S
+        self.next_look_s = now_s + LOOKS_EVERY_S
         steps = ((ladder, ladder.climb(now_s)) for ladder in self)
         return [(ladder, cause) for ladder, cause in steps if cause is not None]
 

@@ -1,8 +1,8 @@
-"""Requests that wait at the router: those whose worker failed and that no other has taken yet, and
-those that admission has deferred. Pure.
+"""Requests that wait at the router. Pure.
 
-The first of each line asks again as soon as a place comes free or a worker joins. Otherwise it
-asks from time to time, since memory and pace may suffice by then; what workers say is the clock.
+Their worker failed and no other has taken them yet, or admission has deferred them. The first of
+each line is tried again as soon as a slot is free or a worker joins. Otherwise it is tried from
+time to time, since memory and pace may suffice by then; reports of workers are the clock.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from router.core.state.promises import Refusal
 PATIENCE_S = 5.0
 """How long an admitted request waits for a place on another worker."""
 ASK_AGAIN_S = 0.25
-"""Without a free place."""
+"""While no slot is free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class _Wait:
 
 @dataclass(slots=True)
 class WaitingRoom:
-    """Those of one line are asked in their order, and wait for the first of them."""
+    """The requests of one line are tried in their order, and wait for the first of them."""
 
     _waits: dict[str, _Wait] = field(default_factory=dict)  # request id |-> wait
     _lines: dict[str, dict[str, None]] = field(default_factory=dict)  # line |-> ids, in order
@@ -53,7 +53,7 @@ class WaitingRoom:
     def try_wait(
         self, request_id: str, line: str, refusal: Refusal, patience_s: float, now_s: float
     ) -> bool:
-        """False when it has waited long enough."""
+        """Returns False when it has waited long enough."""
         wait = self._waits.get(request_id)
         since_s = now_s if wait is None else wait.since_s
         until_s = now_s + patience_s if wait is None else wait.until_s
@@ -67,19 +67,19 @@ class WaitingRoom:
         return True
 
     def wake(self, now_s: float) -> None:
-        """There is a free place: whose turn it is may ask at once."""
+        """A slot is free: the first of each line may be tried at once."""
         for line in self._lines.values():
             self._wake_first(line, now_s)
 
     def follow(self, request_id: str, now_s: float) -> None:
-        """If a worker is being asked for it now, the next of its line may ask at once: there may be
-        more than one free place."""
+        """If a worker is being asked for it now, the next of its line may be tried at once: more
+        than one slot may be free."""
         wait = self._waits.get(request_id)
         if wait is not None and wait.next_s == inf:
             self._wake_first(self._lines[wait.line], now_s)
 
     def take_next(self, now_s: float) -> tuple[str, Refusal] | None:
-        """Whose turn it is to ask, and what it was told last. It waits on if refused again."""
+        """The request whose turn it is, and its last refusal. It waits on if refused again."""
         if not self._lines:
             return None
         firsts = (self._first(line) for line in self._lines.values())
@@ -97,11 +97,11 @@ class WaitingRoom:
             self._waits[name] = replace(wait, next_s=min(wait.next_s, now_s))
 
     def _first(self, line: dict[str, None]) -> str | None:
-        """Of those that aren't asking."""
+        """The first of the line for which no worker is being asked."""
         return next((name for name in line if self._waits[name].next_s < inf), None)
 
     def waited_s(self, request_id: str, now_s: float) -> float:
-        """So far; 0 for one that has not been here."""
+        """0 for a request that is not here."""
         wait = self._waits.get(request_id)
         return 0.0 if wait is None else now_s - wait.since_s
 

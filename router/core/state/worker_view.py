@@ -1,14 +1,8 @@
-"""The router's soft view of one worker. Pure.
+"""A router's soft view of one worker. Pure.
 
-Doubts in what a worker says of its own speed. Pure.
-
-A worker measures itself when it starts, and corrects that by what it runs. One that measured itself
-on a busy machine would be asked for nothing that has objectives, and so never learn better. So once
-in a while one that idles gets what it says it is too slow for.
-
-Whether a worker can serve together with those that are here, before any request is. Pure.
-
-How long it usually takes until a message to a worker has an effect. Pure.
+A worker measures its speed when it starts, and corrects that by what it runs. If it was measured
+on a busy machine, no request with objectives would be sent there, so it would never learn better.
+So once in a while an idle worker is probed with a request for which it says it is too slow.
 """
 
 from __future__ import annotations
@@ -75,8 +69,8 @@ _LATEST = 9
 
 @dataclass(slots=True)
 class Delay:
-    """The median of the latest ones: one that was far too long is not what is usual. 0 before any
-    was seen."""
+    """How long it usually takes until a message to a worker has an effect: the median of the latest
+    times, so that one outlier does not count. 0 before any was seen."""
 
     usual_s: float = 0.0
     _latest: deque[float] = field(default_factory=lambda: deque(maxlen=_LATEST))
@@ -125,6 +119,7 @@ class WorkerView:
     """Attempts that have ended here, and hold a slot or a queue entry until the worker says
     Released."""
     incarnation: Incarnation = field(init=False)
+    prefills: bool = field(init=False)  # and does nothing else
     naming: Naming = field(init=False)
     _speed: tuple[ToldTimes, Speed] | None = None
     _links: dict[Incarnation, LinkState] = field(default_factory=dict)
@@ -136,6 +131,7 @@ class WorkerView:
         names = (hello.fingerprint, hello.physical_format, hello.rope_border_tokens)
         self.naming = (*names, hello.block_size)
         self.incarnation = hello.incarnation
+        self.prefills = hello.role is Role.PREFILL
 
     @staticmethod
     def of(hello: WorkerHello) -> WorkerView:
@@ -207,10 +203,6 @@ class WorkerView:
     def slowest_bytes_per_s(self) -> float | None:
         """Of the links that were measured, as of the last `link`."""
         return self._slowest
-
-    @property
-    def prefills(self) -> bool:
-        return self.hello.role is Role.PREFILL
 
     @property
     def is_idle(self) -> bool:
