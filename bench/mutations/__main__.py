@@ -29,8 +29,16 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.table import Table
 
-from bench.mutations.sites import Site, common, mutated, sites_of
-from bench.mutations.trial import TESTS, Bench, Copy, Fate, TestMap, Trial, find_tests
+from bench.mutations.sites import MutationSite, common, mutated, sites_of
+from bench.mutations.trial import (
+    TESTS,
+    Fate,
+    MutationTrial,
+    TestMap,
+    TreeCopy,
+    TrialBench,
+    find_tests,
+)
 
 PURE = "touch"
 """In the name of the import contract that lists what is pure."""
@@ -55,11 +63,11 @@ def path_of(tree: Path, name: str) -> str:
     return path if (tree / path).is_dir() else f"{path}.py"
 
 
-def all_sites(copy: Copy, paths: Sequence[str]) -> list[Site]:
+def all_sites(copy: TreeCopy, paths: Sequence[str]) -> list[MutationSite]:
     return [site for path in copy.modules(paths) for site in sites_of(path, copy.source(path))]
 
 
-def sampled(sites: Sequence[Site], count: int, seed: int) -> list[tuple[Site, str]]:
+def sampled(sites: Sequence[MutationSite], count: int, seed: int) -> list[tuple[MutationSite, str]]:
     """By their keys' order, so that two trees with the same sites have the same sample."""
     chosen = random.Random(seed)
     ordered = sorted(sites, key=lambda site: (site.key, site.path))
@@ -67,13 +75,15 @@ def sampled(sites: Sequence[Site], count: int, seed: int) -> list[tuple[Site, st
     return [(site, chosen.choice(site.after)) for site in picked]
 
 
-def trials(benches: Sequence[Bench], sample: Sequence[tuple[Site, str]]) -> Iterator[Trial]:
+def trials(
+    benches: Sequence[TrialBench], sample: Sequence[tuple[MutationSite, str]]
+) -> Iterator[MutationTrial]:
     """In the sample's order; as many at once as there are benches."""
-    free: Queue[Bench] = Queue()
+    free: Queue[TrialBench] = Queue()
     for bench in benches:
         free.put(bench)
 
-    def tried(mutation: tuple[Site, str]) -> Trial:
+    def tried(mutation: tuple[MutationSite, str]) -> MutationTrial:
         bench = free.get()
         try:
             return trial_of(bench, *mutation)
@@ -84,10 +94,10 @@ def trials(benches: Sequence[Bench], sample: Sequence[tuple[Site, str]]) -> Iter
         yield from pool.map(tried, sample)
 
 
-def trial_of(bench: Bench, site: Site, after: str) -> Trial:
+def trial_of(bench: TrialBench, site: MutationSite, after: str) -> MutationTrial:
     source = mutated(bench.copy.source(site.path), site, after)
     fate, test, files = bench.fate_of(site.path, site.function, source)
-    return Trial(
+    return MutationTrial(
         path=site.path,
         line=site.line,
         function=site.function,
@@ -100,7 +110,7 @@ def trial_of(bench: Bench, site: Site, after: str) -> Trial:
     )
 
 
-def print_found(found: Sequence[Trial]) -> None:
+def print_found(found: Sequence[MutationTrial]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 180, highlight=False, markup=False)
     table = Table("module", "mutations", *Fate, box=None)
     for path in sorted({one.path for one in found}):
@@ -112,12 +122,12 @@ def print_found(found: Sequence[Trial]) -> None:
             console.print(f"{one.fate}: {_told(one)}")
 
 
-def _add_row(table: Table, name: str, found: Sequence[Trial]) -> None:
+def _add_row(table: Table, name: str, found: Sequence[MutationTrial]) -> None:
     fates = Counter(one.fate for one in found)
     table.add_row(name, str(len(found)), *(str(fates[fate]) for fate in Fate))
 
 
-def _told(one: Trial) -> str:
+def _told(one: MutationTrial) -> str:
     before, after = (" ".join(text.split()) for text in (one.before, one.after))
     return f"{one.path}:{one.line} {one.function}: {one.kind}: {before} => {after}"
 
@@ -144,11 +154,11 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def sites_wanted(copy: Copy, args: argparse.Namespace, folder: Path) -> list[Site]:
+def sites_wanted(copy: TreeCopy, args: argparse.Namespace, folder: Path) -> list[MutationSite]:
     sites = all_sites(copy, args.paths or cores(copy.root))
     if args.common is None:
         return sites
-    other = Copy(args.common.resolve(), folder / "common")
+    other = TreeCopy(args.common.resolve(), folder / "common")
     return common(sites, all_sites(other, cores(other.root)))
 
 
@@ -156,15 +166,15 @@ def main() -> None:
     args = arguments()
     with TemporaryDirectory(prefix="mutations-") as name:
         folder, tree = Path(name), args.tree.resolve()
-        copy = Copy(tree, folder / "copy")
+        copy = TreeCopy(tree, folder / "copy")
         sample = sampled(sites_wanted(copy, args, folder), args.count, args.seed)
         known = args.map or folder / "map.json"
         if not known.exists():
             modules = copy.modules(args.paths or cores(copy.root))
             find_tests(copy, modules, args.tests, known.resolve())
-        copies = [copy, *(Copy(tree, folder / str(job)) for job in range(1, args.jobs))]
-        benches = [Bench(one, TestMap.load(known), args.most_s) for one in copies]
-        found: list[Trial] = []
+        copies = [copy, *(TreeCopy(tree, folder / str(job)) for job in range(1, args.jobs))]
+        benches = [TrialBench(one, TestMap.load(known), args.most_s) for one in copies]
+        found: list[MutationTrial] = []
         for one in trials(benches, sample):
             found.append(one)
             print(f"{len(found)}/{len(sample)} {one.fate}: {_told(one)}", file=sys.stderr)

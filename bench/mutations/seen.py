@@ -1,4 +1,5 @@
-"""A pytest plugin that writes down which functions of the product each test file runs.
+"""A pytest plugin that writes down which functions of the product each test file runs, and that
+keeps a mutated loop from taking all memory of the machine.
 
 It is copied beside the tree under test, which may be an old one: it imports nothing of ours.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import threading
 import time
@@ -19,6 +21,7 @@ import pytest
 
 RESULT = "MUTATIONS_SEEN"
 """Environment variable: the file to write."""
+MOST_BYTES = 8 * 2**30
 
 
 class Seen:
@@ -64,5 +67,7 @@ class Seen:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, hard))
     if result := os.environ.get(RESULT):
         config.pluginmanager.register(Seen(config.rootpath, Path(result)))

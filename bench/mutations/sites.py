@@ -31,7 +31,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class MutationSite:
     """A piece of source that could read otherwise, in one of the ways `after`. `function` is its
     qualified name, empty outside of functions. `key` finds the same piece in another tree."""
 
@@ -46,20 +46,20 @@ class Site:
     key: tuple[str, str, str, int]
 
 
-def sites_of(path: str, source: bytes) -> list[Site]:
+def sites_of(path: str, source: bytes) -> list[MutationSite]:
     collector = _Collector(path, source)
     collector.visit(ast.parse(source))
     return collector.sites
 
 
-def mutated(source: bytes, site: Site, after: str) -> bytes:
+def mutated(source: bytes, site: MutationSite, after: str) -> bytes:
     """Raises SyntaxError where that is no Python."""
     text = source[: site.start] + after.encode() + source[site.end :]
     ast.parse(text)
     return text
 
 
-def common(sites: Iterable[Site], others: Iterable[Site]) -> list[Site]:
+def common(sites: Iterable[MutationSite], others: Iterable[MutationSite]) -> list[MutationSite]:
     """Those of `sites` that stand exactly once in each of the two trees."""
     here, there = list(sites), Counter(site.key for site in others)
     counted = Counter(site.key for site in here)
@@ -68,7 +68,7 @@ def common(sites: Iterable[Site], others: Iterable[Site]) -> list[Site]:
 
 class _Collector(ast.NodeVisitor):
     def __init__(self, path: str, source: bytes) -> None:
-        self.sites: list[Site] = []
+        self.sites: list[MutationSite] = []
         self._path = path
         self._source = source
         self._starts = [0, *(at + 1 for at, byte in enumerate(source) if byte == ord("\n"))]
@@ -91,7 +91,7 @@ class _Collector(ast.NodeVisitor):
         name = self._functions[-1].name if self._functions else ""
         known = (kind, name, f"{self._statement} :: {ast.unparse(node)}")
         self.sites.append(
-            Site(
+            MutationSite(
                 path=self._path,
                 line=node.lineno,
                 function=".".join(self._names) if self._functions else "",

@@ -17,6 +17,7 @@ from pathlib import Path
 from bench.mutations import seen
 
 TESTS = ("tests/unit", "tests/sim")
+PLUGINS = ("-p", "no:cacheprovider", "-p", "mutations_seen")
 LEFT_OUT = ("test_trace_request.py",)
 """It counts calls, so that it would notice every mutation, also one without effect."""
 MARKED = "not gpu and not families and not ray and not long and not processes"
@@ -33,7 +34,7 @@ class Fate(StrEnum):
     UNTESTED = "untested"  # no test runs the function
 
 
-class Copy:
+class TreeCopy:
     """Tracked files of a tree, and those that git does not ignore. Bytecode is never written for
     the mutated module: its time stamp has whole seconds."""
 
@@ -68,7 +69,7 @@ class Copy:
         """Its exit code; None: it ran out of time, and is gone with all that it started."""
         places = (self.root, self.root / "proto", self._plugins)
         environment = os.environ | variables | {"PYTHONPATH": os.pathsep.join(map(str, places))}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
+        command = [sys.executable, "-m", "pytest", "-q", *PLUGINS, *options]
         with (self.root.parent / "pytest.log").open("wb") as log:
             process = subprocess.Popen(
                 [*command, f"--timeout={MOST_S}", "-m", MARKED],
@@ -122,14 +123,16 @@ class TestMap:
         return sorted(self.files_of.get(name, ()), key=lambda file: self.seconds[file])
 
 
-def find_tests(copy: Copy, modules: Sequence[str], folders: Sequence[str], result: Path) -> None:
+def find_tests(
+    copy: TreeCopy, modules: Sequence[str], folders: Sequence[str], result: Path
+) -> None:
     """Runs all tests that import a module once, and writes down which functions they run."""
     files = [*_importing(copy, {module_name(path) for path in modules}, folders)]
-    copy.pytest([*files, "-p", "mutations_seen"], {seen.RESULT: str(result)})
+    copy.pytest(files, {seen.RESULT: str(result)})
     assert result.exists(), (copy.root.parent / "pytest.log").read_text()[-3000:]
 
 
-def _importing(copy: Copy, names: set[str], folders: Sequence[str]) -> Iterator[str]:
+def _importing(copy: TreeCopy, names: set[str], folders: Sequence[str]) -> Iterator[str]:
     """Test files that import one of these modules, themselves or through other test files."""
     for path in copy.modules(folders):
         file = Path(path)
@@ -138,7 +141,7 @@ def _importing(copy: Copy, names: set[str], folders: Sequence[str]) -> Iterator[
             yield path
 
 
-def _imports(copy: Copy, path: str, known: set[str]) -> set[str]:
+def _imports(copy: TreeCopy, path: str, known: set[str]) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(ast.parse(copy.source(path))):
         if isinstance(node, ast.Import):
@@ -159,7 +162,7 @@ def module_name(path: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class MutationTrial:
     """One mutation, and what became of it. `test`: what noticed it."""
 
     path: str
@@ -174,10 +177,10 @@ class Trial:
 
 
 @dataclass(slots=True)
-class Bench:
+class TrialBench:
     """Tries one mutation after the other in a copy."""
 
-    copy: Copy
+    copy: TreeCopy
     tests: TestMap
     most_s: float
     _deselected: list[str] = field(default_factory=list)

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from cluster.core.worker.events import CoreEvent
 from cluster.sim.clock import Clock
 from cluster.sim.trace import Answers
-from cluster.worker.events import Incoming, Stepped
 from engine.core.step import RunStep, SequenceSlice, StepBatch, StepDone, StepOutcome
 from engine.core.step_times import StepTimes, StepWork, decode_work, mixed_work
 from kvpool.core.transfer.commands import LayersWritten
@@ -58,7 +58,7 @@ class _Running:
 
 
 class SimDevice:
-    """Implements cluster.worker.turns.StepDevice; `post` gets the outcomes."""
+    """Implements cluster.worker.loop.StepDevice; `post` gets the outcomes."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class SimDevice:
         times: StepTimes,
         answers: Answers,
         layers: int,
-        post: Callable[[Sequence[Incoming]], None],
+        post: Callable[[Sequence[CoreEvent]], None],
     ) -> None:
         self._clock = clock
         self._times = times
@@ -74,6 +74,7 @@ class SimDevice:
         self._layers = layers
         self._post = post
         self._running: _Running | None = None
+        self.steps_running = 0  # in a row
         self.prefill_busy_s = 0.0
         self.decode_busy_s = 0.0
 
@@ -83,6 +84,7 @@ class SimDevice:
         steps = min(step.steps, *map(self._answers.steps_left, step.batch.slices))
         seconds = self._seconds(work, steps)
         self._running = _Running(step, work, steps, self._clock.now_s, seconds)
+        self.steps_running = steps
         for layer in sorted(step.layer_marks):
             share = (layer + 1) / self._layers
             self._clock.after(seconds * share, self._post, (LayersWritten(layer),))
@@ -92,11 +94,6 @@ class SimDevice:
         if steps == 1:
             return self._times.step_s(work)
         return run_s(self._times, work.decode_sequences, work.kv_tokens, steps)
-
-    @property
-    def runs_ahead(self) -> bool:
-        """More than the step that runs just now."""
-        return self._running is not None and self._running.steps > 1
 
     def cut(self) -> None:
         """The step that runs just now is the last one of its run."""
@@ -110,12 +107,14 @@ class SimDevice:
         seconds = self._seconds(running.work, steps)
         shorter = _Running(running.step, running.work, steps, running.began_s, seconds)
         self._running = shorter
+        self.steps_running = steps
         self._clock.at(max(self._clock.now_s, running.began_s + seconds), self._end, shorter)
 
     def _end(self, running: _Running) -> None:
         if running is not self._running:
             return  # it was cut
         self._running = None
+        self.steps_running = 0
         if running.work.prefill_tokens:
             self.prefill_busy_s += running.seconds
         else:
@@ -123,7 +122,7 @@ class SimDevice:
         drawn = (self._answers.drawn(one, running.steps) for one in running.step.batch.slices)
         outcome = StepOutcome(sampled=tuple(drawn))
         done = StepDone(outcome=outcome, seconds=running.seconds, steps=running.steps)
-        self._post((Stepped(done),))
+        self._post((done,))
 
 
 def _work_of(batch: StepBatch) -> StepWork:

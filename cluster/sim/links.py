@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import assert_never
+from typing import Any
 
 from cluster.config.simulation import FabricSection as FabricConfig
+from cluster.core.worker.events import CoreEvent
 from cluster.sim.clock import Clock
-from cluster.worker.events import Incoming
-from cluster.worker.loop import MoveJob
 from kvpool.core.transfer.commands import (
     FetchPiece,
     FromPeer,
@@ -84,7 +83,7 @@ class Fabric:
         )
 
 
-Post = Callable[[Sequence[Incoming]], None]
+Post = Callable[[Sequence[CoreEvent]], None]
 
 
 class SimLinks:
@@ -100,40 +99,33 @@ class SimLinks:
         self._latency_s = fabric.config.latency
         self._posts = posts
         self._met: set[Incarnation] = set()
-        self._lost: set[Incarnation] = set()
-        self._states: tuple[LinkState, ...] = ()
-        self._outbox: dict[Incarnation, list[Incoming]] = {}
-
-    def states(self) -> tuple[LinkState, ...]:
-        return self._states
+        self.lost: set[Incarnation] = set()
+        self.states: tuple[LinkState, ...] = ()
+        self.outbox: dict[Incarnation, list[CoreEvent]] = {}
 
     def send(self, command: SendPeer) -> None:
         if command.peer not in self._met:
             self.meet(command.peer)
         self._put(command.peer, FromPeer(peer=self.hello.incarnation, message=command.message))
 
-    def _put(self, peer: Incarnation, event: Incoming) -> None:
-        self._outbox.setdefault(peer, []).append(event)
+    def _put(self, peer: Incarnation, event: CoreEvent) -> None:
+        self.outbox.setdefault(peer, []).append(event)
 
     def flush(self) -> None:
         """At the end of a turn."""
-        if self._outbox:
-            for peer, events in self._outbox.items():
-                self._clock.after(self._latency_s, self._posts[peer], events)
-            self._outbox = {}
+        for peer, events in self.outbox.items():
+            self._clock.after(self._latency_s, self._posts[peer], events)
+        self.outbox = {}
 
     def lose(self, peer: Incarnation) -> bool:
         """Whether it was known. What still comes of it isn't heard."""
-        self._lost.add(peer)
+        self.lost.add(peer)
         if peer not in self._met:
             return False
         self._met.remove(peer)
-        self._outbox.pop(peer, None)
-        self._states = tuple(state for state in self._states if state.peer != peer)
+        self.outbox.pop(peer, None)
+        self.states = tuple(state for state in self.states if state.peer != peer)
         return True
-
-    def is_lost(self, peer: Incarnation) -> bool:
-        return peer in self._lost
 
     def meet(self, peer: Incarnation) -> None:
         """Each side says hello once; the other knows what the link costs as soon as it hears it."""
@@ -147,7 +139,7 @@ class SimLinks:
             bytes_per_s=cost.bytes_per_s,
             latency_s=cost.latency_s,
         )
-        self._states = (*self._states, state)
+        self.states = (*self.states, state)
         self._put(peer, FromPeer(peer=me, message=self.hello))
         self._put(peer, LinkMeasured(peer=me, cost=cost))
 
@@ -163,23 +155,27 @@ class SimMover:
         self._me = me
         self._posts = posts
 
-    def put(self, job: MoveJob) -> None:
-        match job:
-            case WriteSlab():
-                self._write(job)
-            case ScatterSlab():
-                self._scatter(job)
-            case FetchPiece() | PullBlocks():
-                self._read(job)
-            case DigestBlocks(holder=holder, span=span):
-                same = KvDigest(start=span.start, planes=())
-                self._later(0.0, BlocksDigested(holder=holder, digests=(same,)))
-            case ReplaceSlab(slab_id=slab_id):
-                self._later(0.0, SlabReplaced(slab_id=slab_id, region=f"{self._me}-{slab_id}"))
-            case _:
-                assert_never(job)
+    @property
+    def executors(self) -> dict[type, Callable[[Any], None]]:
+        """# job |-> who does it"""
+        return {
+            WriteSlab: self._write,
+            ScatterSlab: self._scatter,
+            FetchPiece: self._read,
+            PullBlocks: self._read,
+            DigestBlocks: self._digest,
+            ReplaceSlab: self._replace,
+        }
 
-    def _later(self, at_s: float, event: Incoming) -> None:
+    def _digest(self, job: DigestBlocks) -> None:
+        same = KvDigest(start=job.span.start, planes=())
+        self._later(0.0, BlocksDigested(holder=job.holder, digests=(same,)))
+
+    def _replace(self, job: ReplaceSlab) -> None:
+        region = f"{self._me}-{job.slab_id}"
+        self._later(0.0, SlabReplaced(slab_id=job.slab_id, region=region))
+
+    def _later(self, at_s: float, event: CoreEvent) -> None:
         self._clock.at(max(at_s, self._clock.now_s), self._posts[self._me], (event,))
 
     def _write(self, job: WriteSlab) -> None:

@@ -74,8 +74,7 @@ def _use(
     """`total_s` of all its workers together; one that died and its successor count as one."""
     prefill_s = sum(worker.device.prefill_busy_s for worker in workers)
     decode_s = sum(worker.device.decode_busy_s for worker in workers)
-    loops = [worker.loop for worker in workers]
-    counters = [loop.counters() for loop in loops]
+    counters = [worker.core.counters(worker.links.states) for worker in workers]
     busy_s = prefill_s + decode_s
     power, price = profile.power_w, profile.price_per_hour
     return PoolUse(
@@ -247,7 +246,7 @@ def _counted(reasons: Iterable[str]) -> dict[str, int]:
 
 
 def _reuse_rate(simulated: Simulated) -> float:
-    loops = [worker.loop for worker in simulated.fleet.workers.values()]
-    tables = [loop.decode.batch.tables for loop in loops if loop.prefill.prompt_tokens]
+    cores = [worker.core for worker in simulated.fleet.workers.values()]
+    tables = [core.tables for core in cores if core.prefill.prompt_tokens]
     queried = sum(one.queried_tokens for one in tables)
     return sum(one.hit_tokens for one in tables) / queried if queried else 0.0

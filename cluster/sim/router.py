@@ -7,10 +7,10 @@ from math import ceil
 from typing import Protocol, assert_never
 
 from cluster.config.simulation import Simulation
+from cluster.core.worker.events import FromRouter, RouterJoined
 from cluster.sim.clock import Clock
 from cluster.sim.trace import Answers, Outcome, TraceArrival
 from cluster.sim.worker import SimWorker
-from cluster.worker.events import FromRouter, RouterJoined
 from kvrelay.messages import BlockChanges, Counters, WorkerEvent
 from kvrelay.types import NO_OBJECTIVES, Incarnation, Objectives
 from router.core.core import RouterCore
@@ -35,7 +35,7 @@ from router.core.state.generation import GenerationRequest
 
 
 class _Stream:
-    """Implements cluster.worker.events.RouterStream: from one worker."""
+    """Implements cluster.core.worker.events.RouterStream: from one worker."""
 
     def __init__(self, router: SimRouter, worker: Incarnation) -> None:
         self._router = router

@@ -41,15 +41,15 @@ class Timeline:
             self.clock.after(self.every_s, self._look)
 
     def _now(self) -> Look:
-        loops = [worker.loop for worker in self.workers if not worker.is_dead]
-        queues = [queue for loop in loops if len(queue := loop.prefill.queue)]
-        running_sets = [loop.decode.batch.running_set for loop in loops]
-        busy = [running_set for running_set in running_sets if not running_set.is_empty]
+        cores = [worker.core for worker in self.workers if not worker.is_dead]
+        queues = [queue for core in cores if len(queue := core.prefill.queue)]
+        running_sets = [core.decode.batch.running_set for core in cores]
+        busy = [one for one in running_sets if not one.is_empty]
         return Look(
             at_s=self.clock.now_s,
             awaiting_prefill=sum(len(queue) for queue in queues),
             prefill_tokens=sum(queue.tokens for queue in queues),
-            decoding=sum(len(running_set.running) for running_set in busy),
-            awaiting_decode=sum(len(running_set.awaiting_prefill) for running_set in busy),
-            free_blocks=sum([running_set.tables.free_blocks for running_set in running_sets]),
+            decoding=sum(len(one.running) for one in busy),
+            awaiting_decode=sum(len(one.awaiting_prefill) for one in busy),
+            free_blocks=sum([one.tables.free_blocks for one in running_sets]),
         )

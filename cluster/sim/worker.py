@@ -1,41 +1,33 @@
-"""A simulated worker: the loop, schedulers and blocks of a real one, over executors that only take
-their time."""
+"""A simulated worker: the core of a real one, over executors that only take their time."""
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from cluster.core.qos import prefill_order, tier_shares
 from cluster.core.settings import WorkerSettings
+from cluster.core.worker.build import build_worker_core
+from cluster.core.worker.core import WorkerCore
+from cluster.core.worker.events import CoreEvent, TellRouter, WorkerCommand
 from cluster.sim.clock import Clock
 from cluster.sim.device import SimDevice
 from cluster.sim.links import Fabric, Post, SimLinks, SimMover
 from cluster.sim.trace import Answers
-from cluster.worker.build import open_caches
-from cluster.worker.events import Incoming
-from cluster.worker.loop import WorkerLoop
-from decode_worker.batch import Batch
-from decode_worker.reservations import Reservations
-from decode_worker.scheduler import DecodeScheduler
-from engine.core.correction import StepPace
+from engine.core.step import RunStep
 from engine.core.step_times import LinearTimes, StepTimes
-from kvpool.core.blocks.leases import LeaseTable
 from kvpool.core.blocks.pool import BlockState
-from kvpool.core.blocks.tables import BlockTables
-from kvpool.core.fetch.openings import Openings
 from kvpool.core.layout.block_names import BlockNames
 from kvpool.core.layout.layout import KvLayout
-from kvpool.core.transfer.commands import FromPeer, LinkMeasured, PeerLost
-from kvpool.core.transfer.messages import HandoffMode, PeerHello
+from kvpool.core.transfer.commands import FromPeer, LinkMeasured, PeerLost, SendPeer
+from kvpool.core.transfer.messages import PeerHello
 from kvpool.core.transfer.pool_map import KvFacts
-from kvpool.core.transfer.slabs import SlabId, SlabPool, SlabState, Staging, plan_staging
+from kvpool.core.transfer.slabs import SlabId, SlabState, Staging, plan_staging
 from kvrelay.messages import WorkerHello
 from kvrelay.types import WIRE_VERSION, Incarnation, StepCoefficients
-from prefill_worker.scheduler import PrefillScheduler
 
 FINGERPRINT = "simulated"
+_OF_PEERS = frozenset((FromPeer, LinkMeasured, PeerLost))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,33 +75,39 @@ class SimWorker:
             total_bytes=settings.staging_bytes,
             on_cpu=False,
         )
-        self.loop = self._loop(settings, staging)
+        self.core = self._core(settings, staging)
         self.links = SimLinks(around.clock, around.fabric, self._peer_hello(staging), around.posts)
         mover = SimMover(around.clock, around.fabric, self.incarnation, around.posts)
-        self.loop.attach(self.links, mover, None)
+        self._executors: dict[type, Callable[[Any], None]] = mover.executors | {
+            RunStep: self.device.submit,
+            SendPeer: self.links.send,
+            TellRouter: _tell,
+        }
         self.hello = self._hello(settings)
 
     # --- what happens ---------------------------------------------------------------------------
 
-    def hear(self, events: Sequence[Incoming]) -> None:
-        """All that comes at once: one turn of the loop."""
+    def hear(self, events: Sequence[CoreEvent]) -> None:
+        """All that comes at once: one turn."""
         if self.is_dead:
             return
         for event in events:
-            if self._is_heard(event):
-                self.loop.settle(event)
+            if type(event) not in _OF_PEERS or self._is_heard(event):
+                commands = self.core.handle(event, self._clock.now_s)
+                if commands:
+                    self._execute(commands)
         self._act()
 
-    def _is_heard(self, event: Incoming) -> bool:
+    def _is_heard(self, event: CoreEvent) -> bool:
         """Nothing more of a peer that is lost."""
         match event:
             case FromPeer(peer=peer, message=message):
-                if self.links.is_lost(peer):
+                if peer in self.links.lost:
                     return False
                 if isinstance(message, PeerHello):
                     self.links.meet(peer)
             case LinkMeasured(peer=peer):
-                return not self.links.is_lost(peer)
+                return peer not in self.links.lost
             case PeerLost(peer=peer):
                 return self.links.lose(peer)
             case _:
@@ -120,19 +118,28 @@ class SimWorker:
         """Nothing comes of what it was about to do."""
         self.is_dead = True
 
+    def _execute(self, commands: Iterable[WorkerCommand]) -> None:
+        for command in commands:
+            self._executors[type(command)](command)
+
     def _act(self) -> None:
-        self.loop.act()
-        self.links.flush()
-        if self.device.runs_ahead and self._is_wanted_otherwise:
+        core, now_s = self.core, self._clock.now_s
+        if commands := core.proceed(now_s):
+            self._execute(commands)
+        if core.has_news:
+            self._execute(core.report(self.links.states, now_s))
+        if self.links.outbox:
+            self.links.flush()
+        if self.device.steps_running > 1 and self._is_wanted_otherwise:
             self.device.cut()
-        if not self._ticking and not self.loop.idle:
+        if not self._ticking and not core.idle:
             self._ticking = True
             self._clock.after(self._lease_ttl_s / 3, self._tick)
 
     @property
     def _is_wanted_otherwise(self) -> bool:
         """The next step is not to be as the one that runs."""
-        decode, prefill = self.loop.decode, self.loop.prefill
+        decode, prefill = self.core.decode, self.core.prefill
         settled = decode.batch.running_set.is_settled and not decode.asking
         return not settled or prefill.has_work
 
@@ -141,58 +148,24 @@ class SimWorker:
         self._ticking = False
         if self.is_dead:
             return
-        self.loop.tick()
+        self._execute(self.core.tick(self.links.states, self._clock.now_s))
         self._act()
 
     # --- what it is made of ---------------------------------------------------------------------
 
-    def _loop(self, settings: WorkerSettings, staging: Staging) -> WorkerLoop:
+    def _core(self, settings: WorkerSettings, staging: Staging) -> WorkerCore:
         layout = self.hardware.layout
-        names = BlockNames(fingerprint=FINGERPRINT, physical_format=layout.physical_format())
-        tables = BlockTables(
+        return build_worker_core(
+            settings,
             layout,
             self.hardware.blocks,
-            names=names,
-            caching=settings.prefix_caching,
-            policy=settings.eviction,
-        )
-        openings = open_caches(settings, tables, staging)
-        pace = StepPace(LinearTimes.of(self.hardware.told))
-        prefill = PrefillScheduler(
-            openings=openings,
-            chunk_tokens=settings.prefill_chunk_tokens,
-            mode=HandoffMode(settings.handoff),
-            order=prefill_order(settings, pace),
-        )
-        return WorkerLoop(
-            self.device,
-            openings,
-            prefill,
-            self._decode(settings, staging, openings, pace),
-            queue.SimpleQueue(),
+            BlockNames(fingerprint=FINGERPRINT, physical_format=layout.physical_format()),
+            LinearTimes.of(self.hardware.told),
+            staging,
+            {SlabId(i): f"{self.incarnation}-{i}" for i in range(staging.slabs)},
             max_model_len=self.hardware.max_model_len,
-            pace=pace,
             most_steps=self.hardware.most_steps,
-            clock=lambda: self._clock.now_s,
         )
-
-    def _decode(
-        self, settings: WorkerSettings, staging: Staging, openings: Openings, times: StepTimes
-    ) -> DecodeScheduler:
-        reservations = Reservations(
-            tables=openings.tables,
-            slabs=SlabPool(staging.payload_bytes, staging.slabs),
-            regions={SlabId(i): f"{self.incarnation}-{i}" for i in range(staging.slabs)},
-            leases=LeaseTable(settings.lease_ttl_s),
-            mode=HandoffMode(settings.handoff),
-        )
-        batch = Batch(
-            openings=openings,
-            chunk_tokens=settings.own_chunk_tokens,
-            shares=tier_shares(settings),
-            times=times,
-        )
-        return DecodeScheduler(reservations=reservations, batch=batch)
 
     def _peer_hello(self, staging: Staging) -> PeerHello:
         layout = self.hardware.layout
@@ -233,19 +206,19 @@ class SimWorker:
 
     # --- at the end -----------------------------------------------------------------------------
 
-    def validate(self) -> None:
-        self.loop.prefill.validate()
-        self.loop.decode.validate()
-
     def assert_nothing_held(self) -> None:
-        self.validate()
-        tables, slabs = self.loop.decode.batch.tables, self.loop.decode.reservations.slabs
+        self.core.validate()
+        tables, slabs = self.core.tables, self.core.decode.reservations.slabs
         held = [str(one.holder) for one in tables.held()]
         assert not held, f"{self.incarnation} holds {held}"
         counts = tables.counts()
         assert counts[BlockState.FREE] + counts[BlockState.CACHED] == tables.blocks
         assert slabs.counts()[SlabState.FREE] == slabs.count, "a slab is lent"
-        assert self.loop.idle, f"{self.incarnation} has requests"
+        assert self.core.idle, f"{self.incarnation} has requests"
+
+
+def _tell(command: TellRouter) -> None:
+    command.stream.send(command.events, command.counters, command.blocks)
 
 
 def _layers(layout: KvLayout) -> int:

@@ -1,11 +1,4 @@
-"""Puts a worker together from its settings: engine, blocks, schedulers, links, threads.
-
-A worker's two schedulers, over the same blocks.
-
-What a worker does to have a prompt's KV without computing it, as its settings want it.
-
-A worker's links to its peers, and the thread that moves KV over them.
-"""
+"""Puts a worker together from its settings: engine, core, links, threads."""
 
 from __future__ import annotations
 
@@ -15,109 +8,40 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from uuid import uuid4
 
-from cluster.core.qos import prefill_order, tier_shares
 from cluster.core.settings import WorkerSettings
+from cluster.core.worker.build import build_worker_core
 from cluster.process.host_cpus import Pinned, pin, ranges
 from cluster.process.trace import NO_TRACE, Trace, open_trace
-from cluster.worker.build_engine import UNMAPPED, codec_offer, open_engine, open_tables, step_times
+from cluster.worker.build_engine import (
+    UNMAPPED,
+    block_names,
+    codec_offer,
+    open_engine,
+    step_times,
+)
 from cluster.worker.device import AheadDevice, TracedEngine, WorkerDevice
 from cluster.worker.events import Crashed, Incoming
 from cluster.worker.loop import WorkerLoop
 from cluster.worker.mover import Mover
 from cluster.worker.peers import PeerLinks
 from cluster.worker.pool.side import PoolSide
-from cluster.worker.pool.turns import PoolTurns
-from decode_worker.batch import Batch
-from decode_worker.reservations import Reservations
-from decode_worker.scheduler import DecodeScheduler
 from engine.core.activity import Report, unheard
-from engine.core.correction import StepPace
-from engine.core.step_times import LinearTimes, StepTimes
+from engine.core.step_times import LinearTimes
 from engine.device.threads import nvtx, use_threads
 from engine.runner import Engine
-from kvpool.core.blocks.device_cache import BlockNews
-from kvpool.core.blocks.leases import LeaseTable
-from kvpool.core.blocks.tables import BlockTables
-from kvpool.core.fetch.cost import RestoreCost
-from kvpool.core.fetch.openings import Openings
-from kvpool.core.fetch.peer_pull import PullGrants, Pulls
-from kvpool.core.fetch.pool_fetch import FarFetches, Restores
-from kvpool.core.fetch.write_behind import WriteBehind
 from kvpool.core.layout.block_names import BlockNames
 from kvpool.core.transfer.codec_choice import CodecOffer
-from kvpool.core.transfer.messages import HandoffMode, PeerHello
+from kvpool.core.transfer.messages import PeerHello
 from kvpool.core.transfer.pool_map import KvFacts
-from kvpool.core.transfer.slabs import SlabPool, Staging, plan_staging
+from kvpool.core.transfer.slabs import Staging, plan_staging
 from kvpool.memory.probe import measure_copies
 from kvpool.transport.endpoints import EndpointOptions
 from kvpool.transport.link_kind import LinkKind
 from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvrelay.messages import WorkerHello
 from kvrelay.types import WIRE_VERSION, Incarnation
-from prefill_worker.scheduler import PrefillScheduler
 
 log = logging.getLogger(__name__)
-
-
-def prefill_scheduler(
-    settings: WorkerSettings, openings: Openings, times: StepTimes
-) -> PrefillScheduler:
-    return PrefillScheduler(
-        openings=openings,
-        chunk_tokens=settings.prefill_chunk_tokens,
-        mode=HandoffMode(settings.handoff),
-        canary_every=settings.canary_every,
-        order=prefill_order(settings, times),
-    )
-
-
-def decode_scheduler(
-    settings: WorkerSettings,
-    engine: Engine,
-    staging: Staging,
-    offer: CodecOffer,
-    openings: Openings,
-    mover: Mover,
-    times: StepTimes,
-) -> DecodeScheduler:
-    reservations = Reservations(
-        tables=openings.tables,
-        slabs=SlabPool(staging.payload_bytes, staging.slabs),
-        regions={slab: region.name for slab, region in mover.regions.items()},
-        leases=LeaseTable(settings.lease_ttl_s),
-        mode=HandoffMode(settings.handoff),
-        offer=offer,
-        ranks=engine.memory.map.ranks,
-    )
-    longrope = engine.model.longrope
-    batch = Batch(
-        openings=openings,
-        chunk_tokens=settings.own_chunk_tokens,
-        shares=tier_shares(settings),
-        times=times,
-        rope_border_tokens=longrope.border_tokens if longrope is not None else None,
-    )
-    return DecodeScheduler(
-        reservations=reservations,
-        batch=batch,
-    )
-
-
-def open_caches(settings: WorkerSettings, tables: BlockTables, staging: Staging) -> Openings:
-    """Without prefix caching nothing is shared with other workers."""
-    openings = Openings(tables=tables)
-    cost = RestoreCost(tables.layout.block_size)
-    if settings.pool_address is not None:
-        tables.cache.reports = True
-        openings.restores = Restores(tables=tables, cost=cost)
-        openings.write_behind = WriteBehind(tables)
-        openings.far = FarFetches(tables=tables, cost=cost)
-    if settings.prefix_caching:
-        tables.cache.changes = BlockNews()
-        openings.pulls = Pulls(tables=tables, cost=cost, read_bytes=staging.payload_bytes)
-        leases = LeaseTable[tuple[Incarnation, int]](settings.lease_ttl_s)
-        openings.grants = PullGrants(tables=tables, leases=leases)
-    return openings
 
 
 def open_links(
@@ -194,8 +118,6 @@ class WorkerParts:
     links: PeerLinks
     mover: Mover
     hello: WorkerHello
-    tables: BlockTables
-    pool: PoolTurns | None
     opened: ExitStack
 
     def close(self) -> None:
@@ -229,7 +151,6 @@ def _build_around(
     report: Report,
 ) -> WorkerParts:
     engine.watch(lambda error: inbox.put(Crashed(error)))
-    tables = open_tables(settings, engine)
     staging = _staging(settings, engine)
     offer = codec_offer(settings, engine, staging.payload_bytes)
     links = open_links(settings, engine, staging, offer, inbox)
@@ -238,24 +159,24 @@ def _build_around(
     opened.callback(mover.close)
     device = _device(settings, engine, inbox, trace)
     opened.callback(device.close)
-    openings = open_caches(settings, tables, staging)
     times = step_times(settings, engine, report)
-    pace = StepPace(times)
-    loop = WorkerLoop(
-        device,
-        openings,
-        prefill_scheduler(settings, openings, pace),
-        decode_scheduler(settings, engine, staging, offer, openings, mover, pace),
-        inbox,
+    core = build_worker_core(
+        settings,
+        engine.layout,
+        engine.memory.blocks,
+        block_names(settings, engine),
+        times,
+        staging,
+        {slab: region.name for slab, region in mover.regions.items()},
         max_model_len=engine.facts.max_model_len,
-        pace=pace,
+        offer=offer,
+        ranks=engine.memory.map.ranks,
         launches_ahead=isinstance(device, AheadDevice),
-        trace=trace,
     )
-    pool = _pool(settings, engine, openings, links, inbox)
-    if pool is not None:
-        opened.callback(pool.close)
-    loop.attach(links, mover, pool)
+    pools = _pools(settings, engine, links, inbox)
+    if pools is not None:
+        opened.callback(pools.close)
+    loop = WorkerLoop(core, device, links, mover, pools, inbox, trace=trace)
     mover.start()
     device.start()
     log.info("%s on %s: %s", settings.role, engine.facts.device, engine.sizing.reason)
@@ -266,9 +187,7 @@ def _build_around(
         device=device,
         links=links,
         mover=mover,
-        hello=_hello(settings, engine, links, tables.names, times, pinned),
-        tables=tables,
-        pool=pool,
+        hello=_hello(settings, engine, links, core.tables.names, times, pinned),
         opened=opened.pop_all(),
     )
 
@@ -309,13 +228,12 @@ def _pinned(settings: WorkerSettings) -> Pinned:
     return pin(settings.cpu_threads)
 
 
-def _pool(
+def _pools(
     settings: WorkerSettings,
     engine: Engine,
-    openings: Openings,
     links: PeerLinks,
     inbox: queue.SimpleQueue[Incoming],
-) -> PoolTurns | None:
+) -> PoolSide | None:
     if settings.pool_address is None:
         return None
     side = PoolSide(
@@ -331,8 +249,7 @@ def _pool(
         require=[LinkKind(kind) for kind in settings.require],
     )
     side.start()
-    confirms = settings.handoff == HandoffMode.POOL
-    return PoolTurns(side, openings, confirms=confirms)
+    return side
 
 
 def _hello(

@@ -1,4 +1,4 @@
-"""A worker's engine, and the block tables over its memory, as its settings ask for them.
+"""A worker's engine, as its settings ask for it.
 
 How a worker's KV is named, and what it may be encoded with on its way, by its settings.
 
@@ -28,7 +28,6 @@ from engine.load_ranks import load_split
 from engine.model.checkpoint import open_checkpoint
 from engine.runner import Engine
 from engine.time_profile import guess_times, profile_times
-from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.layout.block_names import BlockNames, named_format
 from kvpool.core.layout.codec import Codec
 from kvpool.core.transfer.codec_choice import CodecOffer, CodecSpeed
@@ -121,16 +120,6 @@ def open_engine(settings: WorkerSettings, report: Report = unheard) -> Engine:
 def _shares_memory(settings: WorkerSettings) -> bool:
     """Whether peers may map the pool itself."""
     return settings.device == "cpu" and "shm" in settings.transports
-
-
-def open_tables(settings: WorkerSettings, engine: Engine) -> BlockTables:
-    return BlockTables(
-        engine.layout,
-        engine.memory.blocks,
-        names=block_names(settings, engine),
-        caching=settings.prefix_caching,
-        policy=settings.eviction,
-    )
 
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]

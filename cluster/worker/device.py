@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from cluster.process.trace import Trace, Value
-from cluster.worker.events import Crashed, Stepped
+from cluster.worker.events import Crashed
 from engine.core.step import RunStep, StepBatch, StepDone, StepOutcome
 from engine.device.layer_marks import LayerMarks
 from engine.device.threads import use_threads
@@ -47,7 +47,7 @@ class WorkerDevice:
         self,
         engine: StepEngine,
         cpu_threads: int | None,
-        post: Callable[[Stepped | LayersWritten | Crashed], None],
+        post: Callable[[StepDone | LayersWritten | Crashed], None],
     ) -> None:
         self._engine = engine
         self._cpu_threads = cpu_threads
@@ -89,7 +89,7 @@ class WorkerDevice:
             started_s = time.monotonic()
             outcome = self._engine.run(step.batch, self._marks(step))
             seconds = time.monotonic() - started_s
-            self._post(Stepped(StepDone(outcome=outcome, seconds=seconds)))
+            self._post(StepDone(outcome=outcome, seconds=seconds))
 
 
 class AheadDevice(WorkerDevice):
@@ -99,7 +99,7 @@ class AheadDevice(WorkerDevice):
         self,
         engine: AheadEngine,
         cpu_threads: int | None,
-        post: Callable[[Stepped | LayersWritten | Crashed], None],
+        post: Callable[[StepDone | LayersWritten | Crashed], None],
     ) -> None:
         super().__init__(engine, cpu_threads, post)
         self._launching = engine
@@ -134,7 +134,7 @@ class AheadDevice(WorkerDevice):
                 outcome = flight.collect()
                 started_s, ended_s = max(started_s, ended_s), time.monotonic()
                 seconds = ended_s - started_s
-                self._post(Stepped(StepDone(outcome=outcome, seconds=seconds)))
+                self._post(StepDone(outcome=outcome, seconds=seconds))
         except Exception as error:
             self._post(Crashed(error))
 

@@ -24,12 +24,13 @@ from itertools import chain
 import grpc
 
 from cluster.core.settings import WorkerSettings
+from cluster.core.worker.core import WorkerCore
+from cluster.core.worker.events import FromRouter, RouterJoined, RouterLost
+from cluster.core.worker.reports import PERIOD_S, ActivityLog, BlockReports
 from cluster.process.auto import settle
 from cluster.process.net import bind_port, grpc_server
 from cluster.worker.build import WorkerParts, build_worker
-from cluster.worker.events import Close, FromRouter, Incoming, RouterJoined, RouterLost, RunOnLoop
-from cluster.worker.reports import PERIOD_S, ActivityLog, BlockReports
-from decode_worker.reservations import Reservations
+from cluster.worker.events import Close, Incoming, RunOnLoop
 from engine.core.activity import Stage, StartActivity
 from engine.device.threads import run_apart, use_threads
 from kvpool.core.blocks.pool import BlockState
@@ -129,13 +130,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return await asyncio.to_thread(self._report)
 
 
-def kv_report(
-    hello: WorkerHello,
-    tables: BlockTables,
-    reservations: Reservations,
-    reports: BlockReports,
-    now_s: float,
-) -> pb.DebugKvResponse:
+def kv_report(hello: WorkerHello, core: WorkerCore, now_s: float) -> pb.DebugKvResponse:
+    tables, slabs = core.tables, core.decode.reservations.slabs
     counts = tables.counts()
     held = [
         pb.HeldBlocks(
@@ -147,9 +143,9 @@ def kv_report(
         )
         for entry in tables.held()
     ]
-    slabs = [
+    held_slabs = [
         pb.HeldSlab(slab_id=s.slab_id, state=s.state, holder=s.holder, age_s=s.age_s)
-        for s in reservations.slabs.held(now_s)
+        for s in slabs.held(now_s)
     ]
     return pb.DebugKvResponse(
         worker=hello.name,
@@ -161,9 +157,9 @@ def kv_report(
         cached_blocks=counts[BlockState.CACHED],
         orphaned_blocks=tables.orphaned(),
         held=held,
-        slabs=slabs,
-        total_slabs=reservations.slabs.count,
-        cached=map(cached_blocks, most_of(_cached(tables, reports, now_s))),
+        slabs=held_slabs,
+        total_slabs=slabs.count,
+        cached=map(cached_blocks, most_of(_cached(tables, core.reports, now_s))),
     )
 
 
@@ -217,10 +213,10 @@ class WorkerProcess:
         self._parts = None
         if self._logging is not None:
             self._logging.cancel()
-        loop, deadline_s = parts.loop, time.monotonic() + drain_s
-        self._inbox.put(RunOnLoop(loop.drain))
+        core, deadline_s = parts.loop.core, time.monotonic() + drain_s
+        self._inbox.put(RunOnLoop(core.drain))
         while time.monotonic() < deadline_s and self._thread.is_alive():
-            if loop.draining and loop.idle:
+            if core.draining and core.idle:
                 break
             await asyncio.sleep(0.02)
         await self._server.stop(grace=None)
@@ -242,7 +238,8 @@ class WorkerProcess:
         activity = ActivityLog(parts.hello.total_blocks)
 
         def tell() -> None:
-            line = activity.line(parts.loop.counters(), time.monotonic())
+            counters = parts.loop.core.counters(parts.links.states())
+            line = activity.line(counters, time.monotonic())
             if line is not None:
                 log.info("%s", line)
 
@@ -283,12 +280,9 @@ class WorkerProcess:
         parts = self._parts
         if parts is None:
             return pb.DebugKvResponse(worker=self._settings.name)
-        reservations = parts.loop.decode.reservations
 
         def take() -> None:
-            now_s = time.monotonic()
-            reports = parts.loop.reports
-            answer.set_result(kv_report(parts.hello, parts.tables, reservations, reports, now_s))
+            answer.set_result(kv_report(parts.hello, parts.loop.core, time.monotonic()))
 
         self._inbox.put(RunOnLoop(take))
         return answer.result(timeout=30)

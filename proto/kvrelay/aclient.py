@@ -38,7 +38,7 @@ Response = TypeVar("Response")
 
 
 class AsyncStream:
-    """One request's chunks. Closing it, or leaving its `with` block, stops the work."""
+    """The chunks of one request. Closing it, or leaving its `with` block, stops the work."""
 
     def __init__(
         self,
@@ -80,8 +80,8 @@ class AsyncStream:
             return chunk
 
     async def _call_again(self, error: grpc.RpcError) -> None:
-        """At the time that the refusal names, or of the next router at once. Raises what the error
-        stands for, if not."""
+        """Sends the request again: at the time that the refusal names, or at once to the next
+        router. Otherwise raises the error's meaning."""
         meant = meant_by(error)
         delay_s = self._delay_s(meant)
         if delay_s is None:
@@ -101,7 +101,7 @@ class AsyncStream:
         return self._retries.delay_s(error, time.monotonic())
 
     async def ledger_ms(self) -> dict[str, float]:
-        """After the last chunk, and if `ledger` was asked for; else empty."""
+        """Filled after the last chunk, if `ledger` was asked for; else empty."""
         return ledger_of(await self._call.trailing_metadata()) if self._call.done() else {}
 
     def close(self) -> None:
@@ -126,8 +126,8 @@ class AsyncClient:
     def __init__(
         self, address: str | Sequence[str] = "localhost:50051", *, timeout_s: float | None = None
     ) -> None:
-        """`address`: HOST:PORT of a router, or of several: the first is used until it is gone, then
-        the next. `timeout_s`: the longest that any one call may take; None for no limit."""
+        """`address`: HOST:PORT of a router, or several: the first is used until it is gone, then
+        the next. `timeout_s`: limit for any one call; None for no limit."""
         self._channels = [
             grpc.aio.insecure_channel(one, options=CHANNEL_OPTIONS) for one in addresses_of(address)
         ]
@@ -155,7 +155,7 @@ class AsyncClient:
             return generated_of(chunks, await stream.ledger_ms())
 
     async def abort(self, *request_ids: str) -> None:
-        """At every router that is there. Unknown ids are ignored."""
+        """Aborts at every reachable router. Unknown ids are ignored."""
         request = pb.AbortRequest(request_ids=request_ids)
         for stub in self._routers.stubs:
             try:
@@ -169,7 +169,7 @@ class AsyncClient:
         return model_info_of(await self._unary(lambda stub: stub.GetModelInfo, request))
 
     async def server_info(self) -> ServerInfo:
-        """As the router that the client talks to says it."""
+        """From the router that the client is using."""
         request = pb.GetServerInfoRequest()
         return server_info_of(await self._unary(lambda stub: stub.GetServerInfo, request))
 

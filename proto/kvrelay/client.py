@@ -38,7 +38,7 @@ Response = TypeVar("Response")
 
 
 class Stream:
-    """One request's chunks. Closing it, or leaving its `with` block, stops the work."""
+    """The chunks of one request. Closing it, or leaving its `with` block, stops the work."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class Stream:
             return chunk
 
     def _call_again(self, error: grpc.RpcError) -> None:
-        """At the time that the refusal names, or of the next router at once. Raises what the error
-        stands for, if not."""
+        """Sends the request again: at the time that the refusal names, or at once to the next
+        router. Otherwise raises the error's meaning."""
         meant = meant_by(error)
         delay_s = self._delay_s(meant)
         if delay_s is None or self._closed.wait(delay_s):
@@ -89,7 +89,7 @@ class Stream:
 
     @property
     def ledger_ms(self) -> dict[str, float]:
-        """Only after the last chunk, and if `ledger` was asked for; else empty."""
+        """Filled after the last chunk, if `ledger` was asked for; else empty."""
         return ledger_of(self._call.trailing_metadata()) if not self._call.is_active() else {}
 
     def close(self) -> None:
@@ -114,8 +114,8 @@ class Client:
     def __init__(
         self, address: str | Sequence[str] = "localhost:50051", *, timeout_s: float | None = None
     ) -> None:
-        """`address`: HOST:PORT of a router, or of several: the first is used until it is gone, then
-        the next. `timeout_s`: the longest that any one call may take; None for no limit."""
+        """`address`: HOST:PORT of a router, or several: the first is used until it is gone, then
+        the next. `timeout_s`: limit for any one call; None for no limit."""
         self._channels = [
             grpc.insecure_channel(one, options=CHANNEL_OPTIONS) for one in addresses_of(address)
         ]
@@ -144,7 +144,7 @@ class Client:
             return generated_of(chunks, stream.ledger_ms)
 
     def abort(self, *request_ids: str) -> None:
-        """At every router that is there. Unknown ids are ignored."""
+        """Aborts at every reachable router. Unknown ids are ignored."""
         request = pb.AbortRequest(request_ids=request_ids)
         for stub in self._routers.stubs:
             try:
@@ -158,7 +158,7 @@ class Client:
         return model_info_of(self._unary(lambda stub: stub.GetModelInfo, request))
 
     def server_info(self) -> ServerInfo:
-        """As the router that the client talks to says it."""
+        """From the router that the client is using."""
         request = pb.GetServerInfoRequest()
         return server_info_of(self._unary(lambda stub: stub.GetServerInfo, request))
 

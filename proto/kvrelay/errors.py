@@ -1,6 +1,6 @@
-"""The one small hierarchy of what can go wrong and is worth telling a user.
+"""The small hierarchy of errors that are worth telling a user. Pure.
 
-Pure. Bugs are assertions, not these. Every message says what to do.
+Bugs are assertions, not these errors. Every message says what to do.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from enum import StrEnum
 
 
 class RefusalReason(StrEnum):
-    """Why a request is not taken now; each is the text that clients and metrics see."""
+    """Why a request is not admitted now; clients and metrics see this text."""
 
     TTFT_UNREACHABLE = "ttft_unreachable"
     TPOT_UNREACHABLE = "tpot_unreachable"
@@ -22,8 +22,8 @@ class RefusalReason(StrEnum):
 
 
 class FailureReason(StrEnum):
-    """Why an admitted request, or one attempt to run it, has failed, as far as somebody acts on it.
-    Workers may name others."""
+    """Why an admitted request, or one of its attempts, has failed, as far as any code acts on it.
+    Workers may send other reasons."""
 
     KV_MISMATCH = "kv_mismatch"
     TRANSFER_FAILED = "transfer_failed"
@@ -37,21 +37,22 @@ class FailureReason(StrEnum):
 
 
 class KvrelayError(Exception):
-    """Base of all that kvrelay raises on purpose."""
+    """Base of all errors that kvrelay raises on purpose."""
 
 
 class ConfigError(KvrelayError):
-    """The cluster file or a command-line option is wrong; names the key and what was expected."""
+    """The cluster file or a command-line option is wrong; the message names the key and what was
+    expected."""
 
 
 class ModelError(KvrelayError):
-    """The checkpoint can't be served; says why."""
+    """The checkpoint can't be served; the message says why."""
 
 
 class InvalidRequest(KvrelayError):
     """The request can never be served as it is: HTTP 400 (or 404), gRPC INVALID_ARGUMENT.
 
-    `code` is machine readable (`context_length_exceeded`), `param` names the field at fault.
+    `code` is machine readable (`context_length_exceeded`), `param` names the wrong field.
     """
 
     def __init__(self, message: str, *, code: str = "invalid_value", param: str | None = None):
@@ -62,12 +63,13 @@ class InvalidRequest(KvrelayError):
 
 
 class ModelNotFound(InvalidRequest):
-    """The cluster doesn't serve the model that was named: HTTP 404, gRPC NOT_FOUND."""
+    """The cluster doesn't serve the requested model: HTTP 404, gRPC NOT_FOUND."""
 
 
 class Refused(KvrelayError):
-    """Not now: HTTP 429 (contended) or 503 (no capacity at all), with a time to come back; None:
-    coming back won't help, as the cluster is. `tier`: the QoS tier that was applied."""
+    """The request can't be served now: HTTP 429 (contended) or 503 (no capacity at all). It has a
+    time to come back; None: coming back won't help while the cluster is as it is. `tier`: the QoS
+    tier that was applied."""
 
     def __init__(self, reason: str, message: str, *, retry_after_s: float | None, tier: str = ""):
         super().__init__(message)
@@ -87,4 +89,4 @@ class RequestFailedError(KvrelayError):
 
 
 class PeerError(KvrelayError):
-    """A peer is gone, or is not what it must be (fingerprint, wire version)."""
+    """A peer is gone, or doesn't match (fingerprint, wire version)."""

@@ -1,6 +1,6 @@
-"""Pauses of Python's garbage collector in this process: all of its threads stand still meanwhile.
+"""Pauses of Python's garbage collector, in which all threads of the process stand still.
 
-`freeze` once, when a process has started: what it has loaded by then is never looked at again.
+Call `freeze` once, when the process has started: objects loaded by then are never scanned again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class GcPauses:
-    """How many there were, how long together, and the longest; of all generations."""
+    """Number, sum and maximum of the pauses, over all generations."""
 
     count: int = 0
     total_s: float = 0.0
@@ -20,7 +20,7 @@ class GcPauses:
     _began_s: float | None = field(default=None, repr=False)
 
     def __call__(self, phase: str, info: dict[str, int]) -> None:
-        """As one of `gc.callbacks`, which no collection interrupts."""
+        """One of `gc.callbacks`, which no collection interrupts."""
         if phase == "start":
             self._began_s = time.perf_counter()
         elif self._began_s is not None:
@@ -33,11 +33,11 @@ class GcPauses:
 
 
 PAUSES = GcPauses()
-"""Of this process, since `freeze`."""
+"""The pauses of this process since `freeze`."""
 
 
 def freeze() -> None:
-    """Collect once more, spare all that is left from then on, and measure the pauses to come."""
+    """Collects once more, exempts all remaining objects, and measures later pauses."""
     gc.collect()
     gc.freeze()
     if PAUSES not in gc.callbacks:

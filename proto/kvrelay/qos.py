@@ -1,6 +1,6 @@
-"""Tiers of service: who goes first, what each is promised, and what it may take. Pure.
+"""QoS tiers: their priority, objectives and shares. Pure.
 
-A tier's share is its own at every time; what it doesn't use is lent to the others.
+A tier always has its own share; other tiers may borrow the unused part.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QosTier:
-    """A lower `priority` goes first. `share` (0 to 1) of prefill time and of decode places is
-    reserved. `objectives` hold for requests that bring none. Before a request is refused, its
+    """A lower `priority` goes first. `share` (0 to 1) of prefill time and of decode slots is
+    reserved. `objectives` hold for requests without their own. Before a request is refused, its
     output may be cut to `capped_tokens`, and it may wait for `patience_s`."""
 
     name: str
@@ -26,20 +26,20 @@ class QosTier:
     patience_s: float = 0.0
 
     def own_places(self, places: int) -> int:
-        """Of so many decode places, those that are always its own."""
+        """The slots, of this many decode slots, that always belong to the tier."""
         return int(self.share * places + _ROUNDING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LadderRules:
-    """When a router tightens a tier whose latencies leave its objectives
+    """When a router tightens admission of a tier whose latencies exceed its objectives
     (`router.core.state.ladder`).
 
-    Latencies of the last `window_s` count. A step up: the 99th percentile is over `tolerance` times
-    the objective, or the 99.9th over `tail` times it; for the last step, to trip, both over `tail`
-    times as much. The next one comes `hold_s` later at the earliest. A step down:
-    `calm_s` with the 99th percentile under `easing` times the objective. While it is tight,
-    requests are judged by `stricter` times what they ask for.
+    Latencies of the last `window_s` count. One level up: the 99th percentile is over `tolerance`
+    times the objective, or the 99.9th over `tail` times it. For the last level, to trip, both must
+    be over `tail` times as much. The next level comes `hold_s` later at the earliest. One level
+    down: `calm_s` with the 99th percentile under `easing` times the objective. On a raised level,
+    requests are judged by `stricter` times their objectives.
     """
 
     window_s: float = 60.0
@@ -53,7 +53,7 @@ class LadderRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QosTiers:
-    """`default` names the tier of requests that match none. `ladder` None: none tightens."""
+    """`default` names the tier of requests that match none. `ladder` None: no tier is tightened."""
 
     tiers: tuple[QosTier, ...] = (QosTier(name="default"),)
     default: str = "default"

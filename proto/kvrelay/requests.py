@@ -1,12 +1,9 @@
-"""The client's arguments -> protobuf, and protobuf -> the client's results.
+"""The client's arguments become protobuf, and protobuf becomes the client's results.
 
-What `generate` and `stream` of both clients take, by name, and what `help()` says of it.
-
-Which of several routers a client talks to. Pure.
-
-The one that answered last, until it is gone; then the next one that has not been tried.
-
-When a client comes back after a refusal: at the time that the refusal names. Pure.
+Also the options of `generate` and `stream` with their help texts, the choice between several
+routers, and the retries of refused requests. The client uses the router that answered last until it
+is gone, then the next untried one. It comes back after a refusal at the time that the refusal
+names.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ Method = TypeVar("Method", bound=Callable[..., object])
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Absent: the model's generation config, then the neutral value."""
+    """An absent option has the value of the model's generation config, then the neutral value."""
 
     temperature: float
     top_p: float
@@ -81,30 +78,30 @@ REQUEST_FIELDS = (
 )
 
 RETRIES_HELP = (
-    "A refused request is sent again up to so many times, each at the time that its refusal names."
+    "A refused request is sent again up to this many times, at the time that its refusal names."
 )
 HELP: Mapping[str, str] = {
     "temperature": "0 takes the likeliest token; higher values draw more evenly.",
     "top_p": "Draw from the likeliest tokens that together have this probability.",
     "top_k": "Draw from this many likeliest tokens; 0 or -1: from all.",
     "min_p": "Leave out tokens below this share of the likeliest one's probability.",
-    "frequency_penalty": "Taken off a token's logit for each time it was generated.",
-    "presence_penalty": "Taken off a token's logit once it was generated.",
+    "frequency_penalty": "Subtracted from a token's logit for each time it was generated.",
+    "presence_penalty": "Subtracted from a token's logit once it was generated.",
     "repetition_penalty": "Divides the logits of tokens of the prompt and the output; 1: none.",
-    "max_tokens": "The most tokens to generate; absent: what is left of the context.",
+    "max_tokens": "At most this many tokens; absent: the rest of the context.",
     "min_tokens": "No end and no stop before this many tokens.",
     "stop": "Strings that end the output.",
     "stop_token_ids": "Tokens that end the output.",
     "skip_special_tokens": "Leave special tokens out of the text; on by default.",
     "include_stop_str_in_output": "Keep the stop string in the text.",
-    "ignore_eos": "Go on after the model's own end, up to max_tokens.",
+    "ignore_eos": "Continue after the model's own end, up to max_tokens.",
     "n": "How many answers to draw.",
     "logprobs": "Return each token's log probability, and this many of the likeliest.",
     "prompt_logprobs": "The same for the tokens of the prompt, which is then computed whole.",
     "seed": "The same seed draws the same tokens; absent: a random one, which the answer names.",
     "logit_bias": "Added to the logits, by token id.",
     "request_id": "The id in logs and for `kvrelay trace`; absent: a random one.",
-    "model": "Refuse to be served by any other model.",
+    "model": "Refuse any other model.",
     "chat_template_kwargs": "Variables for the chat template, such as enable_thinking.",
     "tenant": "Requests of different tenants share no cached KV.",
     "tier": "The QoS tier, one of those that the cluster file names.",
@@ -112,7 +109,7 @@ HELP: Mapping[str, str] = {
     "deadline_s": "Stop when this many seconds have passed, waits before retries included.",
     "ledger": "Return the time that each phase took, in `ledger_ms`.",
 }
-"""# option |-> what it does"""
+"""# option |-> its help text"""
 
 
 class _Absent:
@@ -153,7 +150,7 @@ def _described(name: str, text: str) -> str:
 Stub = TypeVar("Stub")
 
 CHANNEL_OPTIONS = (("grpc.max_receive_message_length", -1),)
-"""Log probabilities of a long prompt are more than the 4 MiB that gRPC takes by itself."""
+"""Log probabilities of a long prompt exceed the 4 MiB that gRPC accepts by default."""
 
 
 def addresses_of(given: str | Sequence[str]) -> tuple[str, ...]:
@@ -165,7 +162,7 @@ def addresses_of(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 class Routers(Generic[Stub]):
-    """In the order that they were given."""
+    """Routers in the order in which they were given."""
 
     def __init__(self, stubs: Sequence[Stub]) -> None:
         self.stubs = tuple(stubs)
@@ -176,7 +173,7 @@ class Routers(Generic[Stub]):
 
 
 class Tour(Generic[Stub]):
-    """Of one request: it tries each router once."""
+    """The routers of one request: each is tried once."""
 
     def __init__(self, routers: Routers[Stub]) -> None:
         self._routers = routers
@@ -188,8 +185,8 @@ class Tour(Generic[Stub]):
         return self._routers.stubs[self._at]
 
     def try_next(self, error: KvrelayError) -> bool:
-        """Whether the router is gone, as the error of a call that has delivered nothing says, and
-        there is another one to try."""
+        """True if the router is gone, by the error of a call without any result, and another router
+        is left to try."""
         if not is_gone(error) or not self._left:
             return False
         self._left -= 1
@@ -199,19 +196,20 @@ class Tour(Generic[Stub]):
 
 
 def is_gone(error: KvrelayError) -> bool:
-    """No router says so itself."""
+    """A router itself never sends this."""
     return isinstance(error, RequestFailedError) and error.reason == "unavailable"
 
 
 @dataclass(slots=True, kw_only=True)
 class Retries:
-    """Of one request: at most `left` more, all of them by `until_s`, where it has a deadline."""
+    """The retries of one request: at most `left` more, all of them by `until_s` if it has a
+    deadline."""
 
     left: int
     until_s: float | None = None
 
     def delay_s(self, error: KvrelayError, now_s: float) -> float | None:
-        """None: coming back won't help, or may not be. A delay that is given counts as a retry."""
+        """None: coming back won't help, or isn't allowed. A returned delay counts as a retry."""
         if not isinstance(error, Refused) or error.retry_after_s is None or not self.left:
             return None
         if self.until_s is not None and now_s + error.retry_after_s >= self.until_s:
@@ -220,7 +218,7 @@ class Retries:
         return error.retry_after_s
 
     def remaining_s(self, now_s: float) -> float | None:
-        """Of the deadline; None without one."""
+        """The rest of the deadline; None without one."""
         return None if self.until_s is None else max(0.0, self.until_s - now_s)
 
 
@@ -282,7 +280,7 @@ def retries_of(request: pb.GenerateRequest, retries: int, now_s: float) -> Retri
 
 
 def renew_deadline(request: pb.GenerateRequest, retries: Retries, now_s: float) -> None:
-    """Of a request that is sent again: what is left of it."""
+    """For a request that is sent again: the rest of its deadline."""
     remaining_s = retries.remaining_s(now_s)
     if remaining_s is not None:
         request.slo.deadline_ms = max(1.0, 1000 * remaining_s)

@@ -1,4 +1,4 @@
-"""What the client gives back, as values. Pure."""
+"""The client's results, as values. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """Objectives of one request; None: its tier's, or none. To the first token, and per token
-    after it."""
+    """Objectives of one request: time to first token, and time per token after it. None: those of
+    its tier, if any."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -26,12 +26,12 @@ class Slo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """What one choice gained. The last one of a choice has its finish reason.
+    """New text of one choice. The last chunk of a choice has its finish reason.
 
     `token_ids` may run ahead of `text`, which never holds half a character. `capped_tokens`: the
-    router has cut max_tokens to so many, to serve it rather than refuse it. The first one of all
-    has `prompt_logprobs`, if asked for: of each token of the prompt but the first. `tier`: the QoS
-    tier that was applied.
+    router cut max_tokens to this, to serve the request rather than refuse it. The first chunk of
+    all has `prompt_logprobs`, if asked for, for each token of the prompt but the first. `tier`: the
+    QoS tier that was applied.
     """
 
     request_id: str
@@ -64,7 +64,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """A whole answer. `ledger_ms` is empty unless it was asked for; the KV of `cached_tokens` of
+    """A whole answer. `ledger_ms` is empty unless it was asked for. The KV of `cached_tokens` of
     the prompt was found, not computed. `tier`: the QoS tier that was applied."""
 
     request_id: str
@@ -81,12 +81,12 @@ class Generated:
 
     @property
     def text(self) -> str:
-        """The first choice's."""
+        """The text of the first choice."""
         return self.choices[0].text
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The first choice's."""
+        """The token ids of the first choice."""
         return self.choices[0].token_ids
 
 
@@ -116,7 +116,7 @@ class WorkerInfo:
 
     Rates and `hit_rate` are means over about the last 10 s; `hit_rate` is None when no prompt was
     looked up. `kv_used` is the share of KV blocks that requests hold, 0 to 1. `kv_token_bytes` is
-    the KV of one token. `counters` are all that it counts, but for its links.
+    the KV of one token. `counters` are all its counters except those of its links.
     """
 
     name: str
@@ -147,7 +147,8 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuarantinedPair:
-    """Two workers, by name, between which handoffs failed lately, so others are preferred."""
+    """Two workers, by name, between which handoffs failed recently, so other pairs are
+    preferred."""
 
     prefill: str
     decode: str

@@ -1,4 +1,4 @@
-"""How kvrelay's errors travel in gRPC statuses, and how the client gets them back."""
+"""kvrelay's errors as gRPC statuses, and back in the client."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Metadata = Sequence[tuple[str, str | bytes]]
 
 
 def error_of(code: grpc.StatusCode, message: str, trailing: Metadata) -> KvrelayError:
-    """The error that the server meant; RequestFailedError for what gRPC itself says."""
+    """The error that the server meant; RequestFailedError for an error of gRPC itself."""
     info = error_details_pb2.ErrorInfo()
     retry = error_details_pb2.RetryInfo()
     for detail in _status(trailing).details:
@@ -47,11 +47,11 @@ def _status(trailing: Metadata) -> status_pb2.Status:
 
 
 def meant_by(error: grpc.RpcError) -> KvrelayError:
-    """What a failed call stands for."""
+    """The meaning of a failed call."""
     trailing = tuple(error.trailing_metadata() or ())
     return error_of(error.code(), error.details() or "", trailing)
 
 
 def raise_for(error: grpc.RpcError) -> NoReturn:
-    """Raises the kvrelay error that a failed call stands for."""
+    """Raises the kvrelay error of a failed call."""
     raise meant_by(error) from error

@@ -84,7 +84,7 @@ class LocalHost:
 
     def knows(self, peer: LocalHost, cost: LinkCost) -> None:
         """As if the link had been measured so, whatever is measured."""
-        pools, incarnation = self.loop.decode.reservations.peers, peer.incarnation
+        pools, incarnation = self.loop.core.decode.reservations.peers, peer.incarnation
         self.loop.inbox.put(RunOnLoop(lambda: pools._costs.__setitem__(incarnation, cost)))
 
     def start(self, settings: WorkerSettings) -> str:

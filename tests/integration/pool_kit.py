@@ -19,7 +19,8 @@ from uuid import uuid4
 import torch
 
 from cluster.cli import main as cli
-from cluster.worker.pool.side import PoolAnswer, PoolLinkEvent, PoolSide
+from cluster.core.worker.events import PoolAnswer
+from cluster.worker.pool.side import PoolLinkEvent, PoolSide
 from kvpool.core.fetch.client_events import (
     ClientTick,
     OfferBlocks,

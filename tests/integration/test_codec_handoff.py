@@ -65,14 +65,14 @@ def serving(
 
 def answers(cluster: Cluster, hosts: Hosts) -> list[list[int]]:
     found = [ask(cluster, prompt, tokens=TOKENS) for prompt in ASKED]
-    wait_until(lambda: hosts[0].loop.idle and hosts[1].loop.idle, "the requests are over")
+    wait_until(lambda: hosts[0].loop.core.idle and hosts[1].loop.idle, "the requests are over")
     return found
 
 
 def kept(host: LocalHost, prompt: list[int]) -> list[torch.Tensor]:
     """The KV of the prompt's whole blocks, as it was left in the worker's pool: of each plane,
     `[layers, tokens, heads, dim]`."""
-    tables, memory = host.loop.decode.batch.tables, host.memory
+    tables, memory = host.loop.core.decode.batch.tables, host.memory
     size = tables.layout.block_size
     blocks = tables.cache.find(names(tables, prompt), None)
     assert len(blocks) == len(prompt) // size
@@ -114,7 +114,7 @@ def test_encoded_slabs(codec: str, hosts: Hosts, model: Path, references: list[R
     common = {"codec": codec, "canary_every": 1}  # nor is what was meant to change taken for wrong
     with serving(hosts, model, USE_SLABS, common, common) as cluster:
         found = answers(cluster, hosts)
-        layout = hosts[1].loop.decode.batch.tables.layout
+        layout = hosts[1].loop.core.decode.batch.tables.layout
         sent = sum(encoded_bytes(layout, length) for length in LENGTHS)
         assert moved_bytes(hosts) == (sent, sent)
         assert sent < 0.35 * sum(formula(layout, length) for length in LENGTHS)
@@ -132,7 +132,7 @@ def test_pieces_that_are_read_directly_are_not_encoded(
     common = {"codec": "int8"}
     with serving(hosts, model, READ_DIRECTLY, common, common) as cluster:
         check(answers(cluster, hosts), references)
-        layout = hosts[1].loop.decode.batch.tables.layout
+        layout = hosts[1].loop.core.decode.batch.tables.layout
         assert moved_bytes(hosts) == (0, sum(formula(layout, length) for length in LENGTHS))
 
 
@@ -159,7 +159,7 @@ def test_a_codec_is_used_where_both_allow_it_and_auto_where_it_is_faster(
 ) -> None:
     with serving(hosts, model, cost, {"codec": here}, {"codec": there}) as cluster:
         found = answers(cluster, hosts)
-        layout = hosts[1].loop.decode.batch.tables.layout
+        layout = hosts[1].loop.core.decode.batch.tables.layout
         bytes_of = encoded_bytes if encoded else formula
         sent = sum(bytes_of(layout, length) for length in LENGTHS)
         assert moved_bytes(hosts) == (sent, sent)
@@ -180,7 +180,7 @@ def test_two_dtypes_are_converted(
     decode = {"dtype": there, "block_size": 24, **mixed}
     with serving(hosts, model, READ_DIRECTLY, prefill, decode) as cluster:
         found = answers(cluster, hosts)
-        layouts = [host.loop.decode.batch.tables.layout for host in hosts]
+        layouts = [host.loop.core.decode.batch.tables.layout for host in hosts]
         sent = min(sum(formula(layout, n) for n in LENGTHS) for layout in layouts)
         assert moved_bytes(hosts) == (sent, sent)
         for theirs, ours in zip(*(kept(host, ASKED[1]) for host in hosts), strict=True):
@@ -197,9 +197,9 @@ def test_the_peers_slabs_may_be_larger_than_the_writers_own(hosts: Hosts, model:
     with serving(hosts, model, None, prefill, decode) as cluster:
         for _ in range(2):
             answers(cluster, hosts)
-        sizes = [host.loop.decode.reservations.slabs.slab_bytes for host in hosts]
+        sizes = [host.loop.core.decode.reservations.slabs.slab_bytes for host in hosts]
         assert sizes[0] < sizes[1]
-        layout = hosts[0].loop.decode.batch.tables.layout
+        layout = hosts[0].loop.core.decode.batch.tables.layout
         sent = 2 * sum(formula(layout, length) for length in LENGTHS)
         assert moved_bytes(hosts) == (sent, sent)
 
@@ -231,7 +231,7 @@ def test_lossy_kv_has_names_of_its_own(hosts: Hosts, model: Path) -> None:
     plain = {"codec": "none"}
     with serving(hosts, model, USE_SLABS, plain, {"codec": "int8"}) as cluster:
         answers(cluster, hosts)
-        exact, lossy = (host.loop.decode.batch.tables for host in hosts)
+        exact, lossy = (host.loop.core.decode.batch.tables for host in hosts)
         for one, other in ((exact, lossy), (lossy, exact)):
             assert one.cache.find(names(one, ASKED[1]), None)
             assert not one.cache.find(names(other, ASKED[1]), None)

@@ -38,8 +38,8 @@ def formula(layout: KvLayout, tokens: int) -> int:
 
 def moved_bytes(hosts: tuple[LocalHost, LocalHost]) -> tuple[int, int]:
     """(through slabs, into the decode worker's blocks) so far."""
-    sender = hosts[0].loop.prefill.handoffs
-    receiver = hosts[1].loop.decode.reservations
+    sender = hosts[0].loop.core.prefill.handoffs
+    receiver = hosts[1].loop.core.decode.reservations
     return sender.transfer_bytes, receiver.transfer_bytes
 
 
@@ -70,9 +70,9 @@ def counted(
 ) -> list[int]:
     before = moved_bytes(hosts)
     ids = ask(cluster, prompt, tokens=TOKENS)
-    wait_until(lambda: hosts[0].loop.idle and hosts[1].loop.idle, "the request is over")
+    wait_until(lambda: hosts[0].loop.core.idle and hosts[1].loop.idle, "the request is over")
     slabs, landed = (now - old for now, old in zip(moved_bytes(hosts), before, strict=True))
-    expected = formula(hosts[1].loop.decode.batch.tables.layout, len(prompt))
+    expected = formula(hosts[1].loop.core.decode.batch.tables.layout, len(prompt))
     assert landed == expected
     assert slabs == (0 if way == "direct" else expected)
     return ids

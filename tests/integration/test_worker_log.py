@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from cluster.core.worker.reports import IDLE_LINE
 from cluster.worker import process
-from cluster.worker.reports import IDLE_LINE
 from kvrelay.types import Role
 from tests.integration.local_kit import LocalHost
 from tests.integration.split_kit import running_cluster, wait_until, worker_settings

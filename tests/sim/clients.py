@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvpool.core.transfer.messages import HandoffMode
 from kvpool.core.transfer.slabs import SlabState
-from kvrelay.types import FinishReason, RequestSpec
+from kvrelay.types import NO_OBJECTIVES, FinishReason, Objectives, RequestSpec
 from router.core.events import (
     Aborted,
     Admit,
@@ -19,10 +19,14 @@ from router.core.events import (
     Refuse,
     Submitted,
 )
+from router.core.policy.choice import DEFAULT_POLICIES, Policies
 from router.core.state.generation import ChoiceTokens, GenerationRequest
+from router.core.state.promises import Refusal
 from tests.sim.cluster import Cluster
 from tests.sim.model import expected, make_spec
 from tests.sim.waits import who_waits
+
+MOST_REFUSALS = 50
 
 
 @dataclass(slots=True)
@@ -31,11 +35,19 @@ class Call:
 
     spec: RequestSpec
     cut: dict[int, int]
+    objectives: Objectives = NO_OBJECTIVES
+    refusals: int = 0
     tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     reasons: dict[int, FinishReason] = field(default_factory=dict)
     stopped: set[int] = field(default_factory=set)
     admitted: bool = False
     ended: str | None = None
+
+    def gives_up(self, refusal: Refusal) -> bool:
+        """Without objectives every request is taken some time."""
+        if self.objectives == NO_OBJECTIVES:
+            return False
+        return refusal.retry_after_s is None or self.refusals == MOST_REFUSALS
 
     def take(self, tokens: ChoiceTokens) -> None:
         choice = tokens.choice
@@ -56,27 +68,41 @@ class Call:
 
 
 class Clients:
-    def __init__(self, seed: int, requests: int, mode: HandoffMode = HandoffMode.PUSH) -> None:
+    def __init__(
+        self,
+        seed: int,
+        requests: int,
+        mode: HandoffMode = HandoffMode.PUSH,
+        policies: Policies = DEFAULT_POLICIES,
+    ) -> None:
         self.mode = mode
         self.rng = random.Random(seed)
-        self.cluster = Cluster(seed, self.hear)
+        self.cluster = Cluster(seed, self.hear, policies)
         self.calls: dict[str, Call] = {}
         for number in range(requests):
             self.add(make_spec(self.rng, number), 2)
 
-    def add(self, spec: RequestSpec, longest_delay_s: float) -> None:
+    def add(
+        self,
+        spec: RequestSpec,
+        longest_delay_s: float,
+        objectives: Objectives = NO_OBJECTIVES,
+    ) -> None:
         wanted = range(spec.sampling.n)
         cut = {c: self.rng.randint(1, 6) for c in wanted if self.rng.random() < 0.2}
-        self.calls[spec.key.request_id] = Call(spec=spec, cut=cut)
+        self.calls[spec.key.request_id] = Call(spec=spec, cut=cut, objectives=objectives)
         self.submit(spec.key.request_id, self.rng.uniform(0, longest_delay_s))
 
     def submit(self, request_id: str, delay_s: float) -> None:
-        spec = self.calls[request_id].spec
+        call = self.calls[request_id]
+        spec = call.spec
         request = GenerationRequest(
             request_id=request_id,
             prompt_ids=spec.prompt_ids,
             sampling=spec.sampling,
             tenant=spec.tenant,
+            qos_tier=spec.qos_tier,
+            objectives=call.objectives,
         )
         event = Submitted(request=request)
         self.cluster.after(f"client {request_id}", lambda: self.cluster.to_router(event), delay_s)
@@ -96,8 +122,12 @@ class Clients:
                 call.admitted = True
             case Refuse(request_id=request_id, refusal=refusal):
                 assert not call.admitted
-                assert refusal.retry_after_s is not None, refusal
-                self.submit(request_id, refusal.retry_after_s)
+                call.refusals += 1
+                if call.gives_up(refusal):
+                    call.ended = f"refused: {refusal.reason}"
+                else:
+                    assert refusal.retry_after_s is not None, refusal
+                    self.submit(request_id, refusal.retry_after_s)
             case Deliver(request_id=request_id, tokens=tokens, done=done):
                 assert call.admitted
                 for piece in tokens:
@@ -134,9 +164,8 @@ class Clients:
 
 def assert_nothing_held(cluster: Cluster) -> None:
     for worker in cluster.workers.values():
-        worker.validate()
-        held = [held.holder for held in worker.tables.held() if held.holder.side != "pinned"]
-        assert not held, held
+        worker.core.validate()
+        assert not worker.held(), worker.held()
         pinned = {b for held in worker.tables.held() for b in held.tables[0]}
         assert worker.tables.pools[0].available + len(pinned) == worker.tables.blocks
         assert worker.pool is None or worker.pool.client.idle, worker.incarnation
@@ -144,7 +173,7 @@ def assert_nothing_held(cluster: Cluster) -> None:
         assert slabs.counts()[SlabState.FREE] == slabs.count, slabs.held(cluster.now_s)
         assert worker.decode.sequences == 0
         assert worker.prefill.jobs.handing_over == len(worker.prefill.queue) == 0
-        assert not worker.routes
+        assert worker.core.idle
     for host in cluster.pools.hosts.values():
         assert host.node is not None
         counts = host.node.core.books.counts()

@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 from kvpool.core.blocks.eviction import Place
-from kvpool.core.layout.block_names import BlockNames
 from kvpool.core.layout.hashes import BlockHash
-from tests.sim.model import HISTORIES, History, Memory
+from tests.sim.model import HISTORIES, NAMES, History, Memory
 
 TENANTS = ("", "other")
 
@@ -53,7 +52,7 @@ def _name(row: tuple[History | None, ...], tenant: str, block_size: int) -> Bloc
     whole = HISTORIES.chain(row[-1])
     if len(whole) % block_size or tuple(whole[-block_size:]) != row:
         return None
-    names = BlockNames().chain(tenant, len(whole), block_size)
+    names = NAMES.chain(tenant, len(whole), block_size)
     names.extend(HISTORIES.token_ids(whole), len(whole))
     return names.full(len(whole))[-1]
 

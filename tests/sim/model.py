@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NewType
 
-from engine.core.step import RunStep, Sampled, SequenceSlice
+from engine.core.step import Sampled, SequenceSlice
 from kvpool.core.blocks.holding import CopyPairs
-from kvpool.core.fetch.cost import RestoreCost
+from kvpool.core.fetch.cost import Rate, RestoreCost
+from kvpool.core.layout.block_names import BlockNames
 from kvpool.core.layout.layout import NO_BLOCK, KvLayout, LayerGroup, Plane, Tables
-from kvpool.core.transfer.link_cost import TransferShape, TransferWay
+from kvpool.core.transfer.link_cost import LinkCost, TransferShape, TransferWay
 from kvpool.core.transfer.messages import SUMS, KvDigest, PlaneDigest
 from kvpool.core.transfer.write import Side, SlabWrite, TokenSpan
 from kvrelay.qos import QosTier, QosTiers
@@ -31,6 +32,7 @@ TIERS = QosTiers(
     default="free",
 )
 VOCABULARY = 50
+NAMES = BlockNames(fingerprint="f", physical_format="float32")
 
 History = NewType("History", int)
 """Names the tokens of a sequence up to and with one position, which its KV depends on."""
@@ -55,12 +57,25 @@ ROW_BYTES = 8
 SLAB_BYTES = 8 * LAYOUT.bytes_per_token
 
 
-@dataclass(frozen=True)
-class AnyWay:
-    """Stands for a link whose cost model says now this, now that."""
+@dataclass(frozen=True, kw_only=True)
+class AnyWay(LinkCost):
+    """A link whose cost model says now this, now that."""
 
     rng: random.Random
-    transport: str = "sim"
+
+    @staticmethod
+    def of(rng: random.Random) -> AnyWay:
+        return AnyWay(
+            rng=rng,
+            transport="sim",
+            latency_s=0.001,
+            bytes_per_s=1e6,
+            descriptor_s=0.0,
+            direct_bytes_per_s=1e6,
+            gather_bytes_per_s=1e6,
+            scatter_bytes_per_s=1e6,
+            run_s=0.0,
+        )
 
     def choose(self, shape: TransferShape) -> TransferWay:
         assert shape.nbytes > 0
@@ -77,6 +92,9 @@ class AnyWorth(RestoreCost):
     def worth(self, host_blocks: int, disk_blocks: int) -> int:
         everything = host_blocks + disk_blocks
         return self.rng.choice([everything, everything, everything, host_blocks, 0])
+
+    def prefers(self, way: Rate, blocks: int, host_blocks: int, disk_blocks: int) -> bool:
+        return self.rng.random() < 0.8
 
 
 @dataclass(slots=True)
@@ -163,14 +181,12 @@ class Memory:
 
     # --- steps ----------------------------------------------------------------------------------
 
-    def begin(self, step: RunStep) -> Running:
-        """Copy, and read what the step's tokens depend on."""
-        self._copy(step.copies)
+    def begin(self, slices: tuple[SequenceSlice, ...]) -> Running:
+        """Reads what the step's tokens depend on."""
         wholes = [
-            HISTORIES.extend(self._chain(piece, piece.start), piece.token_ids)
-            for piece in step.batch.slices
+            HISTORIES.extend(self._chain(piece, piece.start), piece.token_ids) for piece in slices
         ]
-        running = Running(memory=self, slices=step.batch.slices, wholes=wholes)
+        running = Running(memory=self, slices=slices, wholes=wholes)
         running.check_earlier()
         return running
 
@@ -209,7 +225,7 @@ class Memory:
     def _slot(self, tables: Tables, group: int, position: int) -> int:
         return slot(tables[group], position, self.layout.block_size)
 
-    def _copy(self, copies: tuple[CopyPairs, ...]) -> None:
+    def copy(self, copies: tuple[CopyPairs, ...]) -> None:
         size = self.layout.block_size
         for pairs in copies:
             for group, layer in self.layers():

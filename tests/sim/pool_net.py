@@ -32,6 +32,7 @@ from tests.sim.contents import GARBAGE
 from tests.sim.pool_node import Host, PoolNode
 from tests.sim.pool_side import Link, PoolSide
 from tests.sim.simulation import LEASE_S, Simulation
+from tests.sim.worker import Worker
 
 
 class PoolNet:
@@ -66,9 +67,10 @@ class PoolNet:
         restart = partial(self.start_node, host)
         self._simulation.after(f"restart {node.incarnation}", restart, 0.5)
 
-    def join(self, side: PoolSide) -> None:
-        self.sides[side.incarnation] = side
+    def join(self, worker: Worker) -> PoolSide:
+        side = self.sides[worker.incarnation] = PoolSide(worker, self.send)
         self._connect_later(side)
+        return side
 
     def worker_died(self, incarnation: Incarnation) -> None:
         side = self.sides.pop(incarnation, None)

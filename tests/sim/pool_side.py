@@ -1,20 +1,19 @@
-"""A simulated worker's side of its host's pool: the real client, turns and openings, and a thread
-that carries blocks in batches, half by half, so that it can be overtaken at any point."""
+"""A simulated worker's side of its host's pool: the real client, and a thread that carries blocks
+in batches, half by half, so that it can be overtaken at any point."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.worker.pool.news import PoolNews
-from cluster.worker.pool.side import PoolAnswer
-from cluster.worker.pool.turns import PoolTurns
+from cluster.core.worker.events import PoolAnswer
+from cluster.worker.pool.news import FromFar
+from cluster.worker.pool.side import PoolEvent
 from kvpool.core.blocks.eviction import Place
 from kvpool.core.fetch.client import PoolClient
 from kvpool.core.fetch.client_events import (
     BlocksFetched,
     BlocksStored,
-    ClientEvent,
     FetchBlocks,
     FromNode,
     OfferBlocks,
@@ -25,14 +24,13 @@ from kvpool.core.fetch.client_events import (
     StoreBlocks,
     WantPrefix,
 )
-from kvpool.core.fetch.openings import Openings
+from kvpool.core.fetch.pool_fetch import AskFar
 from kvpool.core.layout.hashes import BlockHash
 from kvpool.core.node.messages import FromPool, PoolWelcome, ToPool
-from kvrelay.types import Incarnation, RequestKey
+from kvrelay.types import RequestKey
 from tests.sim.contents import Content, checksum, put_block, stands_for, take_block, torn
-from tests.sim.model import Memory
 from tests.sim.pool_node import PoolNode
-from tests.sim.simulation import Simulation
+from tests.sim.worker import Worker
 
 PATIENCE_S = 5.0
 
@@ -56,42 +54,28 @@ class Counts:
 
 
 class PoolSide:
-    """`staging` blocks are carried at once. `on_news` is the worker's loop."""
+    """Implements cluster.worker.loop.Pools."""
 
-    def __init__(
-        self,
-        simulation: Simulation,
-        memory: Memory,
-        openings: Openings,
-        *,
-        incarnation: Incarnation,
-        host: str,
-        staging: int,
-        confirms: bool,
-        on_news: Callable[[PoolNews], None],
-        send: Callable[[Link, ToPool], None],
-    ) -> None:
-        self._simulation = simulation
-        self._memory = memory
-        self._on_news = on_news
+    def __init__(self, worker: Worker, send: Callable[[Link, ToPool], None]) -> None:
+        self._simulation = worker.net
+        self._memory = worker.memory
+        self._on_news = worker.post
         self._send = send
-        self._staging = staging
-        self.incarnation = incarnation
-        self.host = host
+        self._staging = worker.shape.staging_blocks
+        self.incarnation = worker.incarnation
+        self.host = worker.shape.host
         self.link: Link | None = None
         self.client = PoolClient(
             max_waiting_blocks=16, batch_blocks=4, max_stores=2, patience_s=PATIENCE_S
         )
-        self.turns = PoolTurns(self, openings, confirms=confirms)  # type: ignore[arg-type]
         self.counts = Counts()
         self._offered: dict[Place, BlockHash] = {}
         self._wants: dict[RequestKey, WantPrefix] = {}
         self._jobs: list[StoreBlocks | FetchBlocks] = []
         self._is_moving = False
 
-    # --- as cluster.worker.pool.side ------------------------------------------------------------
-
-    def handle(self, event: ClientEvent) -> list[PoolAnswer]:
+    def handle(self, event: PoolEvent) -> list[PoolAnswer]:
+        assert not isinstance(event, AskFar | FromFar), event
         match event:
             case OfferBlocks(blocks=blocks):
                 for block in blocks:

@@ -12,7 +12,7 @@ from itertools import count
 LEASE_S = 30.0
 TICK_S = 10.0
 LONGEST_S = 10_000.0
-VALIDATE_EVERY = 5
+VALIDATE_EVERY = 8
 """Events between two looks at all that must hold: it takes longer than the events."""
 
 

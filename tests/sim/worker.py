@@ -1,30 +1,40 @@
-"""A worker of a simulated cluster: the real cores, and what its process would hold."""
+"""A worker of a simulated cluster: the real core and the real loop, over a pretended device."""
 
 from __future__ import annotations
 
+import queue
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
+from typing import TYPE_CHECKING
 
-from cluster.worker.streams import Preloads
-from decode_worker.batch import Batch
-from decode_worker.reservations import Reservations
-from decode_worker.running_set import TierShares
+from cluster.config.load import load_config
+from cluster.core.plan import worker_settings
+from cluster.core.resolve import resolve
+from cluster.core.settings import WorkerSettings
+from cluster.core.worker.build import build_worker_core
+from cluster.core.worker.core import WorkerCore
+from cluster.core.worker.events import MoveJob
+from cluster.sim.simulation import NOWHERE
+from cluster.worker.events import Incoming, RunOnLoop
+from cluster.worker.loop import WorkerLoop
 from decode_worker.scheduler import DecodeScheduler
-from engine.core.prompt_order import Order
+from engine.core.step import RunStep, Sampled, SequenceSlice, StepDone, StepOutcome
 from engine.core.step_times import LinearTimes
-from kvpool.core.blocks.leases import LeaseTable
 from kvpool.core.blocks.tables import BlockTables
-from kvpool.core.fetch.openings import Openings
-from kvpool.core.fetch.pool_fetch import Restores
-from kvpool.core.fetch.write_behind import WriteBehind
 from kvpool.core.layout.layout import KvLayout
 from kvpool.core.transfer.commands import (
     FetchPiece,
+    LayersWritten,
     PieceFetched,
+    ReplaceSlab,
     ScatterSlab,
+    SendPeer,
     SlabReplaced,
     SlabScattered,
+    SlabWritten,
     WriteSlab,
 )
 from kvpool.core.transfer.messages import (
@@ -36,18 +46,33 @@ from kvpool.core.transfer.messages import (
 )
 from kvpool.core.transfer.piece import Piece
 from kvpool.core.transfer.pool_map import KvFacts
-from kvpool.core.transfer.slabs import SlabId, SlabPool
+from kvpool.core.transfer.pull import BlocksPulled, PullBlocks
+from kvpool.core.transfer.slabs import HEADER_BYTES, SlabId, Staging
 from kvpool.core.transfer.write import Side
-from kvrelay.messages import WorkerHello
-from kvrelay.types import WIRE_VERSION, Incarnation, RequestKey, Role, StepCoefficients
+from kvrelay.messages import LinkState, WorkerHello
+from kvrelay.qos import QosTiers
+from kvrelay.types import WIRE_VERSION, Incarnation, Role
 from prefill_worker.scheduler import PrefillScheduler
-from tests.sim.model import LAYOUT, SLAB_BYTES, TIERS, AnyWorth, Content, Memory
-from tests.sim.pool_side import PoolSide
+from tests.sim.model import LAYOUT, NAMES, SLAB_BYTES, TIERS, AnyWorth, Content, Memory, Running
 from tests.sim.simulation import LEASE_S
 
+if TYPE_CHECKING:
+    from tests.sim.peers import PeerNet
+    from tests.sim.pool_side import PoolSide
+
 MAX_RUNNING = 8
+CHUNK_TOKENS = 12
 TIMES = LinearTimes(prefill_token_s=0.005, decode_knots=((1, 0.01), (8, 0.08)))
-CANARY_EVERY = 2
+LATE_SHARE = 0.1
+"""How often a loop comes round late, so that several events wait for it."""
+_CONFIG = resolve(load_config(None), NOWHERE)
+_PLAIN = replace(
+    worker_settings(_CONFIG, _CONFIG.workers[0], "w"),
+    prefill_chunk_tokens=CHUNK_TOKENS,
+    max_running_requests=MAX_RUNNING,
+    canary_every=2,
+    lease_ttl_s=LEASE_S,
+)
 
 Slab = tuple[int, Piece | None, Content]
 """lease, what is said to be in it, content"""
@@ -67,47 +92,286 @@ class Shape:
     max_model_len: int | None = None  # None: all blocks
     host: str = ""  # whose pool it uses
     staging_blocks: int = 2
+    launches_ahead: bool = False
+    qos: QosTiers = TIERS
 
     @property
     def longest_tokens(self) -> int:
         return self.max_model_len or self.blocks * self.layout.block_size
 
+    def settings(self, name: str) -> WorkerSettings:
+        return replace(
+            _PLAIN,
+            name=name,
+            role=self.role,
+            handoff=self.mode,
+            qos=self.qos,
+            pool_address=self.host or None,
+        )
+
+
+class Device:
+    """Runs steps in order, layer by layer; on average they take TIMES. One that launches ahead
+    takes a second step while the first one runs."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._steps: deque[RunStep] = deque()
+        self._sampled: tuple[tuple[Sampled, ...], ...] = ()
+        self.steps_behind = 0
+        self.early_writes = 0
+
+    def submit(self, step: RunStep) -> None:
+        assert len(self._steps) <= self._worker.shape.launches_ahead, "too many steps at once"
+        self._worker.memory.copy(step.copies)
+        self._steps.append(step)
+        if len(self._steps) == 1:
+            self._begin(step)
+        else:
+            self.steps_behind += 1
+
+    def _begin(self, step: RunStep) -> None:
+        worker = self._worker
+        slices = tuple(map(self._known, step.batch.slices))
+        running, begun_s = worker.memory.begin(slices), worker.net.now_s
+        scale_s = TIMES.step_s(step.batch.work) / (1 + len(step.layer_marks))
+        for layer in sorted(step.layer_marks):
+            self._later(partial(self._wrote, running, layer), scale_s)
+        self._later(partial(self._done, running, begun_s), scale_s)
+
+    def _known(self, one: SequenceSlice) -> SequenceSlice:
+        """With the token that the step before has drawn."""
+        if one.follows is None:
+            return one
+        (drawn,) = self._sampled[one.follows]
+        return replace(one, token_ids=(drawn.token_id,), follows=None)
+
+    def _later(self, action: partial[None], scale_s: float) -> None:
+        name = self._worker.incarnation
+        self._worker.net.by(name, f"device {name}", action, scale_s)
+
+    def _wrote(self, running: Running, layer: int) -> None:
+        running.write_up_to(layer)
+        before = self._worker.mover.writes
+        self._worker.post(LayersWritten(layer))
+        self.early_writes += self._worker.mover.writes - before
+
+    def _done(self, running: Running, begun_s: float) -> None:
+        self._sampled = running.finish()
+        self._steps.popleft()
+        if self._steps:
+            self._begin(self._steps[0])
+        outcome = StepOutcome(sampled=self._sampled)
+        seconds = self._worker.net.now_s - begun_s
+        self._worker.post(StepDone(outcome=outcome, seconds=seconds))
+
+
+class Mover:
+    """The transfer thread."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.moved_bytes = self.writes = self.fetches = self.pulls = 0
+
+    def put(self, job: MoveJob) -> None:
+        match job:
+            case WriteSlab():
+                self.writes += 1
+                self._later(partial(self._write, job))
+            case ScatterSlab():
+                self._later(partial(self._scatter, job))
+            case DigestBlocks():
+                self._later(partial(self._digest, job))
+            case ReplaceSlab(slab_id=slab_id):
+                self._later(partial(self._replace, slab_id))
+            case FetchPiece() | PullBlocks():
+                self._fetch(job)
+
+    def _later(self, action: partial[None], scale_s: float = 0.01) -> None:
+        name = self._worker.incarnation
+        self._worker.net.by(name, f"mover {name}", action, scale_s)
+
+    def _write(self, job: WriteSlab) -> None:
+        worker, lent, error = self._worker, job.lent, None
+        owner = worker.net.linked(worker, job.peer)
+        if owner is None or lent.region not in owner.regions:
+            error = "the region is gone"
+        else:
+            source = Side(tables=job.tables, block_size=worker.shape.layout.block_size)
+            filled = owner.fill(job, worker.memory.take(job.write, source))
+            self.moved_bytes += job.write.nbytes
+            worker.net.send(worker, SendPeer(peer=job.peer, message=filled))
+        nbytes = job.write.nbytes
+        worker.post(
+            SlabWritten(key=lent.key, piece=lent.piece, bytes=nbytes, seconds=0, error=error)
+        )
+
+    def _scatter(self, job: ScatterSlab) -> None:
+        worker, filled = self._worker, job.filled
+        lease, piece, content = worker.regions[worker.region_of(filled.slab_id)]
+        assert lease == filled.lease_id, "someone wrote into a slab that was not lent to it"
+        assert piece == job.piece, "another piece than was announced"
+        side = Side(tables=job.tables, block_size=worker.shape.layout.block_size)
+        worker.memory.put(job.write, side, content)
+        worker.post(
+            SlabScattered(
+                key=filled.key,
+                piece=filled.piece,
+                slab_id=filled.slab_id,
+                lease_id=filled.lease_id,
+                bytes=job.write.nbytes,
+                seconds=0,
+            )
+        )
+
+    def _digest(self, job: DigestBlocks) -> None:
+        digest = self._worker.memory.digest(job.tables, job.span)
+        self._worker.post(BlocksDigested(holder=job.holder, digests=(digest,)))
+
+    def _replace(self, slab_id: SlabId) -> None:
+        worker = self._worker
+        del worker.regions[worker.region_of(slab_id)]
+        region = f"{worker.incarnation}-new-{worker.net.next_id()}"
+        worker.regions[region] = EMPTY
+        worker.post(SlabReplaced(slab_id=slab_id, region=region))
+
+    def _fetch(self, job: FetchPiece | PullBlocks) -> None:
+        """The reader maps the memory: it reads on, whatever becomes of the owner or the link. Each
+        byte is what it was when it was read."""
+        worker, read = self._worker, _Read(job)
+
+        def begin() -> None:
+            owner = worker.net.linked(worker, job.peer)
+            if owner is not None:
+                read.first_half(owner.memory)
+
+        def end() -> None:
+            if read.second_half(worker):
+                self.moved_bytes += job.write.nbytes if isinstance(job, FetchPiece) else 0
+                worker.post(_fetched(job, None))
+            else:
+                worker.post(_fetched(job, "it is gone"))
+
+        self.fetches += isinstance(job, FetchPiece)
+        self.pulls += isinstance(job, PullBlocks)
+        self._later(partial(begin))
+        self._later(partial(end), worker.net.random.choice([0.01, 0.5]))
+
 
 @dataclass(slots=True)
+class _Read:
+    job: FetchPiece | PullBlocks
+    owner: Memory | None = None
+    content: Content = field(default_factory=list)
+
+    def first_half(self, owner: Memory) -> None:
+        everything = owner.take(self.job.write, self.job.source)
+        self.owner, self.content = owner, everything[: len(everything) // 2]
+
+    def second_half(self, reader: Worker) -> bool:
+        """False: there was nothing to read."""
+        if self.owner is None:
+            return False
+        self.content += self.owner.take(self.job.write, self.job.source)[len(self.content) :]
+        block_size = reader.shape.layout.block_size
+        side = Side(tables=self.job.tables, block_size=block_size)
+        reader.memory.put(self.job.write, side, self.content)
+        return True
+
+
+def _fetched(job: FetchPiece | PullBlocks, error: str | None) -> PieceFetched | BlocksPulled:
+    nbytes = job.write.nbytes
+    if isinstance(job, PullBlocks):
+        return BlocksPulled(pull=job.pull, bytes=nbytes, seconds=0, error=error)
+    return PieceFetched(key=job.key, piece=job.piece, bytes=nbytes, seconds=0, error=error)
+
+
+class Links:
+    """The worker's ends of its connections to peers."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def send(self, command: SendPeer) -> None:
+        self._worker.net.send(self._worker, command)
+
+    def states(self) -> tuple[LinkState, ...]:
+        return tuple(
+            LinkState(peer=peer, transport="sim", bytes_per_s=1e6, latency_s=0.001)
+            for peer in self._worker.links
+        )
+
+
 class Worker:
-    """One process life. `routes` is what its loop keeps: # key |-> the stream it came over"""
+    """One process life."""
 
-    shape: Shape
-    hello: WorkerHello
-    openings: Openings
-    prefill: PrefillScheduler
-    decode: DecodeScheduler
-    memory: Memory
-    preloads: Preloads
-    pool: PoolSide | None = None
-    routes: dict[RequestKey, int] = field(default_factory=dict)
-    streams: set[int] = field(default_factory=set)
-    links: dict[Incarnation, int] = field(default_factory=dict)  # peer |-> connection
-    regions: dict[str, Slab] = field(default_factory=dict)  # of its own slabs
-    stepping: PrefillScheduler | DecodeScheduler | None = None
-    turns: deque[PrefillScheduler | DecodeScheduler] = field(init=False)
+    def __init__(self, net: PeerNet, name: str, life: int, shape: Shape) -> None:
+        self.net, self.shape = net, shape
+        self.incarnation = Incarnation(f"{name}.{life}")
+        self.memory = Memory(shape.layout)
+        self.links: dict[Incarnation, int] = {}  # peer |-> connection
+        regions = {SlabId(i): f"{self.incarnation}-{i}" for i in range(shape.slabs)}
+        self.regions: dict[str, Slab] = dict.fromkeys(regions.values(), EMPTY)
+        self.core = self._core(name, life, regions)
+        self.hello = self._hello(name)
+        self.device, self.mover = Device(self), Mover(self)
+        self.pool: PoolSide | None = net.open_pool(self)
+        self._inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
+        self._turn_is_due = self._is_valid = False
+        self.loop = WorkerLoop(
+            self.core,
+            self.device,
+            Links(self),
+            self.mover,
+            self.pool,
+            self._inbox,
+            clock=lambda: net.now_s,
+        )
 
-    def __post_init__(self) -> None:
-        self.turns = deque([self.decode, self.prefill])
+    def _core(self, name: str, life: int, regions: dict[SlabId, str]) -> WorkerCore:
+        shape = self.shape
+        slab_bytes = HEADER_BYTES + shape.slab_bytes
+        return build_worker_core(
+            shape.settings(name),
+            shape.layout,
+            shape.blocks,
+            NAMES,
+            TIMES,
+            Staging(slabs=shape.slabs, slab_bytes=slab_bytes, reason="small"),
+            regions,
+            max_model_len=shape.longest_tokens,
+            cost=AnyWorth(shape.layout.block_size, rng=Random(life)),
+            launches_ahead=shape.launches_ahead,
+        )
 
-    @property
-    def incarnation(self) -> Incarnation:
-        return self.hello.incarnation
-
-    @property
-    def tables(self) -> BlockTables:
-        return self.openings.tables
+    def _hello(self, name: str) -> WorkerHello:
+        layout = self.shape.layout
+        return WorkerHello(
+            name=name,
+            incarnation=self.incarnation,
+            role=self.shape.role,
+            device="cpu",
+            transport="sim",
+            transfer_addresses=(f"sim:{self.incarnation}",),
+            fingerprint=NAMES.fingerprint,
+            architecture="Hash",
+            block_size=layout.block_size,
+            total_blocks=self.shape.blocks,
+            max_model_len=self.shape.longest_tokens,
+            max_running_requests=MAX_RUNNING,
+            prefill_chunk_tokens=CHUNK_TOKENS,
+            vocab_size=50,
+            physical_format=NAMES.physical_format,
+            step_times=TIMES,
+            kv_token_bytes=layout.bytes_per_token,
+        )
 
     @property
     def peer_hello(self) -> PeerHello:
+        layout = self.shape.layout
         facts = KvFacts(
-            dtype=self.shape.layout.dtype,
-            block_size=self.shape.layout.block_size,
+            dtype=layout.dtype,
+            block_size=layout.block_size,
             blocks=self.shape.blocks,
             slab_bytes=self.shape.slab_bytes,
             region="pool",
@@ -115,9 +379,53 @@ class Worker:
         return PeerHello(
             wire_version=WIRE_VERSION,
             incarnation=self.incarnation,
-            fingerprint="f",
+            fingerprint=NAMES.fingerprint,
             kv=facts,
         )
+
+    @property
+    def tables(self) -> BlockTables:
+        return self.core.tables
+
+    @property
+    def prefill(self) -> PrefillScheduler:
+        return self.core.prefill
+
+    @property
+    def decode(self) -> DecodeScheduler:
+        return self.core.decode
+
+    # --- its loop -------------------------------------------------------------------------------
+
+    def post(self, event: Incoming) -> None:
+        """The loop comes round at once, or a little later, when more events may have come."""
+        self._inbox.put(event)
+        if self._turn_is_due:
+            return
+        if self.net.random.random() < LATE_SHARE:
+            self._turn_is_due = True
+            self.net.by(self.incarnation, f"loop {self.incarnation}", self._turn)
+        else:
+            self._turn()
+
+    def _turn(self) -> None:
+        self._turn_is_due = self._is_valid = False
+        self.loop.turn()
+
+    def validate(self) -> None:
+        """What must hold, if anything has happened since it was looked at."""
+        if not self._is_valid:
+            self.core.validate()
+            self._is_valid = True
+
+    def tick(self) -> None:
+        """Time has passed without an event."""
+        self.post(RunOnLoop(lambda: None))
+
+    # --- its memory -----------------------------------------------------------------------------
+
+    def region_of(self, slab_id: SlabId) -> str:
+        return self.decode.reservations.grants.regions[slab_id]
 
     def fill(self, job: WriteSlab, content: Content) -> SlabFilled:
         """A peer writes."""
@@ -131,132 +439,6 @@ class Worker:
             key=lent.key, piece=lent.piece, slab_id=lent.slab_id, lease_id=lent.lease_id
         )
 
-    def digest(self, job: DigestBlocks) -> BlocksDigested:
-        digest = self.memory.digest(job.tables, job.span)
-        return BlocksDigested(holder=job.holder, digests=(digest,))
-
-    def scatter(self, job: ScatterSlab) -> SlabScattered:
-        filled = job.filled
-        lease, piece, content = self.regions[
-            self.decode.reservations.grants.regions[filled.slab_id]
-        ]
-        assert lease == filled.lease_id, "someone wrote into a slab that was not lent to it"
-        assert piece == job.piece, "another piece than was announced"
-        side = Side(tables=job.tables, block_size=self.shape.layout.block_size)
-        self.memory.put(job.write, side, content)
-        return SlabScattered(
-            key=filled.key,
-            piece=filled.piece,
-            slab_id=filled.slab_id,
-            lease_id=filled.lease_id,
-            bytes=job.write.nbytes,
-            seconds=0,
-        )
-
-    def _region_of(self, slab_id: SlabId) -> str:
-        return self.decode.reservations.grants.regions[slab_id]
-
-    def replace(self, slab_id: SlabId, region: str) -> SlabReplaced:
-        del self.regions[self._region_of(slab_id)]
-        self.regions[region] = EMPTY
-        return SlabReplaced(slab_id=slab_id, region=region)
-
-    def validate(self) -> None:
-        if self.openings.restores is not None:
-            self.openings.restores.validate()
-        self.prefill.validate()
-        self.decode.validate()
-
-
-@dataclass(slots=True)
-class Fetch:
-    """A read of a peer's blocks under way: each byte is what it was when it was read."""
-
-    reader: Worker
-    owner: Memory
-    job: FetchPiece
-    content: Content = field(default_factory=list)
-
-    def first_half(self) -> None:
-        everything = self.owner.take(self.job.write, self.job.source)
-        self.content = everything[: len(everything) // 2]
-
-    def second_half(self) -> PieceFetched:
-        self.content += self.owner.take(self.job.write, self.job.source)[len(self.content) :]
-        block_size = self.reader.shape.layout.block_size
-        side = Side(tables=self.job.tables, block_size=block_size)
-        self.reader.memory.put(self.job.write, side, self.content)
-        return fetched(self.job)
-
-
-def fetched(job: FetchPiece, error: str | None = None) -> PieceFetched:
-    return PieceFetched(
-        key=job.key, piece=job.piece, bytes=job.write.nbytes, seconds=0, error=error
-    )
-
-
-def make_worker(name: str, life: int, shape: Shape) -> Worker:
-    incarnation = Incarnation(f"{name}.{life}")
-    tables = BlockTables(shape.layout, shape.blocks)
-    openings = _openings(tables, shape, life)
-    regions = {SlabId(i): f"{incarnation}-{i}" for i in range(shape.slabs)}
-    reservations = Reservations(
-        tables=tables,
-        slabs=SlabPool(shape.slab_bytes, shape.slabs),
-        regions=regions,
-        leases=LeaseTable(LEASE_S),
-        mode=shape.mode,
-    )
-    hello = WorkerHello(
-        name=name,
-        incarnation=incarnation,
-        role=shape.role,
-        device="cpu",
-        transport="sim",
-        transfer_addresses=(f"sim:{incarnation}",),
-        fingerprint="f",
-        architecture="Hash",
-        block_size=shape.layout.block_size,
-        total_blocks=shape.blocks,
-        max_model_len=shape.longest_tokens,
-        max_running_requests=MAX_RUNNING,
-        prefill_chunk_tokens=12,
-        vocab_size=50,
-        step_times=StepCoefficients(),
-    )
-    return Worker(
-        shape=shape,
-        hello=hello,
-        openings=openings,
-        preloads=Preloads(tables, shape.longest_tokens),
-        prefill=PrefillScheduler(
-            openings=openings,
-            chunk_tokens=12,
-            mode=shape.mode,
-            canary_every=CANARY_EVERY,
-            order=Order(qos=TIERS, times=TIMES),
-        ),
-        decode=DecodeScheduler(
-            reservations=reservations,
-            batch=Batch(
-                openings=openings,
-                chunk_tokens=12,
-                shares=TierShares(slots=MAX_RUNNING, qos=TIERS),
-                times=TIMES,
-            ),
-        ),
-        memory=Memory(shape.layout),
-        regions=dict.fromkeys(regions.values(), EMPTY),
-    )
-
-
-def _openings(tables: BlockTables, shape: Shape, life: int) -> Openings:
-    if not shape.host:
-        return Openings(tables=tables)
-    tables.cache.reports = True
-    cost = AnyWorth(tables.layout.block_size, rng=Random(life))
-    return Openings(
-        tables=tables,
-        restores=Restores(tables=tables, cost=cost),
-        write_behind=WriteBehind(tables),
-    )
+    def held(self) -> Sequence[object]:
+        """Who holds blocks, but for what is pinned."""
+        return [one.holder for one in self.tables.held() if one.holder.side != "pinned"]

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from cluster.worker.device import AheadDevice
-from cluster.worker.events import Crashed, Stepped
-from engine.core.step import RunStep, StepBatch, StepOutcome
+from cluster.worker.events import Crashed
+from engine.core.step import RunStep, StepBatch, StepDone, StepOutcome
 from engine.device.layer_marks import LayerMarks
 from engine.flight import Flight
 from kvpool.core.blocks.holding import CopyPairs
@@ -47,7 +47,7 @@ class Gpu:
     def copy_blocks(self, pairs: CopyPairs) -> None: ...
 
 
-Posts = queue.SimpleQueue[Stepped | LayersWritten | Crashed]
+Posts = queue.SimpleQueue[StepDone | LayersWritten | Crashed]
 
 
 @contextmanager
@@ -73,10 +73,10 @@ def test_a_step_is_launched_while_the_one_before_runs() -> None:
         assert isinstance(gpu.launches.get(timeout=PATIENCE_S), Flight)
         assert posts.empty(), "neither has ended"
         gpu.may_end.release()
-        assert isinstance(posts.get(timeout=PATIENCE_S), Stepped)
+        assert isinstance(posts.get(timeout=PATIENCE_S), StepDone)
         assert posts.empty()
         gpu.may_end.release()
-        assert isinstance(posts.get(timeout=PATIENCE_S), Stepped)
+        assert isinstance(posts.get(timeout=PATIENCE_S), StepDone)
 
 
 def test_a_failed_launch_is_told() -> None:

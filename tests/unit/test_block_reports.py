@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.worker import reports as block_reports
-from cluster.worker.reports import BlockReports
+from cluster.core.worker import reports as block_reports
+from cluster.core.worker.reports import BlockReports
 from kvpool.core.blocks.device_cache import BlockNews
 from kvpool.core.blocks.holding import Holder
 from kvpool.core.blocks.tables import BlockTables
@@ -35,14 +35,14 @@ def test_a_block_that_came_and_went_in_between_is_not_told() -> None:
     tables = _tables()
     reports = BlockReports(tables.cache)
     first = _compute(tables, 0, 3)
-    assert reports.take() == [BlockChanges(tier=Tier.DEVICE, stored=first)]
+    assert reports.take(0) == [BlockChanges(tier=Tier.DEVICE, stored=first)]
     _compute(tables, 100, 4)
     last = _compute(tables, 200, 4)
-    assert reports.take() == [
+    assert reports.take(0) == [
         BlockChanges(tier=Tier.DEVICE, stored=last),
         BlockChanges(tier=Tier.DEVICE, removed=first[::-1]),
     ]
-    assert reports.take() == []
+    assert reports.take(0) == []
     assert reports.everything() == [BlockChanges(tier=Tier.DEVICE, stored=last)]
 
 
@@ -51,6 +51,6 @@ def test_no_message_is_longer_than_it_may_be(monkeypatch: pytest.MonkeyPatch) ->
     tables = _tables(8)
     reports = BlockReports(tables.cache)
     hashes = _compute(tables, 0, 8)
-    for told in (reports.take(), reports.everything()):
+    for told in (reports.take(0), reports.everything()):
         assert [len(changes.stored) for changes in told] == [3, 3, 2]
         assert sum((changes.stored for changes in told), ()) == hashes

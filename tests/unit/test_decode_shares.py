@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.worker.reports import tier_loads
+from cluster.core.worker.reports import tier_loads
 from decode_worker.scheduler import DecodeScheduler
 from engine.core.step import Emit, StepWanted
 from engine.core.step_times import LinearTimes

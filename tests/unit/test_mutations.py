@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench.mutations.__main__ import cores, is_core, sampled
-from bench.mutations.sites import Site, common, mutated, sites_of
+from bench.mutations.sites import MutationSite, common, mutated, sites_of
 from bench.mutations.trial import module_name
 
 SOURCE = b'''"""A module with 1 docstring."""
@@ -36,7 +36,7 @@ def first(values: list[int]) -> int:
 '''
 
 
-def sites() -> list[Site]:
+def sites() -> list[MutationSite]:
     return sites_of("queue.py", SOURCE)
 
 

@@ -11,7 +11,7 @@ from router.core.load.decode_outlook import BatchThen, Expected
 from router.core.load.prefill_queue import Ahead
 from router.core.policy.forecast import Forecast
 from router.core.policy.kv_aware import KvAware, Steps, _steps
-from router.core.policy.placement import PlacementPolicy
+from router.core.policy.placement import PlacementPolicy, least_against
 from router.core.policy.placement_baselines import LeastLoaded, LocalCache, RandomPair, RoundRobin
 from router.core.state.candidate import Candidate
 from router.core.state.demand import Demand
@@ -270,3 +270,12 @@ def test_it_costs_those_that_are_in_a_step_not_all_that_are_there() -> None:
     asked = demand(prompt_tokens=16, output_tokens=8)
     found = _steps(asked, BatchThen(5, 20), worker)
     assert found == pytest.approx(Steps(own_s=0.24, cost_s=0.24 + 2 * 0.02))
+
+
+@pytest.mark.parametrize("order", [("p", "p2", "p3"), ("p3", "p2", "p")])
+def test_where_every_pair_is_suspected_the_least_of_it_counts(order: tuple[str, ...]) -> None:
+    against = {"p": 2, "p2": 1, "p3": 3}
+    prefills = [view(name, Role.PREFILL) for name in order]
+    decoders = [view("d", Role.DECODE)]
+    assert least_against(prefills, decoders, lambda pair: (against[pair.prefill], 0.0)) == 1
+    assert least_against([], decoders, lambda pair: (1, 0.0)) == 0

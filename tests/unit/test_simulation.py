@@ -18,6 +18,7 @@ import cluster.worker.build
 import router.live.dispatcher
 from cluster.cli.main import app
 from cluster.config.load import Override, load_config
+from cluster.core.worker.core import WorkerCore
 from cluster.sim import output
 from cluster.sim.output import Result, as_json, simulate, simulate_rates
 from cluster.sim.report import Report
@@ -34,16 +35,7 @@ PLAIN = (
     "simulation.slo.told=false",
 )
 SHARED = (
-    "WorkerLoop",
-    "PrefillScheduler",
-    "DecodeScheduler",
-    "Reservations",
-    "Batch",
-    "BlockTables",
-    "Openings",
-    "SlabPool",
-    "LeaseTable",
-    "open_caches",
+    "build_worker_core",
     "plan_staging",
     "WorkerHello",
 )
@@ -281,7 +273,7 @@ def test_pools_tell_how_busy_they_were_and_what_that_cost(tmp_path: Path) -> Non
 
 
 def test_simulator_and_shells_run_the_same_classes() -> None:
-    shells = vars(cluster.worker.build) | vars(cluster.worker.build)
+    shells = vars(cluster.worker.build)
     simulated = vars(cluster.sim.worker)
     for name in SHARED:
         assert simulated[name] is shells[name]
@@ -289,7 +281,7 @@ def test_simulator_and_shells_run_the_same_classes() -> None:
     simulation = ClusterSimulation(load_config(None), trace(1), Scale())
     assert type(simulation.routers[0].core) is type(router.live.dispatcher.begin(Beginning()))
     for worker in simulation.fleet.workers.values():
-        assert type(worker.loop) is cluster.worker.build.WorkerLoop
+        assert type(worker.core) is WorkerCore
 
 
 def test_a_router_that_knows_the_objectives_keeps_them_for_those_it_takes() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import pytest
 
-from cluster.worker.events import FromRouter, Incoming, RouterJoined, RouterLost, RunOnLoop, Stepped
+from cluster.core.worker.core import WorkerCore
+from cluster.core.worker.events import FromRouter, MoveJob, RouterJoined, RouterLost
+from cluster.worker.events import Incoming, RunOnLoop
 from cluster.worker.loop import WorkerLoop
 from cluster.worker.process import WorkerProcess
 from engine.core.correction import StepPace
@@ -60,10 +63,10 @@ class Device:
         self.batches.append(step.batch)
         self.launched.append(step.batch)
 
-    def end_step(self) -> Stepped:
+    def end_step(self) -> StepDone:
         batch = self.launched.popleft()
         sampled = tuple(tuple(Sampled(token_id=7) for _ in s.samples) for s in batch.slices)
-        return Stepped(StepDone(outcome=StepOutcome(sampled=sampled), seconds=0.0))
+        return StepDone(outcome=StepOutcome(sampled=sampled), seconds=0.0)
 
 
 class Stream:
@@ -92,9 +95,26 @@ def _counts(event: WorkerEvent) -> bool:
     return not isinstance(event, Lifetime)
 
 
+class Links:
+    """Peers that hear nothing."""
+
+    def send(self, command: SendPeer) -> None:
+        pass
+
+    def states(self) -> tuple[LinkState, ...]:
+        return ()
+
+
+class Mover:
+    """Nothing is moved in these tests."""
+
+    def put(self, job: MoveJob) -> None:
+        raise AssertionError(job)
+
+
 class Harness:
     def __init__(
-        self, clock: Callable[[], float] | None = None, *, launches_ahead: bool = False
+        self, clock: Callable[[], float] = time.monotonic, *, launches_ahead: bool = False
     ) -> None:
         decode = decode_scheduler(blocks=8)
         openings = decode.batch.openings
@@ -102,21 +122,21 @@ class Harness:
         self.inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         self.device = Device(at_once=1 + launches_ahead)
         self.pace = StepPace(TIMES)
-        self.loop = WorkerLoop(
-            self.device,
+        self.core = WorkerCore(
             openings,
             prefill,
             decode,
-            self.inbox,
+            self.pace,
             max_model_len=16,
-            pace=self.pace,
-            clock=clock,
             launches_ahead=launches_ahead,
+        )
+        self.loop = WorkerLoop(
+            self.core, self.device, Links(), Mover(), None, self.inbox, clock=clock
         )
 
     @property
     def decode_tables(self) -> BlockTables:
-        return self.loop.decode.batch.tables
+        return self.core.tables
 
     def router(self) -> Stream:
         stream = Stream()
@@ -136,16 +156,6 @@ class Harness:
             self.loop.turn()
 
 
-class Links:
-    """Peers that hear nothing."""
-
-    def send(self, command: SendPeer) -> None:
-        pass
-
-    def states(self) -> tuple[LinkState, ...]:
-        return ()
-
-
 def generate(name: str, *, max_tokens: int = 1) -> Generate:
     return Generate(spec=spec(name, 3, max_tokens=max_tokens))
 
@@ -163,7 +173,7 @@ def test_events_go_to_the_router_that_asked() -> None:
     for stream, name in ((one, "a"), (other, "b")):
         assert stream.about(name) == ["Reserved", "Tokens", "Released"]
         assert {event.key for event in stream.heard} == {key(name)}
-    assert worker.loop.idle
+    assert worker.core.idle
 
 
 def test_routers_hear_of_all_blocks_then_of_new_ones() -> None:
@@ -213,7 +223,7 @@ def test_a_router_that_is_gone_takes_its_requests_along() -> None:
     assert {s.key for batch in worker.device.batches for s in batch.slices} == {key("b")}
     worker.inbox.put(RouterLost(stays))
     worker.run()
-    assert worker.loop.idle
+    assert worker.core.idle
     assert worker.decode_tables.free_blocks == worker.decode_tables.blocks
 
 
@@ -228,7 +238,7 @@ def test_each_router_hears_at_once_of_what_came_from_another() -> None:
     told = len(other.told)
     worker.run()
     worker.run()
-    assert worker.loop.idle and other.counters.running == 0
+    assert worker.core.idle and other.counters.running == 0
     assert len(other.told) > told
     told = len(other.told)
     worker.run()
@@ -268,18 +278,18 @@ def test_a_preload_outlives_the_router_that_asked_for_it() -> None:
     worker.inbox.put(worker.device.end_step())
     worker.run()
     assert pinned(worker) == 1
-    assert worker.loop.idle
+    assert worker.core.idle
 
 
 def test_a_late_message_of_a_router_that_is_gone_harms_nobody() -> None:
     worker = Harness()
     gone = worker.router()
     worker.inbox.put(RouterLost(gone))
-    worker.loop.draining = True
+    worker.core.draining = True
     worker.say(gone, generate("a"), Abort(key=key("a")))
     worker.run()
     assert gone.heard == []
-    assert worker.loop.idle
+    assert worker.core.idle
 
 
 def test_a_running_step_holds_up_no_answer() -> None:
@@ -297,7 +307,6 @@ def test_a_running_step_holds_up_no_answer() -> None:
 def test_the_schedulers_take_turns_at_the_device() -> None:
     worker = Harness()
     stream = worker.router()
-    worker.loop.attach(Links(), mover=None, pool=None)  # type: ignore[arg-type]
     worker.say(stream, generate("a", max_tokens=9), prefill(spec("p", 20)))
     for _ in range(4):
         worker.run()
@@ -310,14 +319,14 @@ def test_a_draining_worker_refuses_the_new_and_finishes_the_old() -> None:
     stream = worker.router()
     worker.say(stream, generate("a", max_tokens=2))
     worker.run()
-    worker.loop.draining = True
+    worker.core.draining = True
     worker.say(stream, generate("b"))
     worker.run()
     assert stream.about("a") == ["Reserved", "Tokens", "Tokens", "Released"]
     (refused,) = [e for e in stream.heard if e.key == key("b")]
     assert isinstance(refused, ReserveRefused)
     assert refused.reason == "draining"
-    assert worker.loop.idle
+    assert worker.core.idle
 
 
 def test_a_worker_that_drains_tells_every_router_at_once() -> None:
@@ -325,7 +334,7 @@ def test_a_worker_that_drains_tells_every_router_at_once() -> None:
     streams = [worker.router(), worker.router()]
     worker.run()
     assert not any(stream.counters.draining for stream in streams)
-    worker.inbox.put(RunOnLoop(worker.loop.drain))
+    worker.inbox.put(RunOnLoop(worker.core.drain))
     worker.loop.turn()
     assert all(stream.counters.draining for stream in streams)
 
@@ -333,10 +342,9 @@ def test_a_worker_that_drains_tells_every_router_at_once() -> None:
 def test_a_draining_worker_finishes_the_prompts_it_has_and_takes_no_more() -> None:
     worker = Harness()
     stream = worker.router()
-    worker.loop.attach(Links(), mover=None, pool=None)  # type: ignore[arg-type]
     worker.say(stream, prefill(spec("queued", 20)))
     worker.loop.turn()
-    worker.inbox.put(RunOnLoop(worker.loop.drain))
+    worker.inbox.put(RunOnLoop(worker.core.drain))
     worker.say(stream, prefill(spec("new", 20)))
     for _ in range(4):
         worker.run()
@@ -353,7 +361,7 @@ def test_a_refused_request_leaves_no_route() -> None:
     worker.say(stream, Generate(spec=spec("a", 8 * BLOCK)))
     worker.run()
     assert [type(e) for e in stream.heard] == [ReserveRefused]
-    assert worker.loop.idle
+    assert worker.core.idle
 
 
 def test_counters_ride_on_events() -> None:
@@ -460,7 +468,7 @@ def test_the_next_step_is_launched_before_the_first_has_ended() -> None:
     follows = [batch.slices[0].follows for batch in worker.device.batches]
     assert follows == [None, None, 0, 0, 0] and steps < 5
     ids = [token for e in stream.heard if isinstance(e, Tokens) for token in e.token_ids]
-    assert ids == [7] * 5 and worker.loop.idle
+    assert ids == [7] * 5 and worker.core.idle
 
 
 def test_each_step_s_time_is_learnt_by_itself() -> None:
@@ -479,7 +487,6 @@ def test_each_step_s_time_is_learnt_by_itself() -> None:
 
 def test_a_prompt_has_its_turn_before_the_next_step() -> None:
     worker = Harness(launches_ahead=True)
-    worker.loop.attach(Links(), None, None)  # type: ignore[arg-type]
     stream = worker.router()
     worker.say(stream, generate("a", max_tokens=9))
     worker.run()

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import assert_never
 
+from cluster.core.worker.events import PoolAnswer
 from cluster.worker.pool.link import PoolEndpoints, PoolLink
 from cluster.worker.pool.mover import PoolJob, PoolMover
 from cluster.worker.pool.news import FromFar, PoolNews
@@ -163,8 +164,6 @@ def _nothing(wanted: WantPrefix) -> PrefixFetched:
 
 
 PoolLinkEvent = ClientEvent | AskFar | FromFar
-
-PoolAnswer = OfferSettled | PrefixFound | PrefixFetched
 
 
 class PoolSide:

@@ -74,15 +74,15 @@ class _Pull:
 
 @dataclass(slots=True, kw_only=True)
 class Pulls:
-    """A peer may take `patience_s` for an answer. One read has at most `read_bytes`, so that other
-    transfers get their turn in between."""
+    """`outbox` holds commands to be executed, in order. A peer may take `patience_s` for an answer.
+    One read has at most `read_bytes`, so that other transfers get their turn in between."""
 
     tables: BlockTables
     cost: RestoreCost
     read_bytes: int
     patience_s: float = 5.0
     tokens: int = 0
-    _outbox: list[SendPeer | PullBlocks] = field(default_factory=list)
+    outbox: list[SendPeer | PullBlocks] = field(default_factory=list)
     _numbers: int = 0
     _open: dict[int, _Pull] = field(default_factory=dict)
     _facts: dict[Incarnation, KvFacts] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class Pulls:
             holder=holder, source=source, hashes=wanted.hashes, here=here, since_s=now_s
         )
         send = SendPeer(peer=source.peer, addresses=source.addresses, message=wanted)
-        self._outbox.append(send)
+        self.outbox.append(send)
 
     def drop(self, holder: Holder) -> bool:
         """The request is over. True: its blocks are being written until Restored comes."""
@@ -179,7 +179,7 @@ class Pulls:
             self._say(peer, PullRead(pull=number))
             return [self._end(number, 0)]
         pull.state, pull.blocks, pull.granted_s = _State.READING, granted.blocks, now_s
-        self._outbox.append(pull.reads.popleft())
+        self.outbox.append(pull.reads.popleft())
         return []
 
     def _plan(
@@ -216,7 +216,7 @@ class Pulls:
     def _read(self, done: BlocksPulled, now_s: float) -> list[Restored]:
         pull = self._open[done.pull]
         if not pull.void and done.error is None and pull.reads:
-            self._outbox.append(pull.reads.popleft())
+            self.outbox.append(pull.reads.popleft())
             return []
         self._say(pull.source.peer, PullRead(pull=done.pull))
         if pull.void or done.error is not None:
@@ -253,10 +253,10 @@ class Pulls:
         return Restored(holder=pull.holder, tokens=blocks * size, origin=PrefixOrigin.PEER)
 
     def _say(self, peer: Incarnation, message: PullMessage) -> None:
-        self._outbox.append(SendPeer(peer=peer, message=message))
+        self.outbox.append(SendPeer(peer=peer, message=message))
 
     def take_outbox(self) -> list[SendPeer | PullBlocks]:
-        taken, self._outbox = self._outbox, []
+        taken, self.outbox = self.outbox, []
         return taken
 
     def validate(self) -> None:

@@ -1,7 +1,6 @@
 """Which blocks a worker holds, as each router's directory hears it.
 
-A router that attaches is told first everything that there is, then every change, in order. Runs on
-the worker loop's thread.
+A router that attaches hears first of everything that there is, then of every change, in order.
 
 A worker's state in numbers, as routers are told with every batch of events.
 
@@ -10,7 +9,6 @@ The line that a worker logs of its activity, and when it stays silent. Pure.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -49,16 +47,16 @@ class BlockReports:
             return []
         return [*_stored([block.hash for block in self._cache.index])]
 
-    def take(self) -> list[BlockChanges]:
+    def take(self, now_s: float) -> list[BlockChanges]:
         """What is new since the last call."""
         if not self._cache.changes:
             return []
         stored, removed = self._cache.changes.take()
-        self._date(stored, removed)
+        self._date(stored, removed, now_s)
         return [*_stored(stored), *_removed(removed)]
 
-    def _date(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        self._since_s.update(dict.fromkeys(stored, time.monotonic()))
+    def _date(self, stored: Sequence[bytes], removed: Sequence[bytes], now_s: float) -> None:
+        self._since_s.update(dict.fromkeys(stored, now_s))
         for block_hash in removed:
             self._since_s.pop(block_hash, None)
 

@@ -1,0 +1,110 @@
+"""Puts a worker's core together: the one assembly that production, simulator and tests use."""
+
+from __future__ import annotations
+
+from cluster.core.qos import prefill_order, tier_shares
+from cluster.core.settings import WorkerSettings
+from cluster.core.worker.core import WorkerCore
+from decode_worker.batch import Batch
+from decode_worker.reservations import Reservations
+from decode_worker.scheduler import DecodeScheduler
+from engine.core.correction import StepPace
+from engine.core.step_times import StepTimes
+from kvpool.core.blocks.device_cache import BlockNews
+from kvpool.core.blocks.leases import LeaseTable
+from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.fetch.cost import RestoreCost
+from kvpool.core.fetch.openings import Openings
+from kvpool.core.fetch.peer_pull import PullGrants, Pulls
+from kvpool.core.fetch.pool_fetch import FarFetches, Restores
+from kvpool.core.fetch.write_behind import WriteBehind
+from kvpool.core.layout.block_names import BlockNames
+from kvpool.core.layout.layout import KvLayout
+from kvpool.core.transfer.codec_choice import NO_CODEC, CodecOffer
+from kvpool.core.transfer.messages import HandoffMode
+from kvpool.core.transfer.slabs import SlabId, SlabPool, Staging
+from kvrelay.types import Incarnation
+from prefill_worker.scheduler import PrefillScheduler
+
+
+def build_worker_core(
+    settings: WorkerSettings,
+    layout: KvLayout,
+    blocks: int,
+    names: BlockNames,
+    times: StepTimes,
+    staging: Staging,
+    regions: dict[SlabId, str],
+    *,
+    max_model_len: int,
+    cost: RestoreCost | None = None,
+    offer: CodecOffer = NO_CODEC,
+    ranks: int = 1,
+    most_steps: int = 1,
+    launches_ahead: bool = False,
+) -> WorkerCore:
+    """`regions` names each staging slab's memory, as peers are told. `cost` says what is worth
+    fetching; None: as it is measured. `ranks` share the heads of each block."""
+    tables = BlockTables(
+        layout, blocks, names=names, caching=settings.prefix_caching, policy=settings.eviction
+    )
+    cost = RestoreCost(layout.block_size) if cost is None else cost
+    openings = _openings(settings, tables, staging, cost)
+    pace = StepPace(times)
+    reservations = Reservations(
+        tables=tables,
+        slabs=SlabPool(staging.payload_bytes, staging.slabs),
+        regions=regions,
+        leases=LeaseTable(settings.lease_ttl_s),
+        mode=HandoffMode(settings.handoff),
+        offer=offer,
+        ranks=ranks,
+    )
+    return WorkerCore(
+        openings,
+        _prefill(settings, openings, pace),
+        DecodeScheduler(reservations=reservations, batch=_batch(settings, openings, pace)),
+        pace,
+        max_model_len=max_model_len,
+        confirms_offers=settings.handoff == HandoffMode.POOL,
+        most_steps=most_steps,
+        launches_ahead=launches_ahead,
+    )
+
+
+def _openings(
+    settings: WorkerSettings, tables: BlockTables, staging: Staging, cost: RestoreCost
+) -> Openings:
+    """Without prefix caching nothing is shared with other workers."""
+    openings = Openings(tables=tables)
+    if settings.pool_address is not None:
+        tables.cache.reports = True
+        openings.restores = Restores(tables=tables, cost=cost)
+        openings.write_behind = WriteBehind(tables)
+        openings.far = FarFetches(tables=tables, cost=cost)
+    if settings.prefix_caching:
+        tables.cache.changes = BlockNews()
+        openings.pulls = Pulls(tables=tables, cost=cost, read_bytes=staging.payload_bytes)
+        leases = LeaseTable[tuple[Incarnation, int]](settings.lease_ttl_s)
+        openings.grants = PullGrants(tables=tables, leases=leases)
+    return openings
+
+
+def _prefill(settings: WorkerSettings, openings: Openings, times: StepTimes) -> PrefillScheduler:
+    return PrefillScheduler(
+        openings=openings,
+        chunk_tokens=settings.prefill_chunk_tokens,
+        mode=HandoffMode(settings.handoff),
+        canary_every=settings.canary_every,
+        order=prefill_order(settings, times),
+    )
+
+
+def _batch(settings: WorkerSettings, openings: Openings, times: StepTimes) -> Batch:
+    return Batch(
+        openings=openings,
+        chunk_tokens=settings.own_chunk_tokens,
+        shares=tier_shares(settings),
+        times=times,
+        rope_border_tokens=openings.tables.names.rope_border_tokens,
+    )

@@ -1,0 +1,318 @@
+"""What one worker decides: events go in, and commands come out as a list.
+
+Both schedulers live here, over one set of block tables. The worker's role only tells routers what
+to send. A turn of a worker is: `handle` each event, `proceed`, and `report` if there is news.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, get_args
+
+from cluster.core.worker.events import (
+    CoreEvent,
+    FromRouter,
+    RouterJoined,
+    RouterLost,
+    WorkerCommand,
+)
+from cluster.core.worker.prefixes import PrefixExchange, PrefixOutcome
+from cluster.core.worker.reports import BlockReports, Totals, count
+from cluster.core.worker.routers import Preloads, RouterQueues
+from cluster.core.worker.steps import StepTurns
+from decode_worker.scheduler import DecodeScheduler
+from engine.core.correction import StepPace
+from engine.core.step import Command, Emit, StepDone, Tick
+from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.fetch.client_events import OfferSettled, PrefixFetched, PrefixFound
+from kvpool.core.fetch.openings import Openings
+from kvpool.core.fetch.peer_pull import PullEvent
+from kvpool.core.fetch.pool_fetch import Restored
+from kvpool.core.transfer.commands import (
+    FromPeer,
+    LayersWritten,
+    LinkMeasured,
+    PeerLost,
+    PieceFetched,
+    SlabReplaced,
+    SlabScattered,
+    SlabWritten,
+)
+from kvpool.core.transfer.messages import TO_PREFILL, BlocksDigested, PeerHello, PeerMessage
+from kvpool.core.transfer.pull import BlocksPulled, PullMessage
+from kvrelay.errors import RefusalReason
+from kvrelay.messages import (
+    Abort,
+    Counters,
+    Generate,
+    LinkState,
+    Prefill,
+    Preload,
+    Released,
+    RequestFailed,
+    Reserve,
+    ReserveRefused,
+    Stop,
+    WorkerEvent,
+)
+from kvrelay.types import RequestKey
+from prefill_worker.scheduler import PrefillScheduler
+
+log = logging.getLogger(__name__)
+
+LAST_EVENTS = (Released, ReserveRefused)
+"""After one of these the worker holds nothing for the request."""
+_WITH_MESSAGE = (FromPeer, FromRouter)
+"""Handlers of these are chosen by the type of their message."""
+
+Handler = Callable[[Any, float], list[Any]]
+
+
+class WorkerCore:
+    """Complete as `build_worker_core` returns it."""
+
+    def __init__(
+        self,
+        openings: Openings,
+        prefill: PrefillScheduler,
+        decode: DecodeScheduler,
+        pace: StepPace,
+        *,
+        max_model_len: int,
+        confirms_offers: bool = False,
+        most_steps: int = 1,
+        launches_ahead: bool = False,
+    ) -> None:
+        """`most_steps` and `launches_ahead` are those of StepTurns, `confirms_offers` is that of
+        PrefixExchange."""
+        self.openings = openings
+        self.prefill = prefill
+        self.decode = decode
+        self.pace = pace
+        self.draining = False
+        self.reports = BlockReports(openings.tables.cache)
+        self._prefixes = PrefixExchange(openings, confirms=confirms_offers)
+        self._steps = StepTurns(
+            decode, prefill, pace, most_steps=most_steps, launches_ahead=launches_ahead
+        )
+        self._routers = RouterQueues(self.reports)
+        self._preloads = Preloads(openings.tables, max_model_len)
+        self._totals = Totals()
+        self._handlers = self._all_handlers()
+
+    def _all_handlers(self) -> dict[type, Handler]:
+        """# event, or the message in it |-> who hears it"""
+        prefill, decode = self.prefill.handle, self.decode.handle
+        pool_answers: tuple[type, ...] = (OfferSettled, PrefixFound, PrefixFetched)
+        handlers: dict[type, Handler] = dict.fromkeys(get_args(PeerMessage), decode)
+        handlers |= dict.fromkeys(TO_PREFILL, prefill)
+        handlers |= dict.fromkeys(get_args(PullMessage), self._pulled)
+        handlers |= dict.fromkeys(pool_answers, self._answered)
+        handlers |= dict.fromkeys((Reserve, Generate, Prefill), self._asked)
+        handlers |= dict.fromkeys((PieceFetched, SlabScattered, SlabReplaced), decode)
+        return handlers | {
+            Preload: self._preload,
+            Stop: self._stop,
+            Abort: self._abort,
+            RouterJoined: self._router_joined,
+            RouterLost: self._router_lost,
+            PeerHello: self._peer_came_or_went,
+            PeerLost: self._peer_came_or_went,
+            LinkMeasured: self._link_measured,
+            SlabWritten: prefill,
+            BlocksDigested: self._digested,
+            BlocksPulled: self._pulled,
+            LayersWritten: self._layers_written,
+            StepDone: self._step_done,
+        }
+
+    @property
+    def tables(self) -> BlockTables:
+        return self.openings.tables
+
+    @property
+    def idle(self) -> bool:
+        return self._routers.idle
+
+    @property
+    def stepping(self) -> DecodeScheduler | PrefillScheduler | None:
+        """Whose step the device runs."""
+        return self._steps.stepping
+
+    def drain(self) -> None:
+        """Finish what is here and take nothing new. All routers hear of it with this turn."""
+        self.draining = True
+        self._routers.report_all()
+
+    # --- a turn ---------------------------------------------------------------------------------
+
+    def handle(self, event: CoreEvent, now_s: float) -> list[WorkerCommand]:
+        kind: type = type(event)
+        if kind in _WITH_MESSAGE:
+            kind = type(event.message)  # type: ignore[union-attr]
+        commands = self._handlers[kind](event, now_s)
+        return self._without_events(commands, now_s) if commands else commands
+
+    def proceed(self, now_s: float) -> list[WorkerCommand]:
+        """Keep the device busy, and ask pools and peers. When a pool has answered at once, call it
+        again."""
+        steps, prefixes = self._steps, self._prefixes
+        commands: list[Any] = [] if steps.stepping is not None else steps.start(now_s)
+        if prefixes.uses_pools:
+            commands += prefixes.take_questions(now_s)
+        if steps.launches_ahead:
+            commands += steps.start_behind(now_s)
+        if steps.stepping is None:
+            self.pace.idle()
+        if prefixes.answers or (prefixes.pulls is not None and prefixes.pulls.outbox):
+            commands += prefixes.take_commands()
+        return self._without_events(commands, now_s) if commands else commands
+
+    def tick(self, links: tuple[LinkState, ...], now_s: float) -> list[WorkerCommand]:
+        """Time has passed: leases may have ended. Every router hears that the worker lives."""
+        commands = self._both(Tick(), now_s)
+        self._totals.orphaned_blocks = self.tables.orphaned()
+        commands += self._restored(self._prefixes.expire(now_s), now_s)
+        kept = self._without_events(commands, now_s)
+        return [*kept, *self._routers.heartbeats(self.counters(links))]
+
+    @property
+    def has_news(self) -> bool:
+        """Routers have something to hear."""
+        return self._routers.changed or bool(self.tables.cache.changes)
+
+    def report(self, links: tuple[LinkState, ...], now_s: float) -> list[WorkerCommand]:
+        """What each router hears of this turn. `links` are those to peers."""
+        return [*self._routers.flush(self.counters(links), now_s)]
+
+    def counters(self, links: tuple[LinkState, ...]) -> Counters:
+        parts = (self.openings, self.prefill, self.decode, self._totals, self.pace)
+        return count(*parts, links, self.draining)
+
+    def _without_events(self, commands: Iterable[Any], now_s: float) -> list[WorkerCommand]:
+        """Events for routers wait for `report`."""
+        kept: list[WorkerCommand] = []
+        for command in commands:
+            if type(command) is Emit:
+                self._emit(command.events, now_s)
+            else:
+                kept.append(command)
+        return kept
+
+    def _emit(self, events: tuple[WorkerEvent, ...], now_s: float) -> None:
+        self._routers.add(events)
+        for event in events:
+            if isinstance(event, LAST_EVENTS):
+                self._routers.end(event.key)
+                self._preloads.ended(event, now_s)
+            elif isinstance(event, RequestFailed):
+                request_id = {"request_id": event.key.request_id}
+                log.warning(
+                    "a request failed: %s: %s", event.reason, event.message, extra=request_id
+                )
+
+    # --- routers --------------------------------------------------------------------------------
+
+    def _router_joined(self, event: RouterJoined, now_s: float) -> list[Command]:
+        self._routers.join(event.stream)
+        return []
+
+    def _router_lost(self, event: RouterLost, now_s: float) -> list[Command]:
+        """Its requests end, but for what is preloaded."""
+        keys = [key for key in self._routers.leave(event.stream) if key not in self._preloads]
+        return [command for key in keys for command in self._both(Abort(key=key), now_s)]
+
+    def _asked(self, event: FromRouter, now_s: float) -> list[Command]:
+        message = event.message
+        assert isinstance(message, Reserve | Generate | Prefill)
+        key = message.spec.key
+        if key in self._routers:
+            return self._refuse(event, key, "duplicate_request", now_s)
+        if self.draining:
+            return self._refuse(event, key, RefusalReason.DRAINING, now_s)
+        self._routers.begin(event.stream, key)
+        if isinstance(message, Prefill):
+            return self.prefill.handle(message, now_s)
+        return self.decode.handle(message, now_s)
+
+    def _refuse(
+        self, event: FromRouter, key: RequestKey, reason: str, now_s: float
+    ) -> list[Command]:
+        refused = ReserveRefused(key=key, at_s=now_s, reason=reason)
+        self._routers.answer(event.stream, refused)
+        return []
+
+    def _preload(self, event: FromRouter, now_s: float) -> list[Command]:
+        assert isinstance(event.message, Preload)
+        spec = event.message.spec
+        if self.draining or not self._preloads.begin(spec):
+            return []
+        self._routers.begin(event.stream, spec.key)
+        return self.decode.handle(Generate(spec=spec), now_s)
+
+    def _stop(self, event: FromRouter, now_s: float) -> list[Command]:
+        """Only the router that a request came from may stop it."""
+        assert isinstance(event.message, Stop)
+        if not self._routers.is_from(event.stream, event.message.key):
+            return []
+        return self.decode.handle(event.message, now_s)
+
+    def _abort(self, event: FromRouter, now_s: float) -> list[Command]:
+        assert isinstance(event.message, Abort)
+        if not self._routers.is_from(event.stream, event.message.key):
+            return []
+        return self._both(event.message, now_s)
+
+    # --- peers, pools and moves -----------------------------------------------------------------
+
+    def _peer_came_or_went(self, event: FromPeer | PeerLost, now_s: float) -> list[Command]:
+        return [*self._both(event, now_s), *self._pulled(event, now_s)]
+
+    def _pulled(self, event: PullEvent, now_s: float) -> list[Command]:
+        return self._restored(self._prefixes.pulled(event, now_s), now_s)
+
+    def _answered(self, event: Any, now_s: float) -> list[Command]:
+        return self._restored(self._prefixes.answered(event, now_s), now_s)
+
+    def _restored(self, outcomes: Iterable[PrefixOutcome], now_s: float) -> list[Command]:
+        commands: list[Command] = []
+        for event in outcomes:
+            if isinstance(event, Restored) and event.holder.side != "prefill":
+                commands += self.decode.handle(event, now_s)
+            else:
+                commands += self.prefill.handle(event, now_s)
+        return commands
+
+    def _link_measured(self, event: LinkMeasured, now_s: float) -> list[Command]:
+        commands = self.decode.handle(event, now_s)
+        if choice := self.decode.reservations.peers.choice(event.peer).reason:
+            log.info("KV from %s: %s", event.name, choice)
+        return commands
+
+    def _digested(self, event: BlocksDigested, now_s: float) -> list[Command]:
+        if event.holder.side == "prefill":
+            return self.prefill.handle(event, now_s)
+        return self.decode.handle(event, now_s)
+
+    def _both(self, event: Abort | FromPeer | PeerLost | Tick, now_s: float) -> list[Command]:
+        return [*self.prefill.handle(event, now_s), *self.decode.handle(event, now_s)]
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def _layers_written(self, event: LayersWritten, now_s: float) -> list[Command]:
+        if self._steps.stepping is not self.prefill:
+            return []
+        return self.prefill.handle(event, now_s)
+
+    def _step_done(self, done: StepDone, now_s: float) -> list[Command]:
+        self._totals.steps += 1
+        self._totals.busy_s += done.seconds
+        return self._steps.ended(done, now_s)
+
+    def validate(self) -> None:
+        """The conservation laws."""
+        if self.openings.restores is not None:
+            self.openings.restores.validate()
+        self.prefill.validate()
+        self.decode.validate()

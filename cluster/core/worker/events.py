@@ -1,0 +1,87 @@
+"""What a worker's core hears besides its schedulers' own events, and what it orders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from engine.core.step import Move, RunStep, StepDone
+from kvpool.core.fetch.client_events import OfferBlocks, OfferSettled, PrefixFetched, PrefixFound
+from kvpool.core.fetch.openings import PoolQuestion
+from kvpool.core.transfer.commands import (
+    FromPeer,
+    LayersWritten,
+    LinkMeasured,
+    PeerLost,
+    PieceFetched,
+    SendPeer,
+    SlabReplaced,
+    SlabScattered,
+    SlabWritten,
+)
+from kvpool.core.transfer.messages import BlocksDigested
+from kvpool.core.transfer.pull import BlocksPulled, PullBlocks
+from kvrelay.messages import BlockChanges, Counters, ToWorker, WorkerEvent
+
+
+class RouterStream(Protocol):
+    """One router's open stream; `send` is thread safe and never blocks."""
+
+    def send(
+        self,
+        events: Sequence[WorkerEvent],
+        counters: Counters,
+        blocks: Sequence[BlockChanges] = (),
+    ) -> None: ...
+
+
+class FromRouter(NamedTuple):
+    stream: RouterStream
+    message: ToWorker
+
+
+class RouterJoined(NamedTuple):
+    stream: RouterStream
+
+
+class RouterLost(NamedTuple):
+    stream: RouterStream
+
+
+PoolAnswer = OfferSettled | PrefixFound | PrefixFetched
+
+CoreEvent = (
+    FromRouter
+    | RouterJoined
+    | RouterLost
+    | FromPeer
+    | PeerLost
+    | LinkMeasured
+    | SlabWritten
+    | BlocksDigested
+    | SlabScattered
+    | SlabReplaced
+    | PieceFetched
+    | BlocksPulled
+    | LayersWritten
+    | StepDone
+    | PoolAnswer
+)
+
+
+class TellRouter(NamedTuple):
+    """Send this over the router's stream."""
+
+    stream: RouterStream
+    events: Sequence[WorkerEvent]
+    counters: Counters
+    blocks: Sequence[BlockChanges]
+
+
+MoveJob = Move | PullBlocks
+"""What a worker's transfer thread does; the outcome of each job comes back as an event."""
+
+AskPool = PoolQuestion | OfferBlocks
+"""What a pool is asked; each answer comes back as a PoolAnswer."""
+
+WorkerCommand = RunStep | SendPeer | MoveJob | AskPool | TellRouter
