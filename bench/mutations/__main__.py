@@ -32,11 +32,11 @@ from rich.table import Table
 from bench.mutations.sites import MutationSite, common, mutated, sites_of
 from bench.mutations.trial import (
     TESTS,
-    TrialBench,
-    TreeCopy,
     Fate,
-    TestMap,
     MutationTrial,
+    TestMap,
+    TreeCopy,
+    TrialBench,
     find_tests,
 )
 
