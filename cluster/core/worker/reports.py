@@ -99,6 +99,7 @@ def count(
     links: tuple[LinkState, ...],
     draining: bool,
 ) -> Counters:
+    """Where both schedulers count, the sum: decode workers compute prompts too."""
     origins = openings.origins
     tables, restores, reservations = openings.tables, openings.restores, decode.reservations
     pool, running_set = tables.scarcest, decode.batch.running_set
