@@ -1,6 +1,7 @@
 """The requests that are reserved on this decode worker, and how their KV comes in. Pure.
 
-A reservation holds a lease, which the prefill worker's progress renews, and blocks:
+A reservation holds a lease and blocks. Any word of the prefill worker about it renews the lease,
+also RenewLeases, which it sends at each tick and which says only that it lives. The blocks:
 
     push   for the prompt and its first token, from the reservation on
     pull   the same, from its first announced piece on; requests get them in that order, so a large

@@ -100,6 +100,7 @@ def count(
     links: tuple[LinkState, ...],
     draining: bool,
 ) -> Counters:
+    """Where both schedulers count, the sum: decode workers compute prompts too."""
     origins = openings.origins
     tables, restores, reservations = openings.tables, openings.restores, decode.reservations
     blocks, running_set = tables.counts(), decode.batch.running_set
