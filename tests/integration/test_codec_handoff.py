@@ -65,7 +65,7 @@ def serving(
 
 def answers(cluster: Cluster, hosts: Hosts) -> list[list[int]]:
     found = [ask(cluster, prompt, tokens=TOKENS) for prompt in ASKED]
-    wait_until(lambda: hosts[0].loop.core.idle and hosts[1].loop.idle, "the requests are over")
+    wait_until(lambda: hosts[0].loop.core.idle and hosts[1].loop.core.idle, "the requests are over")
     return found
 
 

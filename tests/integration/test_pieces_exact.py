@@ -70,7 +70,7 @@ def counted(
 ) -> list[int]:
     before = moved_bytes(hosts)
     ids = ask(cluster, prompt, tokens=TOKENS)
-    wait_until(lambda: hosts[0].loop.core.idle and hosts[1].loop.idle, "the request is over")
+    wait_until(lambda: hosts[0].loop.core.idle and hosts[1].loop.core.idle, "the request is over")
     slabs, landed = (now - old for now, old in zip(moved_bytes(hosts), before, strict=True))
     expected = formula(hosts[1].loop.core.decode.batch.tables.layout, len(prompt))
     assert landed == expected

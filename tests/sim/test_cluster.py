@@ -32,7 +32,7 @@ def start(clients: Clients, *, prefill: int = 0, decode: int = 0, both: int = 0)
 
 
 def disturb(clients: Clients, moments: int) -> None:
-    """At random moments kill a worker, break a router's stream or the link of two workers."""
+    """At random moments kill or stop a worker, break a router's stream or the links of a worker."""
     cluster, rng = clients.cluster, clients.rng
 
     def strike() -> None:
@@ -40,11 +40,15 @@ def disturb(clients: Clients, moments: int) -> None:
         if not victims:
             return
         victim = rng.choice(victims)
-        match rng.randrange(3):
+        match rng.randrange(4):
             case 0:
                 cluster.kill(victim)
             case 1:
                 cluster.break_stream(victim)
+            case 2:
+                cluster.stop(victim)
+                seconds = rng.choice([0.1, 1.0, 60.0])
+                cluster.after(f"resume {victim}", lambda: cluster.resume(victim), seconds)
             case _:
                 for peer in sorted(cluster.workers[victim].links):
                     cluster.cut(victim, peer)

@@ -411,6 +411,7 @@ class Worker:
     def _turn(self) -> None:
         self._turn_is_due = self._is_valid = False
         self.loop.turn()
+        assert self._inbox.empty(), "the loop left events behind"
 
     def validate(self) -> None:
         """What must hold, if anything has happened since it was looked at."""
