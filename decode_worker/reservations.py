@@ -489,9 +489,9 @@ def _cancel(peer: Incarnation, key: RequestKey, reason: str) -> SendPeer:
     return SendPeer(peer=peer, message=CancelTransfer(key=key, reason=reason))
 
 
-def _failed(key: RequestKey, reason: str, message: str, now_s: float) -> Emit:
+def _failed(key: RequestKey, reason: FailureReason, message: str, now_s: float) -> Emit:
     return Emit(events=(_failure(key, reason, message, now_s),))
 
 
-def _failure(key: RequestKey, reason: str, message: str, now_s: float) -> RequestFailed:
+def _failure(key: RequestKey, reason: FailureReason, message: str, now_s: float) -> RequestFailed:
     return RequestFailed(key=key, at_s=now_s, reason=reason, message=message)

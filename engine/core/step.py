@@ -126,8 +126,8 @@ class StepWanted:
 
 
 @value
-class StepBehindWanted:
-    """A step of the scheduler is on the device. Can the next one be launched behind it, before its
+class OverlapStepWanted:
+    """A step of the scheduler is on the device. Can the next one be launched before its
     tokens are known?"""
 
 
