@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cluster.core.worker.events import PoolAnswer
 from cluster.worker.pool.news import FromRemote
-from cluster.worker.pool.side import PoolEvent
+from cluster.worker.pool.side import PoolLinkEvent
 from kvpool.core.blocks.eviction import Place
 from kvpool.core.fetch.client import PoolClient
 from kvpool.core.fetch.client_events import (
@@ -74,7 +74,7 @@ class PoolSide:
         self._jobs: list[StoreBlocks | FetchBlocks] = []
         self._is_moving = False
 
-    def handle(self, event: PoolEvent) -> list[PoolAnswer]:
+    def handle(self, event: PoolLinkEvent) -> list[PoolAnswer]:
         assert not isinstance(event, AskRemote | FromRemote), event
         match event:
             case OfferBlocks(blocks=blocks):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from decode_worker.scheduler import DecodeScheduler
 from engine.core.correction import StepPace
 from kvpool.core.blocks.device_cache import DeviceCache
+from kvpool.core.blocks.pool import BlockState
 from kvpool.core.fetch.openings import Openings
 from kvrelay.gc_pauses import PAUSES, GcPauses
 from kvrelay.messages import (
@@ -101,13 +102,13 @@ def count(
 ) -> Counters:
     origins = openings.origins
     tables, restores, reservations = openings.tables, openings.restores, decode.reservations
-    pool, running_set = tables.scarcest, decode.batch.running_set
+    blocks, running_set = tables.counts(), decode.batch.running_set
     queue, handoffs = prefill.queue, prefill.handoffs
     return Counters(
-        free_blocks=pool.free,
-        leased_blocks=pool.leased,
-        active_blocks=pool.active,
-        cached_blocks=pool.cached,
+        free_blocks=blocks[BlockState.FREE],
+        leased_blocks=blocks[BlockState.LEASED],
+        active_blocks=blocks[BlockState.ACTIVE],
+        cached_blocks=blocks[BlockState.CACHED],
         orphaned_blocks=totals.orphaned_blocks,
         prefix_queried_tokens=tables.queried_tokens,
         prefix_hit_tokens=tables.hit_tokens,
@@ -123,8 +124,8 @@ def count(
         prefixes_peer=origins[PrefixOrigin.PEER],
         prefixes_remote=origins[PrefixOrigin.REMOTE],
         prefixes_computed=origins[PrefixOrigin.COMPUTED],
-        running=decode.sequences + prefill.jobs.handing_over,
-        waiting=len(running_set.awaiting_prefill) + len(queue),
+        running=running_set.choices + reservations.choices + prefill.jobs.handing_over,
+        waiting=len(running_set.awaiting_prefill) + len(queue.awaiting_prefill),
         prefill_waiting_tokens=queue.tokens + running_set.waiting_tokens,
         decode_sequences=len(running_set.running),
         decode_kv_tokens=sum([sequence.computed for sequence in running_set.running]),
