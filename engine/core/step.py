@@ -168,8 +168,8 @@ class Emit:
     events: tuple[WorkerEvent, ...]
 
 
-Move = WriteSlab | ScatterSlab | FetchPiece | ReplaceSlab | DigestBlocks
-Command = RunStep | Emit | SendPeer | Move
+KvMove = WriteSlab | ScatterSlab | FetchPiece | ReplaceSlab | DigestBlocks
+Command = RunStep | Emit | SendPeer | KvMove
 
 
 def finish_reason(sampling: Sampling, *, token_id: int, emitted: int) -> FinishReason | None:

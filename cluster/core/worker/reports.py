@@ -117,7 +117,7 @@ def count(
         pool_host_tokens=restores.host_tokens if restores else 0,
         pool_disk_tokens=restores.disk_tokens if restores else 0,
         pool_declined_tokens=openings.declined_tokens,
-        pool_remote_tokens=openings.far.tokens if openings.far else 0,
+        pool_remote_tokens=openings.remote.tokens if openings.remote else 0,
         peer_tokens=openings.pulls.tokens if openings.pulls else 0,
         prefixes_device=origins[PrefixOrigin.DEVICE],
         prefixes_host=origins[PrefixOrigin.HOST],
