@@ -55,7 +55,7 @@ class Admission:
 
     def refusal(
         self, spec: RequestSpec, asking: Iterable[RequestSpec] = (), counted: int | None = None
-    ) -> str | None:
+    ) -> RefusalReason | None:
         """Why not, blocks apart. Those `asking` came before it. Its router has judged its pace
         beside `counted` sequences."""
         held = self.held()
@@ -75,7 +75,7 @@ class Admission:
         tier = self.batch.shares.tier_of(spec)
         return held[tier] + spec.sampling.n <= self.batch.shares.reserved_slots(tier)
 
-    def _all_taken(self, spec: RequestSpec, held: Counter[str]) -> str:
+    def _all_taken(self, spec: RequestSpec, held: Counter[str]) -> RefusalReason:
         others = self.batch.shares.others_below_share(self.batch.shares.tier_of(spec), held)
         return RefusalReason.TIER_SHARE_EXHAUSTED if others else RefusalReason.SLOTS_EXHAUSTED
 

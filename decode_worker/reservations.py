@@ -1,6 +1,7 @@
 """The requests that are reserved on this decode worker, and how their KV comes in. Pure.
 
-A reservation holds a lease, which the prefill worker's progress renews, and blocks:
+A reservation holds a lease and blocks. Any word of the prefill worker about it renews the lease,
+also RenewLeases, which it sends at each tick and which says only that it lives. The blocks:
 
     push   for the prompt and its first token, from the reservation on
     pull   the same, from its first announced piece on; requests get them in that order, so a large
@@ -489,9 +490,9 @@ def _cancel(peer: Incarnation, key: RequestKey, reason: str) -> SendPeer:
     return SendPeer(peer=peer, message=CancelTransfer(key=key, reason=reason))
 
 
-def _failed(key: RequestKey, reason: str, message: str, now_s: float) -> Emit:
+def _failed(key: RequestKey, reason: FailureReason, message: str, now_s: float) -> Emit:
     return Emit(events=(_failure(key, reason, message, now_s),))
 
 
-def _failure(key: RequestKey, reason: str, message: str, now_s: float) -> RequestFailed:
+def _failure(key: RequestKey, reason: FailureReason, message: str, now_s: float) -> RequestFailed:
     return RequestFailed(key=key, at_s=now_s, reason=reason, message=message)

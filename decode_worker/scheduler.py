@@ -15,9 +15,9 @@ from decode_worker.sequence import Sequence
 from engine.core.step import (
     Command,
     Emit,
+    OverlapStepWanted,
     RunStep,
     Sampled,
-    StepBehindWanted,
     StepDone,
     StepWanted,
     scored_event,
@@ -40,7 +40,7 @@ from kvrelay.messages import (
 from kvrelay.types import RequestKey
 
 Ask = Reserve | Generate
-StepEvent = StepWanted | StepBehindWanted | StepDone | Restored
+StepEvent = StepWanted | OverlapStepWanted | StepDone | Restored
 DecodeEvent = Reserve | Generate | Abort | Stop | StepEvent | IncomingEvent
 
 
@@ -62,7 +62,7 @@ class DecodeScheduler:
         match event:
             case StepWanted(most_steps=most_steps):
                 commands = self._next_step(most_steps, now_s)
-            case StepBehindWanted():
+            case OverlapStepWanted():
                 commands = self._overlapped_step(now_s)
             case StepDone():
                 commands = self._step_done(event, now_s)
@@ -164,7 +164,7 @@ class DecodeScheduler:
         return Emit(events=(Reserved(key=key, at_s=now_s, held_tokens=held_tokens),))
 
     @staticmethod
-    def _refused(key: RequestKey, reason: str, now_s: float) -> Emit:
+    def _refused(key: RequestKey, reason: RefusalReason, now_s: float) -> Emit:
         return Emit(events=(ReserveRefused(key=key, at_s=now_s, reason=reason),))
 
     # --- steps ----------------------------------------------------------------------------------

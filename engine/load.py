@@ -15,7 +15,7 @@ import torch
 
 from engine.attention.choosing.choice import ChosenBackend, choose_backend
 from engine.compiled.build import compile_model
-from engine.core.activity import Report, Stage, StartActivity, unheard
+from engine.core.activity import ReportActivity, Stage, StartActivity, unheard
 from engine.core.options import DEFAULT_OPTIONS, CudaOptions
 from engine.core.sizing import EngineLimits, KvSizing, MemoryProfile, size_kv
 from engine.core.step import StepBatch
@@ -163,7 +163,7 @@ def load_engine(
     cuda: CudaOptions = DEFAULT_OPTIONS,
     compiled: bool = True,
     ranks: Ranks = ALONE,
-    report: Report = unheard,
+    report: ReportActivity = unheard,
 ) -> Engine:
     """`dtype` "auto" is the checkpoint's own; `blocks` None fills the memory that `limits` give.
     `allocate` gives the KV pool's memory, on `device`; None takes plain memory. `attention` is a

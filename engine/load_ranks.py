@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from engine.core.activity import Report, unheard
+from engine.core.activity import ReportActivity, unheard
 from engine.core.options import DEFAULT_OPTIONS, CudaOptions
 from engine.core.sizing import EngineLimits
 from engine.load import load_engine
@@ -29,7 +29,7 @@ def load_split(
     cuda: CudaOptions = DEFAULT_OPTIONS,
     compiled: bool = True,
     timeout_s: float = 60.0,
-    report: Report = unheard,
+    report: ReportActivity = unheard,
 ) -> Engine:
     """Like `load_engine`, on `size` ranks of `threads` threads each. The engine is rank 0 and must
     be closed; the calling thread must have its number of threads. A rank that another one waits for

@@ -218,7 +218,9 @@ class PrefillJobs:
             return []
         return [*job.sender.fence(reason), *self.gone(key, now_s)]
 
-    def fail(self, job: PrefillJob, reason: str, message: str, now_s: float) -> list[Command]:
+    def fail(
+        self, job: PrefillJob, reason: FailureReason, message: str, now_s: float
+    ) -> list[Command]:
         failed = RequestFailed(key=job.key, at_s=now_s, reason=reason, message=message)
         return [Emit(events=(failed,)), *self.cancel(job.key, reason, now_s)]
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvrelay.v1.admin_pb2 import StoryEvent, TraceRequestResponse
 
 ANSWER_S = 10.0
-Answers = dict[str, "TraceRequestResponse"]
+_Answers = dict[str, "TraceRequestResponse"]
 """# router's address |-> what it knows of the request"""
 
 
@@ -55,13 +55,13 @@ def trace(
         _print(answers)
 
 
-def of_routers(request_id: str, addresses: Sequence[str]) -> Answers:
+def of_routers(request_id: str, addresses: Sequence[str]) -> _Answers:
     """Raises KvrelayError when none knows the request, and says which ones could not be asked."""
     from cluster.process.admin import NotKnown, ask
     from kvrelay.v1.admin_pb2 import TraceRequestRequest
 
     request = TraceRequestRequest(request_id=request_id)
-    answers: Answers = {}
+    answers: _Answers = {}
     unknown: list[KvrelayError] = []
     silent: list[KvrelayError] = []
     for address in addresses:
@@ -78,7 +78,7 @@ def of_routers(request_id: str, addresses: Sequence[str]) -> Answers:
     return answers
 
 
-def as_facts(answers: Answers) -> dict[str, object]:
+def as_facts(answers: _Answers) -> dict[str, object]:
     """JSON: the stories in the order in which their requests were submitted."""
     from google.protobuf.json_format import MessageToDict
 
@@ -94,7 +94,7 @@ def as_facts(answers: Answers) -> dict[str, object]:
     return {"stories": stories, "left_out": sum(found.left_out for found in answers.values())}
 
 
-def _print(answers: Answers) -> None:
+def _print(answers: _Answers) -> None:
     from rich.console import Console
 
     console = Console(soft_wrap=True, width=400, highlight=False, markup=False)

@@ -154,7 +154,7 @@ class Transfer(Section):
     """For one of N requests the decode worker compares the KV that it received with a digest from
     the prefill worker; 0: never. Not with `handoff: pool`."""
     lease_ttl: Seconds = 30.0
-    """Blocks and slabs stay held this long for a peer that makes no progress."""
+    """Blocks and slabs stay held this long for a peer that says nothing."""
 
     @field_validator("transports")
     @classmethod

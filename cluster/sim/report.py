@@ -16,7 +16,7 @@ from cluster.config.simulation import SloSection
 from cluster.core.resolve import worker_names
 from cluster.sim.profiles.load import HardwareProfile
 from cluster.sim.simulation import Simulated
-from cluster.sim.timeline import Look
+from cluster.sim.timeline import TimelinePoint
 from cluster.sim.trace import Outcome
 from cluster.sim.worker import SimWorker
 from kvrelay.types import Incarnation
@@ -167,7 +167,7 @@ class Report:
     local_prefills: int
     pools: tuple[PoolUse, ...]
     cost: Cost
-    timeline: tuple[Look, ...]
+    timeline: tuple[TimelinePoint, ...]
 
 
 def report(simulated: Simulated) -> Report:

@@ -56,7 +56,7 @@ class _Stream:
         self._router.later(said)
 
 
-class Client(Protocol):
+class SimulatedClients(Protocol):
     def hear(self, command: Admit | Refuse | Deliver | Fail) -> None: ...
 
 
@@ -69,7 +69,7 @@ class SimRouter:
         self._latency_s = latency_s
         self._workers: dict[Incarnation, SimWorker] = {}
         self._streams: dict[Incarnation, _Stream] = {}
-        self._clients: Client | None = None
+        self._clients: SimulatedClients | None = None
 
     def attach(self, worker: SimWorker) -> None:
         """It may come at any time."""
@@ -79,7 +79,7 @@ class SimRouter:
         self.hear(WorkerJoined(hello=worker.hello))
         worker.hear((RouterJoined(stream),))
 
-    def serve(self, clients: Client) -> None:
+    def serve(self, clients: SimulatedClients) -> None:
         self._clients = clients
 
     def later(self, said: WorkerSaid) -> None:

@@ -15,7 +15,7 @@ from cluster.sim.failures import Failures, check_failures
 from cluster.sim.links import Fabric, Post
 from cluster.sim.profiles.load import HardwareProfile, read_profile, told_times
 from cluster.sim.router import Clients, SimRouter
-from cluster.sim.timeline import LOOKS, Look, Timeline
+from cluster.sim.timeline import LOOKS, Timeline, TimelinePoint
 from cluster.sim.trace import Answers, Outcome, TraceRequest, arrivals
 from cluster.sim.worker import Hardware, SimWorker, Surroundings
 from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
@@ -55,7 +55,7 @@ class Simulated:
     scale: Scale
     outcomes: Sequence[Outcome]
     fleet: SimFleet
-    timeline: Sequence[Look]
+    timeline: Sequence[TimelinePoint]
     ended_s: float
     events: int
     moved_bytes: int

@@ -13,7 +13,7 @@ LOOKS = 240
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class TimelinePoint:
     at_s: float
     awaiting_prefill: int
     prefill_tokens: int
@@ -30,7 +30,7 @@ class Timeline:
     workers: Iterable[SimWorker]
     every_s: float
     goes_on: Callable[[], bool]
-    looks: list[Look] = field(default_factory=list)
+    looks: list[TimelinePoint] = field(default_factory=list)
 
     def begin(self) -> None:
         self.clock.at(0.0, self._look)
@@ -40,12 +40,12 @@ class Timeline:
         if self.goes_on():
             self.clock.after(self.every_s, self._look)
 
-    def _now(self) -> Look:
+    def _now(self) -> TimelinePoint:
         cores = [worker.core for worker in self.workers if not worker.is_dead]
         queues = [queue for core in cores if len(queue := core.prefill.queue)]
         running_sets = [core.decode.batch.running_set for core in cores]
         busy = [one for one in running_sets if not one.is_empty]
-        return Look(
+        return TimelinePoint(
             at_s=self.clock.now_s,
             awaiting_prefill=sum(len(queue) for queue in queues),
             prefill_tokens=sum(queue.tokens for queue in queues),

@@ -9,7 +9,7 @@ from typing import Any
 from cluster.core.settings import WorkerSettings
 from cluster.core.worker.build import build_worker_core
 from cluster.core.worker.core import WorkerCore
-from cluster.core.worker.events import CoreEvent, TellRouter, WorkerCommand
+from cluster.core.worker.events import CoreEvent, SendToRouter, WorkerCommand
 from cluster.sim.clock import Clock
 from cluster.sim.device import SimDevice
 from cluster.sim.links import Fabric, Post, SimLinks, SimMover
@@ -81,7 +81,7 @@ class SimWorker:
         self._executors: dict[type, Callable[[Any], None]] = mover.executors | {
             RunStep: self.device.submit,
             SendPeer: self.links.send,
-            TellRouter: _tell,
+            SendToRouter: _tell,
         }
         self.hello = self._hello(settings)
 
@@ -217,7 +217,7 @@ class SimWorker:
         assert self.core.idle, f"{self.incarnation} has requests"
 
 
-def _tell(command: TellRouter) -> None:
+def _tell(command: SendToRouter) -> None:
     command.stream.send(command.events, command.counters, command.blocks)
 
 

@@ -25,7 +25,7 @@ from cluster.worker.loop import WorkerLoop
 from cluster.worker.mover import Mover
 from cluster.worker.peers import PeerLinks
 from cluster.worker.pool.side import PoolSide
-from engine.core.activity import Report, unheard
+from engine.core.activity import ReportActivity, unheard
 from engine.core.step_times import LinearTimes
 from engine.device.threads import nvtx, use_threads
 from engine.runner import Engine
@@ -125,7 +125,7 @@ class WorkerParts:
 
 
 def build_worker(
-    settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming], report: Report = unheard
+    settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming], report: ReportActivity = unheard
 ) -> WorkerParts:
     """Loads the model, which takes seconds; `settings` name the device and the transports. Raises
     ModelError or ConfigError, with all closed."""
@@ -148,7 +148,7 @@ def _build_around(
     trace: Trace,
     pinned: Pinned,
     opened: ExitStack,
-    report: Report,
+    report: ReportActivity,
 ) -> WorkerParts:
     engine.watch(lambda error: inbox.put(Crashed(error)))
     staging = _staging(settings, engine)

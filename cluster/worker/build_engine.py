@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError
 from cluster.config.load import describe, read_yaml
 from cluster.config.types import Section
 from cluster.core.settings import WorkerSettings
-from engine.core.activity import Report, Stage, StartActivity, unheard
+from engine.core.activity import ReportActivity, Stage, StartActivity, unheard
 from engine.core.sizing import EngineLimits
 from engine.core.step_times import LinearTimes, decode_work, prefill_work
 from engine.load import load_engine
@@ -72,7 +72,7 @@ UNMAPPED = ("nixl", "ucx")
 """Transports between hosts, which send from memory of their own."""
 
 
-def open_engine(settings: WorkerSettings, report: Report = unheard) -> Engine:
+def open_engine(settings: WorkerSettings, report: ReportActivity = unheard) -> Engine:
     """Takes seconds. Raises ModelError."""
     limits = EngineLimits(
         max_model_len=settings.max_model_len,
@@ -122,22 +122,22 @@ def _shares_memory(settings: WorkerSettings) -> bool:
     return settings.device == "cpu" and "shm" in settings.transports
 
 
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class StepTimesFile(Section):
     """The fields of StepCoefficients."""
 
-    prefill_overhead_s: Seconds
-    prefill_token_s: Seconds
-    prefill_pair_s: Seconds
-    prefill_sequence_s: Seconds = 0.0
+    prefill_overhead_s: _Seconds
+    prefill_token_s: _Seconds
+    prefill_pair_s: _Seconds
+    prefill_sequence_s: _Seconds = 0.0
     decode_knots: Annotated[
-        tuple[tuple[Annotated[int, Field(ge=1)], Annotated[Seconds, Field(gt=0)]], ...],
+        tuple[tuple[Annotated[int, Field(ge=1)], Annotated[_Seconds, Field(gt=0)]], ...],
         Field(min_length=1),
     ]
-    decode_kv_token_s: Seconds
-    error: Seconds = 0.0
+    decode_kv_token_s: _Seconds
+    error: _Seconds = 0.0
 
 
 def read_step_times(path: Path, *, most_sequences: int) -> LinearTimes:
@@ -160,7 +160,9 @@ def read_step_times(path: Path, *, most_sequences: int) -> LinearTimes:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def step_times(settings: WorkerSettings, engine: Engine, report: Report = unheard) -> LinearTimes:
+def step_times(
+    settings: WorkerSettings, engine: Engine, report: ReportActivity = unheard
+) -> LinearTimes:
     """As `engine.profile` says. Raises ConfigError for a file that can't be used."""
     most = settings.max_running_requests
     match settings.profile:

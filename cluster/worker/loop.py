@@ -18,7 +18,7 @@ from cluster.core.worker.events import (
     CoreEvent,
     MoveJob,
     PoolAnswer,
-    TellRouter,
+    SendToRouter,
     WorkerCommand,
 )
 from cluster.process.trace import NO_TRACE, Trace
@@ -51,7 +51,7 @@ class Links(Protocol):
     def states(self) -> tuple[LinkState, ...]: ...
 
 
-class Moves(Protocol):
+class MoveQueue(Protocol):
     """Moves KV, in order; the outcome of each job comes back."""
 
     def put(self, job: MoveJob) -> None: ...
@@ -69,7 +69,7 @@ class WorkerLoop:
         core: WorkerCore,
         device: StepDevice,
         links: Links,
-        mover: Moves,
+        mover: MoveQueue,
         pools: Pools | None,
         inbox: queue.SimpleQueue[Incoming],
         *,
@@ -89,7 +89,7 @@ class WorkerLoop:
         self._executors: dict[type, Callable[[Any], None]] = {
             RunStep: device.submit,
             SendPeer: links.send,
-            TellRouter: _tell,
+            SendToRouter: _tell,
         }
         self._own_events: dict[type, Callable[[Any], None]] = {
             RunOnLoop: lambda event: event.function(),
@@ -170,7 +170,7 @@ class WorkerLoop:
         self._closing = True
 
 
-def _tell(command: TellRouter) -> None:
+def _tell(command: SendToRouter) -> None:
     command.stream.send(command.events, command.counters, command.blocks)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from cluster.process.trace import NO_TRACE, Trace, Value
 from cluster.worker.peers import PeerLinks
-from engine.core.step import Move
+from engine.core.step import KvMove
 from engine.device.threads import use_threads
 from kvpool.core.transfer.commands import (
     FetchPiece,
@@ -39,8 +39,8 @@ from kvpool.transport.peer.base import RegionName
 from kvrelay.errors import PeerError
 from kvrelay.types import RequestKey
 
-Job = Move | PullBlocks
-Outcome = SlabWritten | SlabScattered | PieceFetched | SlabReplaced | BlocksPulled | BlocksDigested
+Job = KvMove | PullBlocks
+_Outcome = SlabWritten | SlabScattered | PieceFetched | SlabReplaced | BlocksPulled | BlocksDigested
 
 
 class Mover:
@@ -54,7 +54,7 @@ class Mover:
         *,
         slabs: int,
         slab_bytes: int,
-        post: Callable[[Outcome], None],
+        post: Callable[[_Outcome], None],
         crashed: Callable[[BaseException], None],
         trace: Trace = NO_TRACE,
     ) -> None:

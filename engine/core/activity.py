@@ -37,7 +37,7 @@ class StartActivity:
         )
 
 
-Report = Callable[[StartActivity], None]
+ReportActivity = Callable[[StartActivity], None]
 """Called by the working thread; must return at once."""
 
 

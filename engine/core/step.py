@@ -126,8 +126,8 @@ class StepWanted:
 
 
 @value
-class StepBehindWanted:
-    """A step of the scheduler is on the device. Can the next one be launched behind it, before its
+class OverlapStepWanted:
+    """A step of the scheduler is on the device. Can the next one be launched before its
     tokens are known?"""
 
 
@@ -168,8 +168,8 @@ class Emit:
     events: tuple[WorkerEvent, ...]
 
 
-Move = WriteSlab | ScatterSlab | FetchPiece | ReplaceSlab | DigestBlocks
-Command = RunStep | Emit | SendPeer | Move
+KvMove = WriteSlab | ScatterSlab | FetchPiece | ReplaceSlab | DigestBlocks
+Command = RunStep | Emit | SendPeer | KvMove
 
 
 def finish_reason(sampling: Sampling, *, token_id: int, emitted: int) -> FinishReason | None:

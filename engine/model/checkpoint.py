@@ -14,7 +14,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
 
-from engine.core.activity import Report, Stage, StartActivity, unheard
+from engine.core.activity import ReportActivity, Stage, StartActivity, unheard
 from kvrelay.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
@@ -157,7 +157,7 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    path_or_hub_id: str, revision: str | None = None, report: Report = unheard
+    path_or_hub_id: str, revision: str | None = None, report: ReportActivity = unheard
 ) -> Checkpoint:
     """Finds (or fetches from the Hugging Face hub) and checks a checkpoint; `report` is called with
     the progress of a download.
@@ -184,7 +184,7 @@ def find_config(path_or_hub_id: str, revision: str | None = None) -> dict[str, o
 
 
 def find_text_files(
-    path_or_hub_id: str, revision: str | None = None, report: Report = unheard
+    path_or_hub_id: str, revision: str | None = None, report: ReportActivity = unheard
 ) -> Path:
     """The folder with a checkpoint's configuration and tokenizer, which are enough for a router:
     weights are neither fetched nor opened. Raises ModelError like `open_checkpoint`."""
@@ -194,7 +194,10 @@ def find_text_files(
 
 
 def _find(
-    path_or_hub_id: str, revision: str | None, patterns: tuple[str, ...], report: Report = unheard
+    path_or_hub_id: str,
+    revision: str | None,
+    patterns: tuple[str, ...],
+    report: ReportActivity = unheard,
 ) -> Path:
     folder = Path(path_or_hub_id).expanduser()
     if not folder.exists():
@@ -202,7 +205,9 @@ def _find(
     return folder.absolute()
 
 
-def _fetch(hub_id: str, revision: str | None, patterns: tuple[str, ...], report: Report) -> Path:
+def _fetch(
+    hub_id: str, revision: str | None, patterns: tuple[str, ...], report: ReportActivity
+) -> Path:
     if hub_id.startswith((".", "/", "~")) or hub_id.count("/") > 1:
         raise ModelError(f"{hub_id}: no such folder; give a checkpoint's folder or a hub id")
     from huggingface_hub import snapshot_download

@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from engine.core.activity import Report, Stage, StartActivity
+from engine.core.activity import ReportActivity, Stage, StartActivity
 
 
 class _Nowhere:
@@ -21,7 +21,7 @@ class _Nowhere:
         pass
 
 
-def bars_for(report: Report) -> type[tqdm]:
+def bars_for(report: ReportActivity) -> type[tqdm]:
     """A class of progress bars for `snapshot_download(tqdm_class=...)`. Of the bars that count
     bytes the most advanced one is reported; bars that count files are ignored."""
     furthest = StartActivity(stage=Stage.DOWNLOADS)

@@ -34,7 +34,7 @@ from kvrelay.status import meant_by, raise_for
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1.inference_pb2_grpc import InferenceStub
 
-Response = TypeVar("Response")
+_Response = TypeVar("_Response")
 
 
 class AsyncStream:
@@ -174,8 +174,10 @@ class AsyncClient:
         return server_info_of(await self._unary(lambda stub: stub.GetServerInfo, request))
 
     async def _unary(
-        self, method: Callable[[InferenceStub], Callable[..., Awaitable[Response]]], request: object
-    ) -> Response:
+        self,
+        method: Callable[[InferenceStub], Callable[..., Awaitable[_Response]]],
+        request: object,
+    ) -> _Response:
         tour = self._routers.tour()
         while True:
             try:

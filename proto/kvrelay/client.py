@@ -34,7 +34,7 @@ from kvrelay.status import meant_by, raise_for
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1.inference_pb2_grpc import InferenceStub
 
-Response = TypeVar("Response")
+_Response = TypeVar("_Response")
 
 
 class Stream:
@@ -163,8 +163,8 @@ class Client:
         return server_info_of(self._unary(lambda stub: stub.GetServerInfo, request))
 
     def _unary(
-        self, method: Callable[[InferenceStub], Callable[..., Response]], request: object
-    ) -> Response:
+        self, method: Callable[[InferenceStub], Callable[..., _Response]], request: object
+    ) -> _Response:
         tour = self._routers.tour()
         while True:
             try:

@@ -313,6 +313,9 @@ class Counters:
     A field with metadata appears in /metrics, and perhaps in `kvrelay status` (see Shown). The
     message Counters in counters.proto has the same fields.
 
+    A request can get `free_blocks`, which are neither held nor cached, and `cached_blocks`.
+    (`BlockTables.free_blocks` is both together.)
+
     The worker's steps take the hello's times multiplied by the corrections. Of the `running`
     sequences, `decode_sequences` are in each decode step; their contexts sum to `decode_kv_tokens`.
     `reserved_sequences` are on their way. `tiers` is empty where there is one tier only.

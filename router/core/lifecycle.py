@@ -262,9 +262,12 @@ def deliver(
             end = choice_end(event.choice, event.finish_reason)
             request.story.note(Moment.CHOICE_DONE, now_s, request.worker_names[-1:], end)
     done = request.done
-    if done:
-        finish(state, request, now_s)
-    return [Deliver(request_id=request.request_id, tokens=tuple(ready), done=done)]
+    delivery = Deliver(request_id=request.request_id, tokens=tuple(ready), done=done)
+    if not done:
+        return [delivery]
+    stops = stop_idle_decode(state, request, view.incarnation)
+    finish(state, request, now_s)
+    return [delivery, *stops]
 
 
 def start_decoding(state: RouterState, request: Request, event: Tokens, now_s: float) -> None:
@@ -302,7 +305,7 @@ def move(
 
 
 def finish(state: RouterState, request: Request, now_s: float) -> None:
-    """Its last token has come; its workers know."""
+    """Its last token has come."""
     learn_pace(state, request, now_s)
     request.story.note(Moment.DONE, now_s, request.worker_names[-1:], request.outcome)
     leave(state, request, now_s)
@@ -463,6 +466,16 @@ def preload(worker: WorkerHello, specs: Iterable[RequestSpec]) -> list[Command]:
     if worker.role is Role.DECODE:
         return []
     return [Send(worker=worker.incarnation, message=Preload(spec=spec)) for spec in specs]
+
+
+def stop_idle_decode(state: RouterState, request: Request, last: Incarnation) -> list[Command]:
+    """The first token was the last. The prefill worker tells the decode worker, over a connection
+    that may break; so the router tells it too."""
+    assert request.placed is not None
+    decode = request.placed.candidate.decode.incarnation
+    if decode == last or decode not in state.workers:
+        return []
+    return [Send(worker=decode, message=Abort(key=request.key))]
 
 
 def abort_attempt(request: Request, connected: Container[Incarnation]) -> list[Command]:

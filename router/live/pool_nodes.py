@@ -28,13 +28,13 @@ PERIOD_S = 1.0
 PATIENCE_S = 5.0
 
 
-Post = Callable[[PoolNodeSaid | PoolNodeLost], None]
+_Post = Callable[[PoolNodeSaid | PoolNodeLost], None]
 
 
 class PoolNodeLink:
     """`latest` is None while the node doesn't answer."""
 
-    def __init__(self, address: str, post: Post) -> None:
+    def __init__(self, address: str, post: _Post) -> None:
         self.address = address
         self.latest: pb.PoolReport | None = None
         self._post = post
@@ -102,7 +102,7 @@ class PoolNodeLink:
 class PoolNodes:
     """`post` receives the changes of the nodes' blocks."""
 
-    def __init__(self, post: Post) -> None:
+    def __init__(self, post: _Post) -> None:
         self._post = post
         self._links: dict[str, PoolNodeLink] = {}  # address |-> link
 

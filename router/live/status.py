@@ -52,7 +52,7 @@ from router.live.pool_nodes import PoolNodeLink, PoolNodes
 log = logging.getLogger(__name__)
 
 
-Report = TypeVar("Report")
+_Report = TypeVar("_Report")
 
 
 async def kv_reports(
@@ -72,7 +72,7 @@ async def kv_reports(
     return found
 
 
-async def _asked(asked: Awaitable[Report], address: str) -> Report | pb.SilentProcess:
+async def _asked(asked: Awaitable[_Report], address: str) -> _Report | pb.SilentProcess:
     """One that does not answer hides none of the others."""
     try:
         return await asked

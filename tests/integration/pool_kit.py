@@ -32,7 +32,7 @@ from kvpool.core.fetch.client_events import (
     SeekPrefix,
     WantPrefix,
 )
-from kvpool.core.fetch.pool_fetch import AskFar
+from kvpool.core.fetch.pool_fetch import AskRemote
 from kvpool.core.layout.hashes import BlockHash, block_hashes, cache_salt, token_bytes
 from kvpool.core.layout.layout import BlockId, KvLayout, LayerGroup, Plane
 from kvpool.memory.kv_memory import KvMemory
@@ -156,7 +156,7 @@ class PoolWorker:
         """From the node of another host, into blocks `first_block` and on."""
         targets = tuple((BlockId(first_block + i),) for i in range(len(hashes)))
         want = WantPrefix(key=RequestKey("far", 0), hashes=hashes, targets=targets)
-        self.answers += self.side.handle(AskFar(node=node, addresses=(address,), question=want))
+        self.answers += self.side.handle(AskRemote(node=node, addresses=(address,), question=want))
         found = self.answer()
         assert isinstance(found, PrefixFetched)
         return found.blocks

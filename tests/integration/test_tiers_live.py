@@ -136,7 +136,7 @@ def test_output_is_cut_or_a_wait_allowed_before_a_request_is_refused(
 
 
 def ladder_step(cluster: Cluster) -> int:
-    (ladder,) = core_of(cluster).ladders
+    (ladder,) = core_of(cluster).state.ladders
     return ladder.step
 
 

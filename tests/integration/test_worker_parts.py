@@ -12,7 +12,7 @@ from cluster.core.settings import WorkerSettings
 from cluster.worker import build as parts
 from cluster.worker.build import WorkerParts, build_worker
 from cluster.worker.events import Incoming
-from engine.core.activity import Report
+from engine.core.activity import ReportActivity
 from engine.runner import Engine
 from kvrelay.errors import ModelError
 from kvrelay.types import Role
@@ -25,7 +25,7 @@ def build(llama: Path) -> WorkerParts:
     return build_worker(worker_settings("prefill-0", Role.PREFILL, llama), inbox)
 
 
-def fails(settings: WorkerSettings, engine: Engine, report: Report) -> None:
+def fails(settings: WorkerSettings, engine: Engine, report: ReportActivity) -> None:
     raise ModelError("no times")
 
 

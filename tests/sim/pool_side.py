@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.core.worker.events import PoolAnswer
-from cluster.worker.pool.news import FromFar
+from cluster.worker.pool.news import FromRemote
 from cluster.worker.pool.side import PoolLinkEvent
 from kvpool.core.blocks.eviction import Place
 from kvpool.core.fetch.client import PoolClient
@@ -24,7 +24,7 @@ from kvpool.core.fetch.client_events import (
     StoreBlocks,
     WantPrefix,
 )
-from kvpool.core.fetch.pool_fetch import AskFar
+from kvpool.core.fetch.pool_fetch import AskRemote
 from kvpool.core.layout.hashes import BlockHash
 from kvpool.core.node.messages import FromPool, PoolWelcome, ToPool
 from kvrelay.types import RequestKey
@@ -75,7 +75,7 @@ class PoolSide:
         self._is_moving = False
 
     def handle(self, event: PoolLinkEvent) -> list[PoolAnswer]:
-        assert not isinstance(event, AskFar | FromFar), event
+        assert not isinstance(event, AskRemote | FromRemote), event
         match event:
             case OfferBlocks(blocks=blocks):
                 for block in blocks:

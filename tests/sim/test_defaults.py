@@ -86,7 +86,7 @@ def done(clients: Clients) -> Counter[str]:
     for worker in clients.cluster.workers.values():
         assert worker.core.openings.pulls is not None
         found.update(pulled_tokens=worker.core.openings.pulls.tokens)
-        found.update(steps_behind=worker.device.steps_behind)
+        found.update(overlapped_steps=worker.device.overlapped_steps)
     return found
 
 
@@ -124,7 +124,7 @@ def test_steps_are_launched_ahead_and_change_no_token() -> None:
         clients = make_clients(seed, has_tiers=False)
         assert clients.finish() == {"done": len(clients.calls)}
         found += done(clients)
-    assert found["steps_behind"] > 50, found
+    assert found["overlapped_steps"] > 50, found
 
 
 def test_requests_move_from_hot_spots_and_go_on_where_they_were() -> None:

@@ -118,7 +118,7 @@ class Device:
         self._worker = worker
         self._steps: deque[RunStep] = deque()
         self._sampled: tuple[tuple[Sampled, ...], ...] = ()
-        self.steps_behind = 0
+        self.overlapped_steps = 0
         self.early_writes = 0
 
     def submit(self, step: RunStep) -> None:
@@ -128,7 +128,7 @@ class Device:
         if len(self._steps) == 1:
             self._begin(step)
         else:
-            self.steps_behind += 1
+            self.overlapped_steps += 1
 
     def _begin(self, step: RunStep) -> None:
         worker = self._worker

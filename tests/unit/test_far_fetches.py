@@ -15,7 +15,7 @@ from kvpool.core.fetch.client_events import (
 )
 from kvpool.core.fetch.cost import RestoreCost
 from kvpool.core.fetch.openings import Openings
-from kvpool.core.fetch.pool_fetch import AskFar, FarFetches, Restored, Restores
+from kvpool.core.fetch.pool_fetch import AskRemote, RemoteFetches, Restored, Restores
 from kvpool.core.fetch.write_behind import WriteBehind
 from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
 from kvrelay.messages import PrefixSource
@@ -38,13 +38,13 @@ class Scene:
         self.tables = BlockTables(layout, 16)
         self.tables.cache.reports = True
         self.cost = RestoreCost(SIZE)
-        self.far = FarFetches(tables=self.tables, cost=self.cost)
+        self.far = RemoteFetches(tables=self.tables, cost=self.cost)
         restores = Restores(tables=self.tables, cost=self.cost)
         self.openings = Openings(
             tables=self.tables,
             restores=restores,
             write_behind=WriteBehind(self.tables),
-            far=self.far,
+            remote=self.far,
         )
         names = self.tables.chain("", len(PROMPT))
         names.extend(PROMPT, len(PROMPT))
@@ -63,9 +63,9 @@ class Scene:
         found = PrefixFound(key=holder.key, host_blocks=blocks, disk_blocks=0)
         return self.openings.answer(found, now_s)
 
-    def asked(self) -> AskFar:
+    def asked(self) -> AskRemote:
         (asked,) = self.openings.take_outbox()
-        assert isinstance(asked, AskFar)
+        assert isinstance(asked, AskRemote)
         return asked
 
     def timed(self, token_s: float, far_s: float) -> None:
@@ -123,7 +123,7 @@ def test_untimed_the_one_with_more_is_asked(far: int, near: int, chosen: str) ->
     scene.open(A, far)
     assert scene.in_pool(A, near) is None
     (asked,) = scene.openings.take_outbox()
-    assert isinstance(asked, AskFar) == (chosen == "far")
+    assert isinstance(asked, AskRemote) == (chosen == "far")
 
 
 def test_slower_than_computing_is_declined_and_counted() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from cluster.worker.pool import side
-from cluster.worker.pool.side import FarLink, FarPools, FromFar
+from cluster.worker.pool.side import FromRemote, RemotePoolLink, RemotePools
 from kvpool.core.fetch.client_events import (
     BlocksFetched,
     DropPrefix,
@@ -18,7 +18,7 @@ from kvpool.core.fetch.client_events import (
     PrefixFetched,
     WantPrefix,
 )
-from kvpool.core.fetch.pool_fetch import AskFar
+from kvpool.core.fetch.pool_fetch import AskRemote
 from kvpool.core.layout.hashes import BlockHash
 from kvpool.core.layout.layout import BlockId
 from kvpool.core.node.messages import FetchDone, Fetched, FetchWanted, PoolWelcome, ToPool
@@ -44,9 +44,9 @@ class Net:
     fetched: list[FetchBlocks] = field(default_factory=list)
     closed: int = 0
 
-    def connect(self, node: Incarnation, addresses: tuple[str, ...]) -> FarLink:
+    def connect(self, node: Incarnation, addresses: tuple[str, ...]) -> RemotePoolLink:
         self.connected.append((node, addresses))
-        return FarLink(send=self.sent.append, fetch=self.fetched.append, close=self.close)
+        return RemotePoolLink(send=self.sent.append, fetch=self.fetched.append, close=self.close)
 
     def close(self) -> None:
         self.closed += 1
@@ -59,45 +59,45 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def want(name: str = "r") -> AskFar:
+def want(name: str = "r") -> AskRemote:
     targets = ((BlockId(0),), (BlockId(1),))
     wanted = WantPrefix(key=RequestKey(name, 0), hashes=HASHES, targets=targets)
-    return AskFar(node=NODE, addresses=("x:1",), question=wanted)
+    return AskRemote(node=NODE, addresses=("x:1",), question=wanted)
 
 
-def drop(name: str = "r") -> AskFar:
+def drop(name: str = "r") -> AskRemote:
     dropped = DropPrefix(key=RequestKey(name, 0))
-    return AskFar(node=NODE, addresses=("x:1",), question=dropped)
+    return AskRemote(node=NODE, addresses=("x:1",), question=dropped)
 
 
 def fetched(blocks: int, name: str = "r") -> PrefixFetched:
     return PrefixFetched(key=RequestKey(name, 0), blocks=blocks)
 
 
-def joined() -> FromFar:
+def joined() -> FromRemote:
     welcome = PoolWelcome(wire_version=1, incarnation=NODE, region="r", lease_ttl_s=30.0)
-    return FromFar(NODE, PoolJoined(welcome=welcome))
+    return FromRemote(NODE, PoolJoined(welcome=welcome))
 
 
-LOST = FromFar(NODE, PoolLost(reason="gone"))
+LOST = FromRemote(NODE, PoolLost(reason="gone"))
 
 
-def reading(net: Net, far: FarPools) -> None:
+def reading(net: Net, far: RemotePools) -> None:
     """The node has answered the last question, and its blocks are being read."""
     (asked,) = [m for m in net.sent if isinstance(m, FetchWanted)][-1:]
     places = (PoolPlace(0), PoolPlace(1))
     answer = Fetched(request_no=asked.request_no, places=places, checksums=(1, 2))
-    assert far.heard(FromFar(NODE, FromNode(message=answer))) == []
+    assert far.heard(FromRemote(NODE, FromNode(message=answer))) == []
 
 
-def read(net: Net, sound: int) -> FromFar:
+def read(net: Net, sound: int) -> FromRemote:
     number = net.fetched[-1].request_no
-    return FromFar(NODE, BlocksFetched(request_no=number, region="r", sound_blocks=sound))
+    return FromRemote(NODE, BlocksFetched(request_no=number, region="r", sound_blocks=sound))
 
 
 def test_what_is_asked_before_the_link_stands_is_asked_then(clock: Clock) -> None:
     net = Net()
-    far = FarPools(net.connect)
+    far = RemotePools(net.connect)
     assert far.ask(want()) == [] == net.sent
     assert net.connected == [(NODE, ("x:1",))]
     assert far.heard(joined()) == []
@@ -113,7 +113,7 @@ def test_what_is_asked_before_the_link_stands_is_asked_then(clock: Clock) -> Non
 
 def test_a_link_that_does_not_stand_in_time_is_not_waited_for(clock: Clock) -> None:
     net = Net()
-    far = FarPools(net.connect)
+    far = RemotePools(net.connect)
     far.ask(want())
     assert far.tick() == []
     clock.now_s += side.PATIENCE_S
@@ -123,7 +123,7 @@ def test_a_link_that_does_not_stand_in_time_is_not_waited_for(clock: Clock) -> N
 
 def test_a_node_that_is_lost_ends_all_questions_and_is_left_alone(clock: Clock) -> None:
     net = Net()
-    far = FarPools(net.connect)
+    far = RemotePools(net.connect)
     far.ask(want("first"))
     far.ask(want("second"))
     assert far.heard(LOST) == [fetched(0, "first"), fetched(0, "second")]
@@ -137,7 +137,7 @@ def test_a_node_that_is_lost_ends_all_questions_and_is_left_alone(clock: Clock) 
 
 def test_a_read_from_a_node_that_is_lost_comes_to_its_end(clock: Clock) -> None:
     net = Net()
-    far = FarPools(net.connect)
+    far = RemotePools(net.connect)
     far.ask(want())
     far.heard(joined())
     reading(net, far)
@@ -148,7 +148,7 @@ def test_a_read_from_a_node_that_is_lost_comes_to_its_end(clock: Clock) -> None:
 
 def test_a_dropped_request_ends_before_the_link_and_after_it(clock: Clock) -> None:
     net = Net()
-    far = FarPools(net.connect)
+    far = RemotePools(net.connect)
     far.ask(want("early"))
     assert far.ask(drop("early")) == [fetched(0, "early")]
     far.ask(want("late"))

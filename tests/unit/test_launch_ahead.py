@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from decode_worker.scheduler import DecodeScheduler
-from engine.core.step import Command, Emit, RunStep, StepBehindWanted, StepDone, StepWanted
+from engine.core.step import Command, Emit, OverlapStepWanted, RunStep, StepDone, StepWanted
 from engine.flight import Flight
 from engine.runner import Engine
 from kvpool.core.blocks.holding import Holder
@@ -56,7 +56,7 @@ class Driver:
             self._launch(self.scheduler.handle(StepWanted(), 0))
         if self.ahead and self._in_flight:
             launched = self.launched
-            self._launch(self.scheduler.handle(StepBehindWanted(), 0))
+            self._launch(self.scheduler.handle(OverlapStepWanted(), 0))
             self.behind += self.launched - launched
         if not self._in_flight:
             return False

@@ -92,6 +92,19 @@ def test_from_submission_to_the_last_token() -> None:
     assert_no_books(core)
 
 
+def test_a_first_token_that_is_the_last_is_told_to_the_decode_worker() -> None:
+    """It may never hear of it from the prefill worker, whose connection may break."""
+    core = split()
+    submit(core)
+    says(core, "d", reserved())
+    assert says(core, "p", tokens(0, 10, reason=LENGTH), released()) == [
+        Deliver(request_id="r", tokens=(piece(10, reason=LENGTH),), done=True),
+        Send(worker=D, message=Abort(key=key())),
+    ]
+    assert says(core, "d", released()) == []
+    assert_no_books(core)
+
+
 def test_a_worker_of_both_roles_does_all() -> None:
     core = core_with(b=Role.BOTH)
     b = Incarnation("b")

@@ -10,10 +10,10 @@ import pytest
 from kvrelay.qos import LadderRules, QosTier, QosTiers
 from kvrelay.types import Incarnation, Objectives, Role
 from router.core.core import RouterCore
-from router.core.events import Submitted
+from router.core.events import Aborted
 from router.core.load.prefill_queue import Ahead
 from router.core.migration import Moving
-from router.core.request import TRANSITIONS, RequestState
+from router.core.request import TRANSITIONS, Request, RequestState
 from router.core.router_state import RouterState
 from router.core.shared_queue import open_shared_queue
 from router.core.state.promises import NO_CAPACITY, Promise, Promised
@@ -86,7 +86,7 @@ def test_the_laws_hold_after_every_event(name: str, seed: int) -> None:
 
 
 def test_schedules_reach_every_transition() -> None:
-    """But SEEKING to GONE by a failure, which is in SEEKING to GONE by a refusal."""
+    """Of the table: no transition is in it that never happens."""
     seen: set[tuple[RequestState, RequestState]] = set()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("router.core.request.Request.enter", recording(seen))
@@ -98,8 +98,6 @@ def test_schedules_reach_every_transition() -> None:
 
 
 def recording(seen: set[tuple[RequestState, RequestState]]) -> Callable[..., None]:
-    from router.core.request import Request
-
     enter = Request.enter
 
     def recorded(request: Request, state: RequestState) -> None:
@@ -125,14 +123,6 @@ def running() -> RouterCore:
     submit(core)
     says(core, "d", reserved())
     core.validate()
-    return core
-
-
-def waiting() -> RouterCore:
-    core = split(places=1)
-    submit(core)
-    core.state.tiers = TIERS
-    core.handle(Submitted(request=request("w")), 1)
     return core
 
 
@@ -204,9 +194,6 @@ def test_a_broken_law_is_noticed(broken: Callable[[RouterState], None]) -> None:
 def test_slots_of_those_that_have_left_are_named() -> None:
     core = running()
     says(core, "p", tokens(0, 10))
-    core.state.requests["r"].choices[0].finished = True
-    from router.core import lifecycle
-
-    lifecycle.abort(core.state, "r", 3)
+    core.handle(Aborted(request_id="r"), 3)
     assert core.state.workers[D].unreleased == {key()}
     core.validate()

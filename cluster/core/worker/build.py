@@ -16,7 +16,7 @@ from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.fetch.cost import RestoreCost
 from kvpool.core.fetch.openings import Openings
 from kvpool.core.fetch.peer_pull import PullGrants, Pulls
-from kvpool.core.fetch.pool_fetch import FarFetches, Restores
+from kvpool.core.fetch.pool_fetch import RemoteFetches, Restores
 from kvpool.core.fetch.write_behind import WriteBehind
 from kvpool.core.layout.block_names import BlockNames
 from kvpool.core.layout.layout import KvLayout
@@ -81,7 +81,7 @@ def _openings(
         tables.cache.reports = True
         openings.restores = Restores(tables=tables, cost=cost)
         openings.write_behind = WriteBehind(tables)
-        openings.far = FarFetches(tables=tables, cost=cost)
+        openings.remote = RemoteFetches(tables=tables, cost=cost)
     if settings.prefix_caching:
         tables.cache.changes = BlockNews()
         openings.pulls = Pulls(tables=tables, cost=cost, read_bytes=staging.payload_bytes)

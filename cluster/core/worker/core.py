@@ -162,7 +162,7 @@ class WorkerCore:
         if prefixes.uses_pools:
             commands += prefixes.take_questions(now_s)
         if steps.launches_ahead:
-            commands += steps.start_behind(now_s)
+            commands += steps.start_overlapped(now_s)
         if steps.stepping is None:
             self.pace.idle()
         if prefixes.answers or (prefixes.pulls is not None and prefixes.pulls.outbox):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from engine.core.step import Move, RunStep, StepDone
+from engine.core.step import KvMove, RunStep, StepDone
 from kvpool.core.fetch.client_events import OfferBlocks, OfferSettled, PrefixFetched, PrefixFound
 from kvpool.core.fetch.openings import PoolQuestion
 from kvpool.core.transfer.commands import (
@@ -69,7 +69,7 @@ CoreEvent = (
 )
 
 
-class TellRouter(NamedTuple):
+class SendToRouter(NamedTuple):
     """Send this over the router's stream."""
 
     stream: RouterStream
@@ -78,10 +78,10 @@ class TellRouter(NamedTuple):
     blocks: Sequence[BlockChanges]
 
 
-MoveJob = Move | PullBlocks
+MoveJob = KvMove | PullBlocks
 """What a worker's transfer thread does; the outcome of each job comes back as an event."""
 
 AskPool = PoolQuestion | OfferBlocks
 """What a pool is asked; each answer comes back as a PoolAnswer."""
 
-WorkerCommand = RunStep | SendPeer | MoveJob | AskPool | TellRouter
+WorkerCommand = RunStep | SendPeer | MoveJob | AskPool | SendToRouter

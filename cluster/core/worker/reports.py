@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from decode_worker.scheduler import DecodeScheduler
 from engine.core.correction import StepPace
 from kvpool.core.blocks.device_cache import DeviceCache
+from kvpool.core.blocks.pool import BlockState
 from kvpool.core.fetch.openings import Openings
 from kvrelay.gc_pauses import PAUSES, GcPauses
 from kvrelay.messages import (
@@ -99,15 +100,16 @@ def count(
     links: tuple[LinkState, ...],
     draining: bool,
 ) -> Counters:
+    """Where both schedulers count, the sum: decode workers compute prompts too."""
     origins = openings.origins
     tables, restores, reservations = openings.tables, openings.restores, decode.reservations
-    pool, running_set = tables.scarcest, decode.batch.running_set
+    blocks, running_set = tables.counts(), decode.batch.running_set
     queue, handoffs = prefill.queue, prefill.handoffs
     return Counters(
-        free_blocks=pool.free,
-        leased_blocks=pool.leased,
-        active_blocks=pool.active,
-        cached_blocks=pool.cached,
+        free_blocks=blocks[BlockState.FREE],
+        leased_blocks=blocks[BlockState.LEASED],
+        active_blocks=blocks[BlockState.ACTIVE],
+        cached_blocks=blocks[BlockState.CACHED],
         orphaned_blocks=totals.orphaned_blocks,
         prefix_queried_tokens=tables.queried_tokens,
         prefix_hit_tokens=tables.hit_tokens,
@@ -115,7 +117,7 @@ def count(
         pool_host_tokens=restores.host_tokens if restores else 0,
         pool_disk_tokens=restores.disk_tokens if restores else 0,
         pool_declined_tokens=openings.declined_tokens,
-        pool_remote_tokens=openings.far.tokens if openings.far else 0,
+        pool_remote_tokens=openings.remote.tokens if openings.remote else 0,
         peer_tokens=openings.pulls.tokens if openings.pulls else 0,
         prefixes_device=origins[PrefixOrigin.DEVICE],
         prefixes_host=origins[PrefixOrigin.HOST],
@@ -123,8 +125,8 @@ def count(
         prefixes_peer=origins[PrefixOrigin.PEER],
         prefixes_remote=origins[PrefixOrigin.REMOTE],
         prefixes_computed=origins[PrefixOrigin.COMPUTED],
-        running=decode.sequences + prefill.jobs.handing_over,
-        waiting=len(running_set.awaiting_prefill) + len(queue),
+        running=running_set.choices + reservations.choices + prefill.jobs.handing_over,
+        waiting=len(running_set.awaiting_prefill) + len(queue.awaiting_prefill),
         prefill_waiting_tokens=queue.tokens + running_set.waiting_tokens,
         decode_sequences=len(running_set.running),
         decode_kv_tokens=sum([sequence.computed for sequence in running_set.running]),

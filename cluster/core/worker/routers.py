@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from cluster.core.worker.events import RouterStream, TellRouter
+from cluster.core.worker.events import RouterStream, SendToRouter
 from cluster.core.worker.reports import BlockReports
 from kvpool.core.blocks.tables import BlockTables, Pins
 from kvrelay.messages import Counters, Released, ReserveRefused, WorkerEvent
@@ -78,30 +78,30 @@ class RouterQueues:
         """The next `flush` sends the counters, even if there is nothing else."""
         self.changed = True
 
-    def heartbeats(self, counters: Counters) -> list[TellRouter]:
-        return [TellRouter(stream, (), counters, ()) for stream in self._queues]
+    def heartbeats(self, counters: Counters) -> list[SendToRouter]:
+        return [SendToRouter(stream, (), counters, ()) for stream in self._queues]
 
-    def flush(self, counters: Counters, now_s: float) -> list[TellRouter]:
+    def flush(self, counters: Counters, now_s: float) -> list[SendToRouter]:
         """Blocks go before the events that made them. Each batch of blocks is a message."""
         blocks = self._reports.take(now_s)
         self.changed = False
-        batches: list[TellRouter] = []
+        batches: list[SendToRouter] = []
         for stream, events in self._queues.items():
             if stream in self._joined:
                 batches += self._first(stream, events, counters)
                 continue
-            batches += [TellRouter(stream, (), counters, (one,)) for one in blocks[:-1]]
-            batches.append(TellRouter(stream, events, counters, blocks[-1:]))
+            batches += [SendToRouter(stream, (), counters, (one,)) for one in blocks[:-1]]
+            batches.append(SendToRouter(stream, events, counters, blocks[-1:]))
         self._joined.clear()
         self._queues = {stream: [] for stream in self._queues}
         return batches
 
     def _first(
         self, stream: RouterStream, events: list[WorkerEvent], counters: Counters
-    ) -> list[TellRouter]:
+    ) -> list[SendToRouter]:
         blocks = ((), *((one,) for one in self._reports.everything()))
-        batches = [TellRouter(stream, (), counters, one) for one in blocks]
-        return [*batches, TellRouter(stream, events, counters, ())] if events else batches
+        batches = [SendToRouter(stream, (), counters, one) for one in blocks]
+        return [*batches, SendToRouter(stream, events, counters, ())] if events else batches
 
 
 class Preloads:

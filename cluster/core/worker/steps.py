@@ -6,7 +6,7 @@ from collections import deque
 
 from decode_worker.scheduler import DecodeScheduler
 from engine.core.correction import StepPace
-from engine.core.step import Command, RunStep, StepBehindWanted, StepDone, StepWanted
+from engine.core.step import Command, OverlapStepWanted, RunStep, StepDone, StepWanted
 from engine.core.step_times import StepWork
 from prefill_worker.scheduler import PrefillScheduler
 
@@ -26,12 +26,12 @@ class StepTurns:
         most_steps: int,
         launches_ahead: bool,
     ) -> None:
-        assert most_steps == 1 or not launches_ahead, "the step behind goes on one token later"
+        assert most_steps == 1 or not launches_ahead, "an overlapped step is a single one"
         self._decode, self._prefill = decode, prefill
         self._pace = pace
         self._most_steps = most_steps
         self._turns: deque[Scheduler] = deque([decode, prefill])
-        self._behind: StepWork | None = None  # the step that is launched behind the running one
+        self._overlapped: StepWork | None = None  # the step launched after the running one
         self.launches_ahead = launches_ahead
         self.stepping: Scheduler | None = None
 
@@ -47,14 +47,18 @@ class StepTurns:
                     commands += self._offer(scheduler, now_s)
         return commands
 
-    def start_behind(self, now_s: float) -> list[Command]:
+    def start_overlapped(self, now_s: float) -> list[Command]:
         """The device's next step is launched before it is free, unless a prompt waits."""
-        if self._behind is not None or self.stepping is not self._decode or self._prefill.has_work:
+        if (
+            self._overlapped is not None
+            or self.stepping is not self._decode
+            or self._prefill.has_work
+        ):
             return []
-        commands = self._decode.handle(StepBehindWanted(), now_s)
+        commands = self._decode.handle(OverlapStepWanted(), now_s)
         for command in commands:
             if isinstance(command, RunStep):
-                self._behind = command.batch.work
+                self._overlapped = command.batch.work
         return commands
 
     def ended(self, done: StepDone, now_s: float) -> list[Command]:
@@ -62,11 +66,11 @@ class StepTurns:
         scheduler = self.stepping
         assert scheduler is not None, "a step ended that was not begun"
         self._pace.ended(now_s, done.steps)
-        if self._behind is None:
+        if self._overlapped is None:
             self.stepping = None
         else:
-            self._pace.begun(self._behind, now_s)
-            self._behind = None
+            self._pace.begun(self._overlapped, now_s)
+            self._overlapped = None
         return scheduler.handle(done, now_s)
 
     def _offer(self, scheduler: Scheduler, now_s: float) -> list[Command]:

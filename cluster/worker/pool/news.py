@@ -17,11 +17,11 @@ NodeNews = PoolJoined | PoolLost | FromNode | BlocksStored | BlocksFetched
 
 
 @dataclass(frozen=True, slots=True)
-class FromFar:
+class FromRemote:
     """An event from another host's pool node."""
 
     node: Incarnation
     news: NodeNews
 
 
-PoolNews = NodeNews | FromFar
+PoolNews = NodeNews | FromRemote

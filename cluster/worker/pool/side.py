@@ -3,7 +3,7 @@
 Every event of the pools goes through `handle`, on the loop's thread; its return value is for the
 schedulers.
 
-FarPools links to pool nodes of other hosts that routers name. It runs on the loop's thread, and
+RemotePools links to pool nodes of other hosts that routers name. It runs on the loop's thread, and
 links connect on their own threads. A node that can't be reached, or refuses, is not asked again for
 a while.
 """
@@ -20,7 +20,7 @@ from typing import assert_never
 from cluster.core.worker.events import PoolAnswer
 from cluster.worker.pool.link import PoolEndpoints, PoolLink
 from cluster.worker.pool.mover import PoolJob, PoolMover
-from cluster.worker.pool.news import FromFar, PoolNews
+from cluster.worker.pool.news import FromRemote, PoolNews
 from kvpool.core.fetch.client import PoolClient
 from kvpool.core.fetch.client_events import (
     BlocksFetched,
@@ -39,7 +39,7 @@ from kvpool.core.fetch.client_events import (
     StoreBlocks,
     WantPrefix,
 )
-from kvpool.core.fetch.pool_fetch import AskFar
+from kvpool.core.fetch.pool_fetch import AskRemote
 from kvpool.core.node.messages import PoolFormat, PoolHello, ToPool
 from kvpool.memory.kv_memory import KvMemory
 from kvpool.transport.endpoints import DEFAULTS, EndpointOptions, scheme_of
@@ -54,8 +54,8 @@ LEFT_ALONE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FarLink:
-    """The addresses of a remote pool node; its events come as FromFar."""
+class RemotePoolLink:
+    """The addresses of a remote pool node; its events come as FromRemote."""
 
     send: Callable[[ToPool], None]
     fetch: Callable[[FetchBlocks], None]
@@ -63,95 +63,95 @@ class FarLink:
 
 
 @dataclass(slots=True)
-class _Far:
+class _Remote:
     """`waiting`: requests made before the link was up, with the time at which each is given up."""
 
-    link: FarLink
+    link: RemotePoolLink
     client: PoolClient = field(default_factory=PoolClient)
     waiting: dict[WantPrefix, float] = field(default_factory=dict)
     is_lost: bool = False
 
 
-class FarPools:
+class RemotePools:
     """`connect` starts a link to a node at one of these addresses."""
 
-    def __init__(self, connect: Callable[[Incarnation, tuple[str, ...]], FarLink]) -> None:
+    def __init__(self, connect: Callable[[Incarnation, tuple[str, ...]], RemotePoolLink]) -> None:
         self._connect = connect
-        self._nodes: dict[Incarnation, _Far] = {}
+        self._nodes: dict[Incarnation, _Remote] = {}
         self._left_alone: dict[Incarnation, float] = {}
 
-    def ask(self, asked: AskFar) -> list[PrefixFetched]:
+    def ask(self, asked: AskRemote) -> list[PrefixFetched]:
         match asked.question:
             case WantPrefix() as wanted:
                 return self._want(asked, wanted)
             case DropPrefix() as dropped:
                 return self._drop(asked.node, dropped)
 
-    def heard(self, event: FromFar) -> list[PrefixFetched]:
-        far = self._nodes.get(event.node)
-        if far is None:
+    def heard(self, event: FromRemote) -> list[PrefixFetched]:
+        remote = self._nodes.get(event.node)
+        if remote is None:
             return []
-        answers = self._tell(far, event.news)
+        answers = self._tell(remote, event.news)
         if isinstance(event.news, PoolJoined):
-            waiting, far.waiting = far.waiting, {}
-            answers += [one for wanted in waiting for one in self._tell(far, wanted)]
+            waiting, remote.waiting = remote.waiting, {}
+            answers += [one for wanted in waiting for one in self._tell(remote, wanted)]
         elif isinstance(event.news, PoolLost):
-            answers += self._lost(event.node, far, event.news.reason)
-        if far.is_lost and far.client.idle:
+            answers += self._lost(event.node, remote, event.news.reason)
+        if remote.is_lost and remote.client.idle:
             del self._nodes[event.node]
         return answers
 
     def tick(self) -> list[PrefixFetched]:
         answers = []
         now_s = time.monotonic()
-        for far in self._nodes.values():
-            answers += self._tell(far, ClientTick())
-            for wanted in [w for w, until_s in far.waiting.items() if until_s <= now_s]:
-                del far.waiting[wanted]
+        for remote in self._nodes.values():
+            answers += self._tell(remote, ClientTick())
+            for wanted in [w for w, until_s in remote.waiting.items() if until_s <= now_s]:
+                del remote.waiting[wanted]
                 answers.append(_nothing(wanted))
         return answers
 
     def close(self) -> None:
-        for far in self._nodes.values():
-            far.link.close()
+        for remote in self._nodes.values():
+            remote.link.close()
 
-    def _want(self, asked: AskFar, wanted: WantPrefix) -> list[PrefixFetched]:
+    def _want(self, asked: AskRemote, wanted: WantPrefix) -> list[PrefixFetched]:
         now_s = time.monotonic()
         if self._left_alone.get(asked.node, 0.0) > now_s:
             return [_nothing(wanted)]
-        far = self._nodes.get(asked.node)
-        if far is None:
-            far = self._nodes[asked.node] = _Far(self._connect(asked.node, asked.addresses))
-        if far.client.connected or far.is_lost:
-            return self._tell(far, wanted)
-        far.waiting[wanted] = now_s + PATIENCE_S
+        remote = self._nodes.get(asked.node)
+        if remote is None:
+            remote = self._nodes[asked.node] = _Remote(self._connect(asked.node, asked.addresses))
+        if remote.client.connected or remote.is_lost:
+            return self._tell(remote, wanted)
+        remote.waiting[wanted] = now_s + PATIENCE_S
         return []
 
     def _drop(self, node: Incarnation, dropped: DropPrefix) -> list[PrefixFetched]:
-        far = self._nodes.get(node)
-        if far is None:
+        remote = self._nodes.get(node)
+        if remote is None:
             return []
-        for wanted in [wanted for wanted in far.waiting if wanted.key == dropped.key]:
-            del far.waiting[wanted]
+        for wanted in [wanted for wanted in remote.waiting if wanted.key == dropped.key]:
+            del remote.waiting[wanted]
             return [_nothing(wanted)]
-        return self._tell(far, dropped)
+        return self._tell(remote, dropped)
 
-    def _lost(self, node: Incarnation, far: _Far, reason: str) -> list[PrefixFetched]:
+    def _lost(self, node: Incarnation, remote: _Remote, reason: str) -> list[PrefixFetched]:
         log.warning("pool node %s is not asked for %g s: %s", node, LEFT_ALONE_S, reason)
-        far.is_lost = True
-        far.link.close()
+        remote.is_lost = True
+        remote.link.close()
         self._left_alone[node] = time.monotonic() + LEFT_ALONE_S
-        waiting, far.waiting = far.waiting, {}
+        waiting, remote.waiting = remote.waiting, {}
         return [_nothing(wanted) for wanted in waiting]
 
-    def _tell(self, far: _Far, event: ClientEvent) -> list[PrefixFetched]:
+    def _tell(self, remote: _Remote, event: ClientEvent) -> list[PrefixFetched]:
         answers: list[PrefixFetched] = []
-        for command in far.client.handle(event, time.monotonic()):
+        for command in remote.client.handle(event, time.monotonic()):
             match command:
                 case SendPool(message=message):
-                    far.link.send(message)
+                    remote.link.send(message)
                 case FetchBlocks():
-                    far.link.fetch(command)
+                    remote.link.fetch(command)
                 case PrefixFetched():
                     answers.append(command)
                 case _:
@@ -163,7 +163,7 @@ def _nothing(wanted: WantPrefix) -> PrefixFetched:
     return PrefixFetched(key=wanted.key, blocks=0)
 
 
-PoolLinkEvent = ClientEvent | AskFar | FromFar
+PoolLinkEvent = ClientEvent | AskRemote | FromRemote
 
 
 class PoolSide:
@@ -201,7 +201,7 @@ class PoolSide:
         self._endpoints = PoolEndpoints([*schemes], incarnation, options, require)
         self._link = PoolLink(self._endpoints, [address], self._hello, post)
         self._mover = PoolMover(memory, self._endpoints, crashed=crashed)
-        self._far = FarPools(self._connect)
+        self._far = RemotePools(self._connect)
 
     def start(self) -> None:
         self._mover.start()
@@ -210,9 +210,9 @@ class PoolSide:
     def handle(self, event: PoolLinkEvent) -> list[PoolAnswer]:
         """Never waits."""
         match event:
-            case AskFar():
+            case AskRemote():
                 return [*self._far.ask(event)]
-            case FromFar():
+            case FromRemote():
                 return [*self._far.heard(event)]
             case ClientTick():
                 return [*self._far.tick(), *self._own(event)]
@@ -234,15 +234,15 @@ class PoolSide:
                     assert_never(command)
         return answers
 
-    def _connect(self, node: Incarnation, addresses: tuple[str, ...]) -> FarLink:
+    def _connect(self, node: Incarnation, addresses: tuple[str, ...]) -> RemotePoolLink:
         def post(news: PoolJoined | PoolLost | FromNode | BlocksStored | BlocksFetched) -> None:
-            self._post(FromFar(node, news))
+            self._post(FromRemote(node, news))
 
         hello = replace(self._hello, looks_up=False)
         link = PoolLink(self._endpoints, addresses, hello, post, expects=node)
         link.start()
         fetch = partial(_fetch, self._mover, link, post)
-        return FarLink(send=link.send, fetch=fetch, close=link.close)
+        return RemotePoolLink(send=link.send, fetch=fetch, close=link.close)
 
     def close(self) -> None:
         self._mover.close()

@@ -1,6 +1,7 @@
 """Holds with a time limit, owned by the owner of the held thing. Pure.
 
-Progress renews a lease; only the owner lets it expire.
+Word of whoever uses the held thing renews a lease, also without progress; only the owner lets it
+expire.
 """
 
 from __future__ import annotations

@@ -49,26 +49,13 @@ class BlockPool:
         """Blocks that can be taken: free, or cached without a holder."""
         return len(self._free) + len(self._cached)
 
-    @property
-    def leased(self) -> int:
-        return len(self._leased)
-
-    @property
-    def active(self) -> int:
-        return len(self._holders) - len(self._leased)
-
-    @property
-    def cached(self) -> int:
-        """Blocks with a name and without a holder."""
-        return len(self._cached)
-
     def counts(self) -> dict[BlockState, int]:
         """# state |-> blocks; the four always add up to `count`"""
         return {
-            BlockState.FREE: self.free,
-            BlockState.LEASED: self.leased,
-            BlockState.ACTIVE: self.active,
-            BlockState.CACHED: self.cached,
+            BlockState.FREE: len(self._free),
+            BlockState.LEASED: len(self._leased),
+            BlockState.ACTIVE: len(self._holders) - len(self._leased),
+            BlockState.CACHED: len(self._cached),
         }
 
     def try_allocate(self, blocks: int, *, leased: bool = False) -> tuple[BlockId, ...] | None:

@@ -19,7 +19,7 @@ from kvpool.core.fetch.client_events import (
     WantPrefix,
 )
 from kvpool.core.fetch.peer_pull import PullEvent, PullGrants, Pulls
-from kvpool.core.fetch.pool_fetch import AskFar, FarFetches, Restored, Restores
+from kvpool.core.fetch.pool_fetch import AskRemote, RemoteFetches, Restored, Restores
 from kvpool.core.fetch.write_behind import WriteBehind
 from kvpool.core.layout.hashes import BlockHash
 from kvpool.core.transfer.commands import SendPeer
@@ -29,7 +29,7 @@ from kvrelay.types import PrefixOrigin, RequestKey
 
 log = logging.getLogger(__name__)
 
-PoolQuestion = SeekPrefix | WantPrefix | DropPrefix | AskFar
+PoolQuestion = SeekPrefix | WantPrefix | DropPrefix | AskRemote
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,14 @@ class _Offer:
 
 @dataclass(slots=True, kw_only=True)
 class Openings:
-    """Without a pool `restores` and `write_behind` are None. Without pools of other hosts `far` is
-    None. `pulls` and `grants` are None if peers neither give nor get prefixes. Lookups for the
+    """Without a pool `restores` and `write_behind` are None. Without pools of other hosts `remote`
+    is None. `pulls` and `grants` are None if peers neither give nor get prefixes. Lookups for the
     pools wait in an outbox. `origins` counts where prefixes came from."""
 
     tables: BlockTables
     restores: Restores | None = None
     write_behind: WriteBehind | None = None
-    far: FarFetches | None = None
+    remote: RemoteFetches | None = None
     pulls: Pulls | None = None
     grants: PullGrants | None = None
     origins: dict[PrefixOrigin, int] = field(default_factory=lambda: dict.fromkeys(PrefixOrigin, 0))
@@ -104,7 +104,7 @@ class Openings:
         """True if the rest is fetched from the source: because it has more than the host's pool
         (`host` and `disk` blocks), or because it is faster."""
         source = offer.source
-        way = self.far if source.is_pool_node else self.pulls
+        way = self.remote if source.is_pool_node else self.pulls
         if way is None or not way.prefers(offer.hashes, source, here, host, disk):
             return False
         if isinstance(way, Pulls):
@@ -116,7 +116,7 @@ class Openings:
 
     def waits(self, holder: Holder) -> bool:
         """Its prefix is being fetched: none of it may run or be freed."""
-        ways = (self.restores, self.far, self.pulls)
+        ways = (self.restores, self.remote, self.pulls)
         return any(way is not None and holder in way for way in ways)
 
     def drop(self, holder: Holder) -> bool:
@@ -124,8 +124,8 @@ class Openings:
         self._offers.pop(holder.key, None)
         if self.pulls is not None and holder in self.pulls:
             return self.pulls.drop(holder)
-        if self.far is not None and holder in self.far:
-            self._ask(self.far.drop(holder))
+        if self.remote is not None and holder in self.remote:
+            self._ask(self.remote.drop(holder))
             return True
         if self.restores is None or holder not in self.restores:
             return False
@@ -146,14 +146,14 @@ class Openings:
     def declined_tokens(self) -> int:
         """Tokens that were in a pool, but were faster computed or fetched elsewhere."""
         restored = self.restores.declined_tokens if self.restores is not None else 0
-        return restored + (self.far.declined_tokens if self.far is not None else 0)
+        return restored + (self.remote.declined_tokens if self.remote is not None else 0)
 
     def answer(self, event: PrefixFound | PrefixFetched, now_s: float) -> Restored | None:
         """Handles the pool's answer for the scheduler that waits."""
         assert self.restores is not None
         if isinstance(event, PrefixFetched):
-            far = self.far.fetched(event, now_s) if self.far is not None else None
-            return self._opened(far or self.restores.fetched(event, now_s))
+            remote = self.remote.fetched(event, now_s) if self.remote is not None else None
+            return self._opened(remote or self.restores.fetched(event, now_s))
         if self._found_elsewhere(event, now_s):
             return None
         found = self.restores.found(event, now_s)

@@ -7,7 +7,7 @@ From the pool node of its own host:
 
 From the pool node of another host:
 
-    begin --AskFar(WantPrefix)--> fetching --PrefixFetched--> Restored
+    begin --AskRemote(WantPrefix)--> fetching --PrefixFetched--> Restored
 
 A sequence waits for its prefix with all its blocks held. Every `begin` ends in one Restored, also
 when the node is lost.
@@ -166,7 +166,7 @@ class Restores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskFar:
+class AskRemote:
     """A request to the pool node `node`, which listens at one of `addresses`."""
 
     node: Incarnation
@@ -186,7 +186,7 @@ class _Fetch:
 
 
 @dataclass(slots=True, kw_only=True)
-class FarFetches:
+class RemoteFetches:
     """`tokens` were fetched. `declined_tokens` seemed to be there, but another source was
     faster."""
 
@@ -226,7 +226,7 @@ class FarFetches:
         here: int,
         source: PrefixSource,
         now_s: float,
-    ) -> AskFar | None:
+    ) -> AskRemote | None:
         """Call it after `prefers`. None: no blocks are left for the fetch."""
         end = min(len(hashes), source.blocks)
         tokens = end * self.tables.layout.block_size
@@ -240,7 +240,7 @@ class FarFetches:
         want = WantPrefix(key=holder.key, hashes=wanted, targets=targets, skip=here)
         return _ask(source, want)
 
-    def drop(self, holder: Holder) -> AskFar:
+    def drop(self, holder: Holder) -> AskRemote:
         """The request is over. Its blocks stay held until Restored comes."""
         return _ask(self._by_key[holder.key].source, DropPrefix(key=holder.key))
 
@@ -262,5 +262,5 @@ class FarFetches:
         assert all(fetch.holder in self.tables for fetch in self._by_key.values())
 
 
-def _ask(source: PrefixSource, question: WantPrefix | DropPrefix) -> AskFar:
-    return AskFar(node=source.peer, addresses=source.addresses, question=question)
+def _ask(source: PrefixSource, question: WantPrefix | DropPrefix) -> AskRemote:
+    return AskRemote(node=source.peer, addresses=source.addresses, question=question)

@@ -152,7 +152,7 @@ class SlabPool:
         return True
 
     def renew(self, lease_id: LeaseId, now_s: float, ttl_s: float) -> bool:
-        """Progress keeps a lent slab; False when it is not lent."""
+        """Its writer lives, and keeps a lent slab; False when it is not lent."""
         for lease in self._leases.values():
             if lease.lease_id == lease_id and lease.state is SlabState.LENT:
                 lease.deadline_s = now_s + ttl_s

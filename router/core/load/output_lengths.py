@@ -64,7 +64,7 @@ class SurvivalTable:
         return self._shares[np.minimum(at, self._last[kind])]
 
 
-Tokens = Sequence[int] | Integers
+_TokenCounts = Sequence[int] | Integers
 
 _EXACT = 16
 """Shorter lengths have bands of their own."""
@@ -86,7 +86,7 @@ def _band(tokens: int) -> int:
     return min(_BANDS - 1, _EXACT + int(log(tokens / _EXACT) / log(_RATIO)))
 
 
-def _counts(tokens: Tokens) -> list[int]:
+def _counts(tokens: _TokenCounts) -> list[int]:
     """# band |-> how many of these"""
     each = np.asarray(tokens, np.int64)
     longer = _EXACT + (np.log(np.maximum(each, _EXACT) / _EXACT) / log(_RATIO)).astype(np.int64)
@@ -116,7 +116,7 @@ class _Tier:
             self.cut = [count / self.weight for count in self.cut]
             self.weight = 1.0
 
-    def survival(self, running: Tokens) -> Survival | None:
+    def survival(self, running: _TokenCounts) -> Survival | None:
         """What ends in a band ends in its middle."""
         longest = max((band for band, count in enumerate(self.ended) if count), default=None)
         if longest is None:
@@ -164,7 +164,7 @@ class OutputLengths:
         """A choice is over. `was_cut`: it would have gone on."""
         self._tiers.setdefault(tier, _Tier()).add(tokens, was_cut=was_cut)
 
-    def survival(self, tier: str, running: Tokens = ()) -> Survival | None:
+    def survival(self, tier: str, running: _TokenCounts = ()) -> Survival | None:
         """Those that run have their tokens at least: who has ended first was short. None: of none
         of the tier it is known how long it would have been."""
         known = self._tiers.get(tier)

@@ -1,11 +1,13 @@
-"""The emptiest decode worker with the shortest prefill queue. Pure.
+"""Simple placement policies. Pure.
 
-The prefill worker that is done first with what it has cached itself, and the emptiest decode
-worker. Nothing is pulled from elsewhere: Mooncake's local cache-aware scheduling (FAST'25). Pure.
+LeastLoaded: the emptiest decode worker with the shortest prefill queue.
 
-Any decode worker with any prefill worker. Pure: the randomness is passed in.
+LocalCache: the prefill worker that is done first with what it has cached itself, and the emptiest
+decode worker. Nothing is pulled from elsewhere: Mooncake's local cache-aware scheduling (FAST'25).
 
-Workers in turn, each role by itself. Pure.
+RandomPair: any decode worker with any prefill worker. The randomness is passed in.
+
+RoundRobin: workers in turn, each role by itself.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from router.core.state.directory import Directory
 from router.core.state.promises import NOTHING_PROMISED, Promised
 from router.core.state.worker_view import Naming, WorkerView
 
-Workers = Mapping[Incarnation, WorkerView]
+_WorkerViews = Mapping[Incarnation, WorkerView]
 Held = Mapping[Incarnation, int]
 """# holder |-> how many of the prompt's first blocks it has"""
 
@@ -83,7 +83,7 @@ class HeldPrefixes:
                 self.blocks(worker)
         return [found[w.naming].get(w.incarnation, 0) * w.hello.block_size for w in workers]
 
-    def source(self, workers: Workers, prefill: WorkerView) -> PrefixSource | None:
+    def source(self, workers: _WorkerViews, prefill: WorkerView) -> PrefixSource | None:
         """The worker, or pool node of another host, with most of the prompt: of several a worker,
         and of these the least busy. None if `prefill` has as much itself."""
         held = self.blocks(prefill)
@@ -95,7 +95,7 @@ class HeldPrefixes:
         own = held.get(prefill.incarnation, 0)
         return best if best is not None and best.blocks > own else None
 
-    def _worker(self, workers: Workers, prefill: WorkerView) -> PrefixSource | None:
+    def _worker(self, workers: _WorkerViews, prefill: WorkerView) -> PrefixSource | None:
         if prefill.naming not in self._best:
             self._best[prefill.naming] = _most(self.blocks(prefill), workers)
         return self._best[prefill.naming]
@@ -120,7 +120,7 @@ class HeldPrefixes:
                 )
 
 
-def _most(held: Held, workers: Workers) -> PrefixSource | None:
+def _most(held: Held, workers: _WorkerViews) -> PrefixSource | None:
     blocks = max([blocks for holder, blocks in held.items() if holder in workers], default=0)
     if not blocks:
         return None

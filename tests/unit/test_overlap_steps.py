@@ -11,10 +11,10 @@ import pytest
 from decode_worker.scheduler import DecodeScheduler
 from engine.core.step import (
     Command,
+    OverlapStepWanted,
     RunStep,
     Sampled,
     SequenceSlice,
-    StepBehindWanted,
     StepDone,
     StepOutcome,
     StepWanted,
@@ -85,7 +85,7 @@ class Driver:
         if not self._in_flight:
             self._launch(self.scheduler.handle(StepWanted(), 0))
         if self._looks_behind and self._in_flight and self._rng.random() < 0.9:
-            found = self.scheduler.handle(StepBehindWanted(), 0)
+            found = self.scheduler.handle(OverlapStepWanted(), 0)
             self.behind += any(isinstance(one, RunStep) for one in found)
             self._launch(found)
         if not self._in_flight:
@@ -174,7 +174,7 @@ def test_as_many_single_steps(seed: int) -> None:
 
 
 def pair(**more: object) -> Driver:
-    """Two sequences on the device, and the step behind theirs."""
+    """Two sequences on the device, and the overlapped step."""
     driver = Driver(Random(0), behind=False, **more)  # type: ignore[arg-type]
     for name in ("1", "2"):
         driver.add(a_spec(name, 3, max_tokens=9), by_handoff=True)
@@ -182,11 +182,11 @@ def pair(**more: object) -> Driver:
 
 
 def wanted(scheduler: DecodeScheduler) -> list[RunStep]:
-    found = scheduler.handle(StepBehindWanted(), 0)
+    found = scheduler.handle(OverlapStepWanted(), 0)
     return [one for one in found if isinstance(one, RunStep)]
 
 
-def test_a_step_behind_goes_on_where_the_first_will_end() -> None:
+def test_an_overlapped_step_starts_where_the_first_will_end() -> None:
     driver = pair()
     the_step(driver.scheduler.handle(StepWanted(), 0))
     (step,) = wanted(driver.scheduler)
@@ -205,7 +205,7 @@ def test_who_ends_by_its_length_is_not_in_it() -> None:
     assert [piece.key.request_id for piece in step.batch.slices] == ["1", "2"]
 
 
-def test_who_joins_is_in_the_step_behind() -> None:
+def test_a_sequence_that_joins_is_in_the_overlapped_step() -> None:
     driver = pair()
     the_step(driver.scheduler.handle(StepWanted(), 0))
     arrive(driver.scheduler, a_spec("3", 5, max_tokens=9))
@@ -220,7 +220,7 @@ def end(driver: Driver, *tokens: int) -> list[Command]:
     return driver.scheduler.handle(done, 0)
 
 
-def test_the_blocks_of_who_has_ended_come_back_after_the_step_behind() -> None:
+def test_a_sequence_that_ended_gives_its_blocks_back_after_the_overlapped_step() -> None:
     driver = Driver(Random(0), behind=False)
     request = a_spec("1", 3, max_tokens=9)
     sampling = replace(request.sampling, stop_token_ids=(55,))
@@ -234,7 +234,7 @@ def test_the_blocks_of_who_has_ended_come_back_after_the_step_behind() -> None:
     assert not list(driver.scheduler.reservations.tables.held())
 
 
-def test_who_has_ended_holds_no_step_behind_up() -> None:
+def test_a_sequence_that_ended_holds_up_no_overlapped_step() -> None:
     driver, request = pair(), a_spec("3", 3, max_tokens=9)
     sampling = replace(request.sampling, stop_token_ids=(55,))
     driver.add(replace(request, sampling=sampling), by_handoff=True)
@@ -285,7 +285,7 @@ def test_prompts_that_wait_have_the_next_step(is_in_step: bool) -> None:
     assert wanted(driver.scheduler) == []
 
 
-def test_no_step_behind_where_blocks_run_out() -> None:
+def test_no_overlapped_step_where_blocks_run_out() -> None:
     driver = Driver(Random(0), behind=False, blocks=2)
     driver.add(a_spec("1", 3, max_tokens=5), by_handoff=True)
     driver.add(a_spec("2", 3, max_tokens=5), by_handoff=True)
