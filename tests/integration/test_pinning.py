@@ -23,9 +23,9 @@ needs_two = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
 CLAIMS = f"test-{uuid4().hex[:8]}-"
 """Other workers of this machine have nothing to do with these."""
 WORKER = f"""
-from cluster import pinning
+from cluster.process import host_cpus
 from cluster.cli import main as cli
-pinning.NAMES = {CLAIMS!r}
+host_cpus.NAMES = {CLAIMS!r}
 cli.main()
 """
 
