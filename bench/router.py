@@ -9,6 +9,7 @@ python -m bench.router [--workers 64] [--running 250] [--promises 50000] [--prom
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 from collections.abc import Sequence
@@ -110,6 +111,7 @@ def main() -> None:
 
 
 def _rows(placement: str, options: argparse.Namespace) -> list[Row]:
+    gc.collect()  # the world before
     world = World(placement, options.workers, options.blocks, options.prompt_tokens)
     world.fill(options.running)
     world.promise(options.promises)
