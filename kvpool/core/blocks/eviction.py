@@ -9,7 +9,7 @@ leaves of the prefix tree first.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,8 +62,8 @@ class EvictionPolicy(Protocol):
         """The block is new, and held. A policy that remembers it may raise its uses, but not above
         those of its parent."""
 
-    def idle(self, block: CachedBlock) -> None:
-        """The block's last holder has released it."""
+    def idle(self, blocks: Iterable[CachedBlock]) -> None:
+        """The last holder of each has released it, in this order."""
 
     def reused(self, block: CachedBlock) -> None:
         """An idle block is held again."""
@@ -88,8 +88,9 @@ class LeastRecentlyUsed:
     def cached(self, block: CachedBlock) -> None:
         """Evicted blocks are not remembered."""
 
-    def idle(self, block: CachedBlock) -> None:
-        self._queue[block] = None
+    def idle(self, blocks: Iterable[CachedBlock]) -> None:
+        for block in blocks:
+            self._queue[block] = None
 
     def reused(self, block: CachedBlock) -> None:
         del self._queue[block]
@@ -134,11 +135,12 @@ class LeastReuseDensity:
         if block.parent is not None:
             block.uses = min(block.uses, block.parent.uses)
 
-    def idle(self, block: CachedBlock) -> None:
-        self._idle_so_far += 1
-        block.idle_since = self._idle_so_far
-        self._queues[self._level(block)][block] = None
-        self._len += 1
+    def idle(self, blocks: Iterable[CachedBlock]) -> None:
+        for block in blocks:
+            self._idle_so_far += 1
+            block.idle_since = self._idle_so_far
+            self._queues[self._level(block)][block] = None
+            self._len += 1
 
     def reused(self, block: CachedBlock) -> None:
         level = self._level(block)

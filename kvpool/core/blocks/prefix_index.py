@@ -95,11 +95,13 @@ class PrefixIndex:
 
     def release(self, chain: Sequence[CachedBlock]) -> None:
         """Releases a held chain, or the end of one; the blocks stay cached."""
+        idle: list[CachedBlock] = []
         for block in reversed(chain):
             assert block.holders, "released twice"
             block.holders -= 1
             if not block.holders:
-                self._policy.idle(block)
+                idle.append(block)
+        self._policy.idle(idle)
 
     def try_evict(self, count: int) -> list[CachedBlock] | None:
         """Evicts `count` blocks and returns their places; None and nothing changed when fewer are
