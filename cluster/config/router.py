@@ -102,7 +102,7 @@ class RouterSection(Section):
     directory_memory: Bytes = 512 * 2**20
     """Memory of each router for its directory: which worker and pool node has which prefix. When it
     is full, prefixes that were stored and asked for longest ago are forgotten. 512 MiB are about
-    DIRECTORY_BLOCKS blocks."""
+    12 million blocks."""
     placement: PlacementSection = PlacementSection()
     dispatch: Literal["direct", "shared_queue"] = "direct"
     """direct: a prompt goes to its prefill worker as soon as it is admitted, and waits there;
