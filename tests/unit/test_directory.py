@@ -83,6 +83,27 @@ def test_the_tier_with_most_counts() -> None:
     directory.validate()
 
 
+@pytest.mark.parametrize("lengths", [(2, 3), (3, 2)])
+def test_the_tier_with_most_of_the_same_run_counts(lengths: tuple[int, int]) -> None:
+    directory, whole = Directory(), chain("abcd")
+    directory.changed(A, holding(whole))
+    for tier, length in zip((Tier.HOST, Tier.DISK), lengths, strict=True):
+        directory.changed(NODE, holding(whole[:length], tier=tier))
+    assert _longest(directory, "abcd") == {A: 4, NODE: 3}
+    directory.validate()
+
+
+def test_holders_that_come_and_go_take_no_places() -> None:
+    directory = Directory()
+    for life in range(10):
+        directory.changed(Incarnation(f"life {life}"), holding(chain("ab")))
+        directory.changed(A, holding(chain("abcd")))
+        assert _longest(directory, "abcd") == {f"life {life}": 2, A: 4}
+        directory.lost(Incarnation(f"life {life}"))
+        directory.validate()
+    assert len(directory._places) == 2
+
+
 def test_a_strand_shrinks_and_grows_with_other_blocks() -> None:
     directory, other = Directory(), chain("abxy")
     directory.changed(A, holding(chain("abcd")))
@@ -92,6 +113,17 @@ def test_a_strand_shrinks_and_grows_with_other_blocks() -> None:
     assert _longest(directory, "abxyz") == {A: 4, B: 2}
     assert _longest(directory, "abcdef") == {A: 2, B: 6}
     directory.validate()
+
+
+def test_a_strand_that_is_gone_takes_nothing_of_its_parent() -> None:
+    directory, whole = Directory(), chain("abcd")
+    directory.changed(A, holding(whole[:2]))
+    directory.changed(A, told(run(2, whole[2:], parent=1, start=2)))
+    directory.changed(A, ended(2, 1))
+    assert _longest(directory, "abcd") == {A: 2}
+    directory.validate()
+    directory.changed(A, ended(1, 0))
+    assert directory.blocks == directory.used_bytes == 0
 
 
 def test_a_run_that_one_holder_has_grows_in_place() -> None:
@@ -126,6 +158,7 @@ def test_what_does_not_fit_is_ignored_with_all_below_it(stranger: StoredRun) -> 
     directory.changed(A, told(run(3, chain("q"), parent=2, start=stranger.start + 1)))
     directory.changed(A, ended(2, 0))
     directory.changed(A, ended(2, stranger.start + 1))
+    directory.changed(A, ended(3, 0))
     assert known(directory) == {A: {Tier.DEVICE: {*whole}}}
     directory.validate()
 

@@ -202,15 +202,12 @@ class Directory:
         """Of the bits `having` all of the run's parent, those that have all of this run. Notes how
         far the others go."""
         still = having & run.full
-        ending = {bit: end for bit, end in (run.ends or {}).items() if bit & having}
-        stopped = having & ~still
-        for bit in ending:
-            stopped &= ~bit
-        if run.start and stopped:
-            self._note(found, stopped, run.start)
-        for bit, end in ending.items():
-            holder = self._holders[bit.bit_length() - 1]
-            found[holder] = max(found.get(holder, 0), min(end, reached))
+        if run.start and still != having:
+            self._note(found, having & ~still, run.start)
+        for bit, end in (run.ends or {}).items():
+            if bit & having:
+                holder = self._holders[bit.bit_length() - 1]
+                found[holder] = max(found.get(holder, 0), min(end, reached))
         return still
 
     def _note(self, found: dict[Incarnation, int], bits: int, length: int) -> None:
@@ -221,6 +218,7 @@ class Directory:
         self._runs.validate()
         tiers = [one for tiers in self._tiers.values() for one in tiers.values()]
         assert self._strands == sum(len(tier.strands) for tier in tiers)
+        assert len(tiers) == len(self._places) - self._places.count(None)
         assert self.used_bytes <= self.most_bytes or not self._runs.runs
         assert all(update.node == node for node, update in self.pool_nodes.items())
         found: dict[int, int] = {}  # run |-> bits of the strands that lead through it
@@ -238,10 +236,10 @@ class Directory:
 def _covered(runs: KnownRuns, tier: _HolderTier) -> Iterator[KnownRun]:
     """The runs that its strands lead through, some of them often."""
     for strand in tier.strands.values():
-        tier.end(strand)
         run = strand.run
         while run is not runs.root:
-            yield run
+            if run.has(tier.bit):
+                yield run
             run = run.parent
 
 

@@ -169,7 +169,7 @@ class KnownRuns:
             if depth == run.end:
                 child = run.child(hashes[at : at + HASH_BYTES])
                 if child is None:
-                    run = self._append(bit, run, hashes[at:], grows=grows and run is above)
+                    run = self._append(bit, run, hashes[at:], grows=grows)
                     break
                 run = child
             same = run.same(depth, hashes, at)
@@ -210,7 +210,6 @@ class KnownRuns:
             if end > depth:
                 run.hold(bit, end)
         self._add(upper, upper.parent)
-        _insert_behind(run, upper)
         return upper
 
     def cut(self, bit: int, run: KnownRun, end: int) -> KnownRun:
@@ -269,7 +268,6 @@ class KnownRuns:
         for bit in run.ends or ():
             bits |= bit
         self._remove(run)
-        self._leave(run.parent)
         return bits
 
     # --- the order of use -----------------------------------------------------------------------
