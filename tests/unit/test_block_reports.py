@@ -6,7 +6,7 @@ import pytest
 
 from cluster.core.worker import reports as block_reports
 from cluster.core.worker.reports import BlockReports
-from kvpool.core.blocks.device_cache import BlockNews
+from kvpool.core.blocks.block_news import BlockNews
 from kvpool.core.blocks.holding import Holder
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.layout.hashes import BlockHash
@@ -17,7 +17,7 @@ from tests.unit.worker_kit import BLOCK, LAYOUT
 
 def _tables(blocks: int = 4) -> BlockTables:
     tables = BlockTables(LAYOUT, blocks)
-    tables.cache.changes = BlockNews()
+    tables.device.changes = BlockNews()
     return tables
 
 
@@ -33,7 +33,7 @@ def _compute(tables: BlockTables, first: int, blocks: int) -> tuple[BlockHash, .
 
 def test_a_block_that_came_and_went_in_between_is_not_told() -> None:
     tables = _tables()
-    reports = BlockReports(tables.cache)
+    reports = BlockReports(tables.device)
     first = _compute(tables, 0, 3)
     assert reports.take(0) == [BlockChanges(tier=Tier.DEVICE, stored=first)]
     _compute(tables, 100, 4)
@@ -49,7 +49,7 @@ def test_a_block_that_came_and_went_in_between_is_not_told() -> None:
 def test_no_message_is_longer_than_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_reports, "HASHES_MOST", 3)
     tables = _tables(8)
-    reports = BlockReports(tables.cache)
+    reports = BlockReports(tables.device)
     hashes = _compute(tables, 0, 8)
     for told in (reports.take(0), reports.everything()):
         assert [len(changes.stored) for changes in told] == [3, 3, 2]

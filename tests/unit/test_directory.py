@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvpool.core.blocks.device_cache import BlockNews
+from kvpool.core.blocks.block_news import BlockNews
 from kvpool.core.layout.block_names import BlockNames
 from kvpool.core.layout.hashes import BlockHash
 from kvrelay.errors import PeerError

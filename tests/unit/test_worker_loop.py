@@ -18,7 +18,7 @@ from cluster.worker.process import WorkerProcess
 from engine.core.correction import StepPace
 from engine.core.step import RunStep, Sampled, StepBatch, StepDone, StepOutcome
 from engine.core.step_times import LinearTimes, decode_work, prefill_work
-from kvpool.core.blocks.device_cache import BlockNews
+from kvpool.core.blocks.block_news import BlockNews
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.transfer.commands import SendPeer
 from kvrelay.messages import (
@@ -178,7 +178,7 @@ def test_events_go_to_the_router_that_asked() -> None:
 
 def test_routers_hear_of_all_blocks_then_of_new_ones() -> None:
     worker = Harness()
-    worker.decode_tables.cache.changes = BlockNews()
+    worker.decode_tables.device.changes = BlockNews()
     early = worker.router()
     worker.say(early, Generate(spec=spec("a", 9, max_tokens=1)))
     worker.run()

@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from decode_worker.scheduler import DecodeScheduler
 from engine.core.correction import StepPace
-from kvpool.core.blocks.device_cache import DeviceCache
+from kvpool.core.blocks.device_blocks import DeviceBlocks
 from kvpool.core.blocks.pool import BlockState
 from kvpool.core.fetch.openings import Openings
+from kvpool.core.layout.hashes import BlockHashes
 from kvrelay.gc_pauses import PAUSES, GcPauses
 from kvrelay.messages import (
     Activity,
@@ -38,21 +40,22 @@ HASHES_MOST = 8192
 class BlockReports:
     """`cache.changes` is the reports' own; without it nothing is told."""
 
-    def __init__(self, cache: DeviceCache) -> None:
-        self._cache = cache
+    def __init__(self, blocks: DeviceBlocks) -> None:
+        self._blocks = blocks
         self._since_s: dict[bytes, float] = {}
 
     def everything(self) -> list[BlockChanges]:
         """For a router that attaches, after `take`."""
-        if self._cache.changes is None:
+        if self._blocks.changes is None:
             return []
-        return [*_stored([block.hash for block in self._cache.index])]
+        runs = (BlockHashes(bytes(run.hashes)) for run in self._blocks.tree)
+        return [*_stored([*chain.from_iterable(runs)])]
 
     def take(self, now_s: float) -> list[BlockChanges]:
         """What is new since the last call."""
-        if not self._cache.changes:
+        if not self._blocks.changes:
             return []
-        stored, removed = self._cache.changes.take()
+        stored, removed = self._blocks.changes.take()
         self._date(stored, removed, now_s)
         return [*_stored(stored), *_removed(removed)]
 

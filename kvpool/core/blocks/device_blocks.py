@@ -1,4 +1,4 @@
-"""The blocks of a worker's device tier: free ones, held ones, and the tree of cached prefixes. Pure.
+"""The blocks of a worker's device: free ones, held ones, and the tree of cached prefixes. Pure.
 
 A cached block has a part in every layer group: a block id in the run's column of that group. In
 groups without a window the tree holds the parts, and requests hold runs. In groups with a window
@@ -36,6 +36,14 @@ class NamedBlocks:
     run: Run
     start: int
     end: int
+
+    @property
+    def parent(self) -> BlockHash | None:
+        """The block before the first of them."""
+        for run in path(self.run):
+            if run.start < self.start:
+                return run.at(self.start - 1)
+        return None
 
 
 @dataclass(slots=True)
@@ -108,8 +116,10 @@ class DeviceBlocks:
 
     def available(self, group: int) -> int:
         """Blocks that can be taken: free, or cached without a holder."""
-        cached = len(self._faded[group]) if group in self._runs else self.tree.idle
-        return self.pools[group].free + cached
+        return self.pools[group].free + self._cached(group)
+
+    def _cached(self, group: int) -> int:
+        return len(self._faded[group]) if group in self._runs else self.tree.idle
 
     def revived(self, group: int, run: Run | None, table: Sequence[BlockId]) -> int:
         """How many blocks of a table would make room no longer, once its chain is held."""
@@ -258,11 +268,11 @@ class DeviceBlocks:
     def counts(self, group: int) -> dict[BlockState, int]:
         """# state |-> blocks; the four always add up to `count`"""
         pool = self.pools[group]
-        cached = self.available(group) - pool.free
+        free, leased, cached = pool.free, pool.leased, self._cached(group)
         return {
-            BlockState.FREE: pool.free,
-            BlockState.LEASED: pool.leased,
-            BlockState.ACTIVE: self.count - pool.free - pool.leased - cached,
+            BlockState.FREE: free,
+            BlockState.LEASED: leased,
+            BlockState.ACTIVE: self.count - free - leased - cached,
             BlockState.CACHED: cached,
         }
 
