@@ -122,6 +122,7 @@ class Evicted(NamedTuple):
     end: int
     hashes: bytes
     columns: Columns
+    tenant: str
 
 
 class Strand(NamedTuple):
@@ -295,7 +296,8 @@ class RunTree:
         assert not run.children and not run.holders, "only idle leaves are evicted"
         kept = run.blocks - blocks
         columns = tuple(column[kept:] for column in run.columns)
-        gone = Evicted(run.number, run.start + kept, bytes(run.hashes[kept * HASH_BYTES :]), columns)
+        hashes = bytes(run.hashes[kept * HASH_BYTES :])
+        gone = Evicted(run.number, run.start + kept, hashes, columns, run.tenant)
         self.blocks -= blocks
         self.idle -= blocks
         if not kept:
