@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from kvpool.core.layout.hashes import BlockHash, BlockHashes
 from kvpool.core.node.block_index import BlockAt
 from kvpool.core.node.events import BlockLoad, ReadSlots, SlotOutcome, Spill, WriteSlots
-from kvpool.core.node.tier_blocks import NewChain, PoolPlace, TierBlocks, places_of
+from kvpool.core.node.tier_blocks import NewChain, PoolPlace, TierBlocks
 
 _BATCH_BLOCKS = 32
 
