@@ -25,6 +25,7 @@ from kvrelay.messages import (
     LinkState,
     Released,
     Reserved,
+    StoredRun,
     TierLoad,
     Tokens,
     WorkerEvent,
@@ -118,7 +119,7 @@ def _rows(placement: str, options: argparse.Namespace) -> list[Row]:
     spent = Spent()
     for number in range(options.requests):
         world.decide(world.request(str(number)), spent)
-    held, promises = world.core.state.directory.entries, len(world.core.state.promises)
+    held, promises = world.core.state.directory.blocks, len(world.core.state.promises)
     method = f"CPU time of {options.requests} requests of {options.prompt_tokens} tokens, {held} "
     return spent.rows(placement, f"{method}blocks known, {promises} promises left")
 
@@ -184,6 +185,7 @@ class World:
         )
         self.core = RouterCore(state)
         self._now_s = 0.0
+        self._strands = 0
         self._links: dict[Incarnation, tuple[LinkState, ...]] = {}
         self._running: dict[Incarnation, list[Running]] = {}
         own_blocks = (prompt_tokens - prompt_tokens // 2) // BLOCK_TOKENS
@@ -234,8 +236,13 @@ class World:
 
     def _store(self, holder: Incarnation, prompt: tuple[int, ...]) -> None:
         names = BlockNames(fingerprint="f", physical_format="p")
-        stored = tuple(names.chain("", len(prompt), BLOCK_TOKENS).walk(prompt, len(prompt)))
-        changes = BlockChanges(tier=Tier.DEVICE, stored=stored)
+        chain = names.chain("", len(prompt), BLOCK_TOKENS)
+        chain.extend(prompt, len(prompt))
+        self._strands += 1
+        run = StoredRun(
+            number=self._strands, parent=0, start=0, hashes=b"".join(chain.full(len(prompt)))
+        )
+        changes = BlockChanges(tier=Tier.DEVICE, stored=(run,))
         said = WorkerSaid(incarnation=holder, events=(), counters=Counters(), blocks=(changes,))
         self.core.handle(said, 0)
 

@@ -79,6 +79,7 @@ ROUTER_KEYS = (
     "router.max_body",
     "router.record",
     "router.record_size",
+    "router.directory_memory",
     "router.placement.policy",
     "router.placement.local_prefill",
     "router.placement.move_hot_spots",

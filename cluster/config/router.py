@@ -99,6 +99,10 @@ class RouterSection(Section):
     its number before the suffix. null: no record."""
     record_size: Bytes = 2**30
     """The largest size of one such file."""
+    directory_memory: Bytes = 512 * 2**20
+    """Memory of each router for its directory: which worker and pool node has which prefix. When it
+    is full, prefixes that were stored and asked for longest ago are forgotten. 512 MiB are about
+    12 million blocks."""
     placement: PlacementSection = PlacementSection()
     dispatch: Literal["direct", "shared_queue"] = "direct"
     """direct: a prompt goes to its prefill worker as soon as it is admitted, and waits there;

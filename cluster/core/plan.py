@@ -223,6 +223,7 @@ def router_settings(config: Config, number: int = 0) -> RouterSettings:
         preload=tuple(_preload(one) for one in config.preload),
         record=_record(config.router, number),
         record_bytes=config.router.record_size,
+        directory_bytes=config.router.directory_memory,
         policies=Policies(
             placement=config.router.placement.policy,
             admission=config.router.admission.policy,

@@ -12,6 +12,7 @@ from engine.core.options import DEFAULT_OPTIONS, CudaOptions
 from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import Role
 from router.core.policy.choice import DEFAULT_POLICIES, Policies
+from router.core.state.directory import DIRECTORY_BYTES
 from router.text.preload import PreloadText
 from router.text.request_fields import NO_MATCH, TierMatch
 
@@ -96,7 +97,8 @@ class WorkerSettings:
 class RouterSettings:
     """`name` is the cluster's, `process` the router's own. Port 0: the system chooses. Clients use
     `host`; workers, operators and Prometheus use `internal_host`. `record`: the file in which the
-    core's events and decisions are recorded, up to `record_bytes`; None: no record."""
+    core's events and decisions are recorded, up to `record_bytes`; None: no record. The core's
+    directory takes up to `directory_bytes`."""
 
     name: str
     process: str
@@ -114,6 +116,7 @@ class RouterSettings:
     public_metrics: bool = False
     record: str | None = None
     record_bytes: int = 0
+    directory_bytes: int = DIRECTORY_BYTES
     policies: Policies = DEFAULT_POLICIES
     qos: QosTiers = ONE_TIER
     tier_match: TierMatch = NO_MATCH

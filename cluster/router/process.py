@@ -134,6 +134,7 @@ class RouterProcess:
             _preloads(settings, tokenizer),
             settings.policies,
             settings.qos,
+            directory_bytes=settings.directory_bytes,
             record=_recording(settings),
         )
         self._registry = RegistryService(

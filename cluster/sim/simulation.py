@@ -195,7 +195,12 @@ def _assert_empty(core: RouterCore) -> None:
 
 def _beginning(config: Config) -> Beginning:
     settings = router_settings(config)
-    return Beginning(seed=config.simulation.seed, policies=settings.policies, tiers=settings.qos)
+    return Beginning(
+        seed=config.simulation.seed,
+        policies=settings.policies,
+        tiers=settings.qos,
+        directory_bytes=settings.directory_bytes,
+    )
 
 
 def check(config: Config) -> None:

@@ -16,7 +16,7 @@ import logging
 import queue
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from itertools import chain
@@ -35,7 +35,7 @@ from engine.core.activity import Stage, StartActivity
 from engine.device.threads import run_apart, use_threads
 from kvpool.core.blocks.pool import BlockState
 from kvpool.core.blocks.tables import BlockTables
-from kvpool.core.layout.hashes import BlockHashes, TenantBlocks, most_of
+from kvpool.core.layout.hashes import TenantBlocks, most_of
 from kvpool.wire.pool import cached_blocks
 from kvrelay.errors import PeerError
 from kvrelay.messages import BlockChanges, Counters, WorkerEvent, WorkerHello
@@ -164,13 +164,16 @@ def kv_report(hello: WorkerHello, core: WorkerCore, now_s: float) -> pb.DebugKvR
 
 
 def _cached(tables: BlockTables, reports: BlockReports, now_s: float) -> Iterator[TenantBlocks]:
+    blocks: Counter[str] = Counter()
     ages_s: defaultdict[str, list[float]] = defaultdict(list)
     for run in tables.device.tree:
         if not run.holders:
-            hashes = BlockHashes(bytes(run.hashes))
-            ages_s[run.tenant] += [reports.age_s(name, now_s) for name in hashes]
+            blocks[run.tenant] += run.blocks
+            ages_s[run.tenant] += reports.ages_s(run.number, now_s)
     for tenant, ages in ages_s.items():
-        yield TenantBlocks(tenant=tenant, blocks=len(ages), oldest_s=max(ages), newest_s=min(ages))
+        yield TenantBlocks(
+            tenant=tenant, blocks=blocks[tenant], oldest_s=max(ages), newest_s=min(ages)
+        )
 
 
 class WorkerProcess:

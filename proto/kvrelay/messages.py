@@ -227,12 +227,39 @@ WorkerEvent = (
 
 
 @value
+class StoredRun:
+    """The strand `number` has these blocks, at depths from `start` on; 32 bytes of `hashes` each.
+
+    They follow the block at depth `start` - 1 of the strand `parent`. 0: they begin a sequence.
+    `parent` is `number` itself where a strand grows that the receiver knows.
+    """
+
+    number: int
+    parent: int
+    start: int
+    hashes: bytes
+
+
+@value
+class CutRun:
+    """The strand `number` has no block at depth `end` or deeper. If it begins there, it is gone."""
+
+    number: int
+    end: int
+
+
+@value
 class BlockChanges:
-    """For the directory: hashes that a holder's tier holds since now, and holds no more."""
+    """What a holder's tier holds now, for the directory: first strands lose their ends, then others
+    are stored, both in this order.
+
+    A strand is a contiguous part of a sequence of blocks, from one depth to another. Only its end
+    moves, and other strands may begin below any of its blocks. Its number is used once.
+    """
 
     tier: Tier
-    stored: tuple[bytes, ...] = ()
-    removed: tuple[bytes, ...] = ()
+    cut: tuple[CutRun, ...] = ()
+    stored: tuple[StoredRun, ...] = ()
 
 
 @value

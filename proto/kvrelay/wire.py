@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvrelay.codec import EnvelopeCodec, MessageCodec, check, travels_by
+from kvrelay.codec import HASH_BYTES, EnvelopeCodec, MessageCodec, check, travels_by
 from kvrelay.errors import PeerError
 from kvrelay.messages import (
     BlockChanges,
     Counters,
     PoolUpdate,
     PromptLogprobs,
+    StoredRun,
     ToWorker,
     WorkerEvent,
     WorkerHello,
@@ -69,6 +70,27 @@ def _prompt_logprobs_from_wire(
     )
 
 
+def _stored_run_to_wire(run: StoredRun) -> dict[str, object]:
+    return {
+        "number": run.number,
+        "parent": run.parent,
+        "start": run.start,
+        "hashes": run.hashes,
+    }
+
+
+def _stored_run_from_wire(message: pool_node_pb2.StoredRun) -> StoredRun:
+    """A field of the type bytes would be one hash."""
+    if len(message.hashes) % HASH_BYTES:
+        raise PeerError(
+            f"StoredRun.hashes of {len(message.hashes)} bytes, "
+            f"which are no hashes of {HASH_BYTES} bytes each"
+        )
+    return StoredRun(
+        number=message.number, parent=message.parent, start=message.start, hashes=message.hashes
+    )
+
+
 def _check_resumed(spec: RequestSpec) -> None:
     if len(spec.resumed) not in (0, spec.sampling.n):
         raise ValueError(f"{len(spec.resumed)} choices are resumed of {spec.sampling.n}")
@@ -76,6 +98,7 @@ def _check_resumed(spec: RequestSpec) -> None:
 
 travels_by(TokenLogprobs, logprobs_to_wire, logprobs_from_wire)
 travels_by(PromptLogprobs, _prompt_logprobs_to_wire, _prompt_logprobs_from_wire)
+travels_by(StoredRun, _stored_run_to_wire, _stored_run_from_wire)
 check(RequestSpec, _check_resumed)
 
 _TO_WORKER: EnvelopeCodec[ToWorker, pb.ToWorker] = EnvelopeCodec(ToWorker, pb.ToWorker, "a router")

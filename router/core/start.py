@@ -26,18 +26,20 @@ from router.core.policy.placement_baselines import (
 from router.core.policy.predictive import Predictive
 from router.core.router_state import Direct, NoMoves, RouterState
 from router.core.shared_queue import open_shared_queue
+from router.core.state.directory import DIRECTORY_BYTES, Directory
 from router.core.workers import Workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """`seed` is that of placement's randomness."""
+    """`seed` is that of placement's randomness. The directory takes up to `directory_bytes`."""
 
     first_attempt: int = 0
     seed: int = 0
     policies: Policies = DEFAULT_POLICIES
     tiers: QosTiers = ONE_TIER
     preloads: tuple[RequestSpec, ...] = ()
+    directory_bytes: int = DIRECTORY_BYTES
 
 
 def begin(beginning: Beginning) -> RouterCore:
@@ -51,6 +53,7 @@ def begin(beginning: Beginning) -> RouterCore:
         dispatch=open_shared_queue(workers, tiers) if policies.shared_queue else Direct(),
         moves=Moving() if policies.move_hot_spots else NoMoves(),
         workers=workers,
+        directory=Directory(most_bytes=beginning.directory_bytes),
     )
     return RouterCore(state, preloads=beginning.preloads)
 

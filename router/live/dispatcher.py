@@ -42,6 +42,7 @@ from router.core.events import (
 from router.core.policy.choice import DEFAULT_POLICIES, Policies
 from router.core.request import Request
 from router.core.start import Beginning, begin
+from router.core.state.directory import DIRECTORY_BYTES
 from router.core.state.generation import ChoiceTokens, GenerationRequest
 from router.core.state.worker_view import check_joins
 from router.live import status
@@ -129,6 +130,7 @@ class WorkerDispatcher(ClusterViews):
         policies: Policies = DEFAULT_POLICIES,
         tiers: QosTiers = ONE_TIER,
         *,
+        directory_bytes: int = DIRECTORY_BYTES,
         record: Callable[[Beginning], Recorder] | None = None,
     ) -> None:
         """`record` opens a file for all that the core hears and decides."""
@@ -138,6 +140,7 @@ class WorkerDispatcher(ClusterViews):
             policies=policies,
             tiers=tiers,
             preloads=preloads,
+            directory_bytes=directory_bytes,
         )
         super().__init__(begin(beginning), PoolNodes(self._post))
         self._recorder = record(beginning) if record is not None else None

@@ -140,6 +140,7 @@ class ClusterGauges(Collector):
         yield self._counter("requests_moved", text, told.moved_requests)
         text = "Prompts that a decode worker took to compute itself."
         yield self._counter("local_prefills", text, told.local_prefills)
+        yield from self._directory()
         yield self._promises()
         yield from of_workers(told.workers, self._model_name)
         yield from of_links(told.workers, told.linked, self._model_name)
@@ -181,6 +182,15 @@ class ClusterGauges(Collector):
             for (kind, quantile), seconds in tier.latencies_s.items():
                 latency.add_metric((self._model_name, tier.name, kind, quantile), seconds)
         return step, latency
+
+    def _directory(self) -> Iterable[Metric]:
+        told = self._snapshot.directory
+        text = "Different blocks in the router's directory."
+        yield self._gauge("directory_blocks", text, told.blocks)
+        text = "Memory that the directory takes, estimated."
+        yield self._gauge("directory_bytes", text, told.used_bytes)
+        text = "Blocks that the directory has dropped because it was full."
+        yield self._counter("directory_dropped_blocks", text, told.dropped_blocks)
 
     def _promises(self) -> Metric:
         text = "Retry times told with refusals: whether clients came back, and got in."

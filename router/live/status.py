@@ -35,6 +35,7 @@ from router.core.core import RouterCore
 from router.core.events import LadderStepped, PairQuarantined, PairTrusted
 from router.core.state.generation import (
     ClusterSnapshot,
+    DirectoryStatus,
     LinkStatus,
     ModelFacts,
     QuarantinedPair,
@@ -224,6 +225,11 @@ class ClusterViews:
             queued_prompts=state.dispatch.waiting,
             moved_requests=state.moves.moved,
             local_prefills=state.local_prefills,
+            directory=DirectoryStatus(
+                blocks=state.directory.blocks,
+                used_bytes=state.directory.used_bytes,
+                dropped_blocks=state.directory.dropped_blocks,
+            ),
             promises={"kept": told.kept, "broken": told.broken, "expired": told.expired},
             workers=tuple(map(self._status, state.workers.values())),
             linked=state.recent_pairs.lately(now_s),

@@ -100,7 +100,7 @@ def holders(cluster: Cluster, ids: list[int]) -> dict[Incarnation, int]:
     names = BlockNames(fingerprint=hello.fingerprint, physical_format=hello.physical_format)
     chain = names.chain("", len(ids), hello.block_size)
     directory: Directory = core.state.directory
-    return cluster.router.read(lambda: directory.longest(chain.walk(ids, len(ids))))
+    return cluster.router.read(lambda: directory.longest(chain.lazily(ids, len(ids))))
 
 
 def in_pools(cluster: Cluster, ids: list[int]) -> int:

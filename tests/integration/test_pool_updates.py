@@ -14,13 +14,13 @@ from uuid import uuid4
 
 import grpc
 import pytest
+from kvpool.core.node.checked_blocks import BlockOrigins, Changes
 
 from cluster.core.plan import host_pool_address
 from cluster.pool_node.service import LineOpened, PoolNodeService, RouterLine
 from cluster.process.net import bind_port, grpc_server
 from kvpool.core.layout.hashes import BlockHash
 from kvpool.core.node import checked_blocks
-from kvpool.core.node.checked_blocks import BlockOrigins, Changes
 from kvpool.core.node.events import DropRouter, RouterCall, RouterHungUp, RouterTook, TellRouter
 from kvpool.core.node.messages import PoolTier
 from kvrelay.messages import PoolUpdate
@@ -33,6 +33,7 @@ from router.live import pool_nodes
 from router.live.pool_nodes import PoolNodes
 from tests.integration.faces_kit import in_loop
 from tests.integration.pool_kit import Node, PoolWorker, chain, pool_worker
+from tests.unit.directory_kit import Named, known
 
 PATIENCE_S = 30.0
 
@@ -62,11 +63,11 @@ class Router:
             self.directory.updated(event.update)
 
     def knows(self, hashes: tuple[BlockHash, ...]) -> bool:
-        return len(hashes) in self.directory.longest(hashes).values()
+        return len(hashes) in self.directory.longest(Named(hashes)).values()
 
     @property
     def blocks(self) -> int:
-        return len(self.directory._holders)
+        return self.directory.blocks
 
 
 @asynccontextmanager
@@ -130,9 +131,11 @@ async def test_routers_know_a_real_node_from_its_first_life_to_its_next(
             await until(lambda: late.knows(one), "who joins late hears of all there is")
             await stored(worker, two)
             await until(lambda: early.knows(two) and late.knows(two), "both go on")
-            tiers = early.directory._held[told.node]
-            await until(lambda: len(tiers.get(Tier.DISK, ())) == 50, "it is on disk")
-            await until(lambda: early.directory._held == late.directory._held, "both know all")
+            await until(
+                lambda: len(known(early.directory)[told.node].get(Tier.DISK, ())) == 50,
+                "it is on disk",
+            )
+            await until(lambda: known(early.directory) == known(late.directory), "both know all")
             node.kill()
             await until(lambda: not (early.blocks or late.blocks), "all is forgotten")
             with node_at(tmp_path, name, port, *disk) as again:
@@ -143,8 +146,9 @@ async def test_routers_know_a_real_node_from_its_first_life_to_its_next(
                     lambda: early.knows(two) and late.knows(two), "the next life tells its own"
                 )
                 (other,) = early.directory.pool_nodes
-                assert other != told.node and early.directory._held.keys() == {other}
-                assert early.directory._held[other].keys() == {Tier.DISK}, "memory is gone"
+                held = known(early.directory)
+                assert other != told.node and held.keys() == {other}
+                assert held[other].keys() == {Tier.DISK}, "memory is gone"
 
 
 @in_loop
@@ -237,7 +241,10 @@ async def test_a_large_tier_comes_page_by_page() -> None:
             await until(lambda: one.blocks == 100_000, "it knows all")
             served.store(range(100_000, 100_010))
             await until(lambda: one.blocks == 100_010, "and what is new")
-            sizes = [sum(len(c.stored) for c in update.blocks) for update in one.updates]
+            sizes = [
+                sum(len(run.hashes) // 32 for c in update.blocks for run in c.stored)
+                for update in one.updates
+            ]
             assert max(sizes) == checked_blocks.PAGE_BLOCKS
             assert [update.sequence for update in one.updates] == [*range(len(sizes))]
 
@@ -269,7 +276,7 @@ async def test_a_router_that_does_not_read_is_dropped_and_begins_anew() -> None:
             assert "changes wait for it" in str(caught.value.details())
         await until(lambda: len(served.lines) == 1, "its line is closed")
         async with router(address) as again:
-            await until(lambda: again.directory._held == reads.directory._held, "it begins anew")
+            await until(lambda: known(again.directory) == known(reads.directory), "it begins anew")
         assert reads.lost == 0
 
 

@@ -18,10 +18,9 @@ from kvpool.core.layout.hashes import tenant_label
 from kvrelay.client import Client
 from kvrelay.errors import ConfigError
 from kvrelay.qos import QosTier, QosTiers
-from kvrelay.types import Incarnation, Role
+from kvrelay.types import Role
 from router.core.migration import Moving
 from router.core.policy.choice import Policies
-from router.core.state.directory import Tiers
 from router.text.preload import PreloadText
 from router.text.request_fields import TierMatch
 from tests.integration.split_kit import (
@@ -36,6 +35,7 @@ from tests.integration.split_kit import (
 )
 from tests.integration.test_cluster_life import TOKENS, ask_all, kv_bytes, load, prompts
 from tests.reference import assert_same_tokens, generate_reference
+from tests.unit.directory_kit import Blocks, known
 
 Hosts = tuple[WorkerHost, WorkerHost]
 
@@ -70,13 +70,9 @@ def routers(
         yield [first, *others]
 
 
-def held_by_directory(cluster: Cluster) -> dict[Incarnation, Tiers]:
-    held = cluster.router.process.dispatcher.core.state.directory._held
-
-    def tiers() -> dict[Incarnation, Tiers]:
-        return {worker: {tier: {*b} for tier, b in of.items() if b} for worker, of in held.items()}
-
-    return {worker: of for worker, of in cluster.router.read(tiers).items() if of}
+def held_by_directory(cluster: Cluster) -> Blocks:
+    directory = cluster.router.process.dispatcher.core.state.directory
+    return cluster.router.read(lambda: known(directory))
 
 
 def metric(cluster: Cluster, name: str) -> float:

@@ -15,6 +15,7 @@ from kvrelay.v1.worker_pb2 import DebugKvResponse
 from router.core.state.generation import (
     ChoiceTokens,
     ClusterSnapshot,
+    DirectoryStatus,
     GenerationRequest,
     ModelFacts,
     PoolNodeStatus,
@@ -217,6 +218,7 @@ class FakeDispatcher:
             queued_prompts=2,
             moved_requests=0,
             local_prefills=3,
+            directory=DirectoryStatus(blocks=40, used_bytes=9000, dropped_blocks=7),
             promises={"kept": 2, "broken": 1, "expired": 0},
             workers=self.statuses,
             linked=(),

@@ -302,6 +302,7 @@ SAMPLES: dict[str, object] = {
     "router.max_body": "1MiB",
     "router.record": "/log",
     "router.record_size": "1MiB",
+    "router.directory_memory": "1MiB",
     "router.placement.policy": "random",
     "router.placement.local_prefill": "auto",
     "router.placement.move_hot_spots": True,

@@ -313,7 +313,7 @@ def test_all_that_can_be_wrong_is_tried() -> None:
     }
     assert found == {
         *("Tokens.finish_reason", "WorkerHello.role", "BlockChanges.tier"),
-        *("BlockChanges.stored", "BlockChanges.removed", "PullWanted.hashes"),
+        *("StoredRun.hashes", "PullWanted.hashes"),
         *("SlabLent.codec", "CodecSpeed.codec", "PieceBlocks.runs"),
         *("ChainBlock.hash", "ChainBlock.parent", "FetchWanted.hashes"),
         *("FetchDone.damaged", "LookupWanted.hashes"),

@@ -58,6 +58,18 @@ def links_shown(snapshot: ClusterSnapshot) -> list[tuple[str, str]]:
     return [(sample.labels["src"], sample.labels["dst"]) for sample in family.samples]
 
 
+def test_the_directory_tells_how_full_it_is() -> None:
+    text = RouterMetrics("m").exposition(FakeDispatcher().snapshot()).decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    told = {name: families[f"kvrelay:directory_{name}"] for name in ("blocks", "bytes")}
+    told["dropped"] = families["kvrelay:directory_dropped_blocks"]
+    assert {name: one.samples[0].value for name, one in told.items()} == {
+        "blocks": 40,
+        "bytes": 9000,
+        "dropped": 7,
+    }
+
+
 def all_to_all(each: int, linked: tuple[Pair, ...]) -> ClusterSnapshot:
     """Prefill workers with a link to each decode worker."""
     links = tuple(

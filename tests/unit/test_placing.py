@@ -5,8 +5,8 @@ from random import Random
 import pytest
 
 from kvpool.core.layout.block_names import BlockNames
-from kvrelay.messages import BlockChanges, Counters, LinkState
-from kvrelay.types import Incarnation, Role, Tier
+from kvrelay.messages import Counters, LinkState
+from kvrelay.types import Incarnation, Role
 from router.core.load.decode_outlook import BatchThen, Expected
 from router.core.load.prefill_queue import Ahead
 from router.core.policy.forecast import Forecast
@@ -19,6 +19,7 @@ from router.core.state.directory import Directory
 from router.core.state.quarantine import Pair, Placement, trusted
 from router.core.state.worker_view import WorkerView
 from router.core.workers import fitting
+from tests.unit.directory_kit import holding
 from tests.unit.router_kit import PerToken, demand, key, view, workers_of
 
 P, D, BOTH = Role.PREFILL, Role.DECODE, Role.BOTH
@@ -163,10 +164,10 @@ def with_cached(holder: str, blocks: int) -> Directory:
         physical_format=hello.physical_format,
         rope_border_tokens=hello.rope_border_tokens,
     )
-    stored = tuple(names.chain("", 100, 4).walk(range(100), 4 * blocks))
+    chain = names.chain("", 100, 4)
+    chain.extend(range(100), 4 * blocks)
     directory = Directory()
-    changes = BlockChanges(tier=Tier.DEVICE, stored=stored)
-    directory.changed(Incarnation(holder), changes)
+    directory.changed(Incarnation(holder), holding(chain.full(4 * blocks)))
     return directory
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from kvpool.core.blocks.eviction import policies
 from kvpool.core.node import checked_blocks
+from tests.unit.directory_kit import known
 from tests.unit.pool_world import World
 
 _STEPS = 2500
@@ -26,12 +27,12 @@ def _check_routers(world: World) -> None:
     for router in world.routers:
         nodes = router.directory.pool_nodes
         if router.call is None:
-            assert not nodes and not router.directory.entries
+            assert not nodes and not router.directory.blocks
         else:
             assert nodes.keys() == {world.incarnation}
             assert {*nodes[world.incarnation].workers} == connected
-            known = router.directory._held.get(world.incarnation, {})
-            assert {tier: known.get(tier, set()) for tier in world.held()} == world.held()
+            held = known(router.directory).get(world.incarnation, {})
+            assert {tier: held.get(tier, set()) for tier in world.held()} == world.held()
 
 
 @pytest.mark.parametrize("policy", policies())

@@ -11,7 +11,16 @@ import pytest
 
 from cluster.sim.readers import read_trace
 from kvrelay.errors import ConfigError
-from kvrelay.messages import BlockChanges, Counters, PoolUpdate, Reserved, ReserveRefused, Tokens
+from kvrelay.messages import (
+    BlockChanges,
+    Counters,
+    CutRun,
+    PoolUpdate,
+    Reserved,
+    ReserveRefused,
+    StoredRun,
+    Tokens,
+)
 from kvrelay.types import FinishReason, Incarnation, RequestKey, Role, Sampling, Tier
 from router.core.events import (
     Command,
@@ -32,12 +41,19 @@ from router.live.recorder import Recorder
 from tests.unit.router_kit import hello
 
 P, D = Incarnation("p"), Incarnation("d")
+BLOCK = b"\x00\xff" * 16
 UPDATE = PoolUpdate(
     sequence=0,
     node=Incarnation("node"),
     addresses=("ucx:h:1/node",),
     workers=(D,),
-    blocks=(BlockChanges(tier=Tier.DISK, stored=(b"\x00\xff",)),),
+    blocks=(
+        BlockChanges(
+            tier=Tier.DISK,
+            cut=(CutRun(number=3, end=4),),
+            stored=(StoredRun(number=4, parent=0, start=0, hashes=BLOCK),),
+        ),
+    ),
 )
 
 
@@ -53,8 +69,9 @@ def asked(name: str, prompt: range) -> Submitted:
     )
 
 
-def said(worker: Incarnation, *events: object, stored: tuple[bytes, ...] = ()) -> WorkerSaid:
-    blocks = (BlockChanges(tier=Tier.DEVICE, stored=stored),)
+def said(worker: Incarnation, *events: object, stored: bytes = b"") -> WorkerSaid:
+    run = StoredRun(number=1, parent=0, start=0, hashes=stored)
+    blocks = (BlockChanges(tier=Tier.DEVICE, stored=(run,)),)
     return WorkerSaid(
         incarnation=worker,
         events=events,  # type: ignore[arg-type]
@@ -79,7 +96,7 @@ def a_day(first: int) -> list[tuple[float, Event]]:
         (0.0, WorkerJoined(hello=hello(P, Role.PREFILL))),
         (0.5, WorkerJoined(hello=hello(D, Role.DECODE))),
         (1.0, asked("a", range(40))),
-        (1.5, said(D, Reserved(key=one, at_s=1.25, held_tokens=16), stored=(b"\x00\xff",))),
+        (1.5, said(D, Reserved(key=one, at_s=1.25, held_tokens=16), stored=BLOCK)),
         (3.5, said(P, tokens)),
         (4.0, asked("b", range(8))),
         (4.5, said(D, ReserveRefused(key=two, at_s=4.2, reason="kv_exhausted"))),

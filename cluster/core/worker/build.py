@@ -10,8 +10,8 @@ from decode_worker.reservations import Reservations
 from decode_worker.scheduler import DecodeScheduler
 from engine.core.correction import StepPace
 from engine.core.step_times import StepTimes
-from kvpool.core.blocks.block_news import BlockNews
 from kvpool.core.blocks.leases import LeaseTable
+from kvpool.core.blocks.news import RunNews
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.fetch.cost import RestoreCost
 from kvpool.core.fetch.openings import Openings
@@ -83,7 +83,7 @@ def _openings(
         openings.write_behind = WriteBehind(tables)
         openings.remote = RemoteFetches(tables=tables, cost=cost)
     if settings.prefix_caching:
-        tables.device.changes = BlockNews()
+        tables.device.changes = RunNews(tables.device.tree)
         openings.pulls = Pulls(tables=tables, cost=cost, read_bytes=staging.payload_bytes)
         leases = LeaseTable[tuple[Incarnation, int]](settings.lease_ttl_s)
         openings.grants = PullGrants(tables=tables, leases=leases)

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvpool.core.blocks.block_news import BlockNews
+from kvpool.core.blocks.news import RunNews
 from kvpool.core.blocks.pool import BlockPool, BlockState
 from kvpool.core.blocks.runs import Columns, Run, RunPolicy, RunTree, path
 from kvpool.core.layout.hashes import HASH_BYTES, BlockHash, BlockHashes, Names, TenantRoots
@@ -58,7 +58,7 @@ class DeviceBlocks:
     count: int
     policy: RunPolicy
     reports: bool = False
-    changes: BlockNews | None = None
+    changes: RunNews | None = None
     roots: TenantRoots = field(default_factory=TenantRoots)
     pools: list[BlockPool] = field(init=False)
     tree: RunTree = field(init=False)
@@ -183,7 +183,7 @@ class DeviceBlocks:
         if self.reports:
             self._named.append(NamedBlocks(run, start, run.end))
         if self.changes is not None:
-            self.changes.stored(hashes)
+            self.changes.stored(run.number)
         return run
 
     def _join(self, run: Run, columns: Columns) -> list[GroupBlock]:
@@ -220,7 +220,7 @@ class DeviceBlocks:
         if strand is None or strand.end <= named.start:
             return None
         end = min(named.end, strand.end)
-        return NamedBlocks(self.tree.run_before(strand.number, end), named.start, end)
+        return NamedBlocks(self.tree.run_before(named.run.number, end), named.start, end)
 
     # --- room -----------------------------------------------------------------------------------
 
@@ -250,7 +250,7 @@ class DeviceBlocks:
         assert blocks, "nothing is idle"
         for gone in self.tree.evict(blocks):
             if self.changes is not None:
-                self.changes.removed(BlockHashes(gone.hashes))
+                self.changes.cut(gone.number, gone.end)
             for group, column in enumerate(gone.columns):
                 self._free(group, column)
 

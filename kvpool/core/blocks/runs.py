@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from kvpool.core.blocks.news import ROOT, Strand
 from kvpool.core.layout.hashes import HASH_BYTES, BlockHash, Names
 
 Columns = tuple["array[int]", ...]
@@ -122,15 +123,7 @@ class Evicted(NamedTuple):
     end: int
     hashes: bytes
     columns: Columns
-
-
-class Strand(NamedTuple):
-    """Blocks from depth `begin` to before `end`; `parent` is 0 at the root."""
-
-    number: int
-    parent: int
-    begin: int
-    end: int
+    tenant: str
 
 
 class RunTree:
@@ -296,7 +289,7 @@ class RunTree:
         kept = run.blocks - blocks
         columns = tuple(column[kept:] for column in run.columns)
         hashes = bytes(run.hashes[kept * HASH_BYTES :])
-        gone = Evicted(run.number, run.start + kept, hashes, columns)
+        gone = Evicted(run.number, run.start + kept, hashes, columns, run.tenant)
         self.blocks -= blocks
         self.idle -= blocks
         if not kept:
@@ -325,8 +318,8 @@ class RunTree:
         if tail is None:
             return None
         first = self._pieces(tail)[-1]
-        parent = first.parent.number if first.parent is not None else 0
-        return Strand(number, parent, first.start, tail.end)
+        parent = first.parent.number if first.parent is not None else ROOT
+        return Strand(parent, first.start, tail.end)
 
     def run_before(self, number: int, depth: int) -> Run:
         """The run of the strand that has the last block before `depth`."""

@@ -6,9 +6,7 @@ whether the prompt reached the model's border. A name covers all of that, and th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain as chained
 
 from kvpool.core.layout.codec import Codec
 from kvpool.core.layout.hashes import (
@@ -27,8 +25,8 @@ from kvpool.core.layout.hashes import (
 from kvpool.core.layout.layout import KvLayout
 from kvrelay.types import RequestSpec
 
-_WALK_BLOCKS = 16
-"""The bytes of this many blocks are made together."""
+_PIECE_BLOCKS = 16
+"""The names of this many blocks are made together."""
 
 _MIXED = "mixed"
 
@@ -110,23 +108,40 @@ class HashChain:
     def told_to(self, roots: TenantRoots, label: str) -> HashChain:
         return replace(self, roots=roots, label=label)
 
-    def walk(self, token_ids: SupportsTokens, tokens: int) -> Iterator[BlockHash]:
-        """The names of the blocks that the first `tokens` tokens fill, made a few at a time."""
-        return chained.from_iterable(self._pieces(token_ids, tokens))
-
-    def _pieces(self, token_ids: SupportsTokens, tokens: int) -> Iterator[Sequence[BlockHash]]:
-        parent: BlockHash | None = None
-        size = self.block_size
-        limit = tokens if self.limit is None else min(tokens, self.limit)
-        if isinstance(token_ids, NamedTokens):
-            yield token_ids.names(range(limit // size), size, self.salt)
-            return
-        for first in range(0, limit // size, _WALK_BLOCKS):
-            until = min(first + _WALK_BLOCKS, limit // size)
-            data = token_bytes(token_ids[first * size : until * size])
-            hashes = shared_hashes(parent, data, size, self.salt)
-            yield hashes
-            parent = hashes[-1]
+    def lazily(self, token_ids: SupportsTokens, tokens: int) -> LazyNames:
+        """The names of the blocks that the first `tokens` tokens fill. Those that the chain has are
+        there already."""
+        end = tokens if self.limit is None else min(tokens, self.limit)
+        return LazyNames(token_ids, [*self.full(end)], end // self.block_size, self)
 
     def copy(self) -> HashChain:
         return replace(self, _packed=bytearray(self._packed))
+
+
+class LazyNames:
+    """The names of a sequence's full blocks. A few are made at a time, when one of them is asked
+    for."""
+
+    def __init__(
+        self, token_ids: SupportsTokens, known: list[BlockHash], blocks: int, chain: HashChain
+    ) -> None:
+        self._token_ids, self._hashes, self._blocks = token_ids, known, blocks
+        self._size, self._salt = chain.block_size, chain.salt
+
+    def __len__(self) -> int:
+        return self._blocks
+
+    def at(self, index: int) -> BlockHash:
+        while len(self._hashes) <= index:
+            self._extend()
+        return self._hashes[index]
+
+    def _extend(self) -> None:
+        first, size = len(self._hashes), self._size
+        if isinstance(self._token_ids, NamedTokens):
+            self._hashes += self._token_ids.names(range(first, self._blocks), size, self._salt)
+            return
+        until = min(first + _PIECE_BLOCKS, self._blocks)
+        data = token_bytes(self._token_ids[first * size : until * size])
+        parent = self._hashes[-1] if first else None
+        self._hashes += shared_hashes(parent, data, size, self._salt)

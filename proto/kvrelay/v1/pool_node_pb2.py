@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvrelay/v1/pool_node.proto\x12\nkvrelay.v1\"$\n\x0cWatchRequest\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\"z\n\nPoolUpdate\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x11\n\taddresses\x18\x03 \x03(\t\x12\x0f\n\x07workers\x18\x04 \x03(\t\x12(\n\x06\x62locks\x18\x05 \x03(\x0b\x32\x18.kvrelay.v1.BlockChanges\"=\n\x0c\x42lockChanges\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x0e\n\x06stored\x18\x02 \x01(\x0c\x12\x0f\n\x07removed\x18\x03 \x01(\x0c\"\x13\n\x11PoolReportRequest\"\x96\x02\n\nPoolReport\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06\x66ormat\x18\x03 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x04 \x01(\x04\x12%\n\x05tiers\x18\x05 \x03(\x0b\x32\x16.kvrelay.v1.TierBlocks\x12\x14\n\x0c\x64isk_waiting\x18\x06 \x01(\x04\x12\x17\n\x0forphaned_blocks\x18\x07 \x01(\x04\x12\'\n\x04held\x18\x08 \x03(\x0b\x32\x19.kvrelay.v1.HeldForWorker\x12\x11\n\tgc_pauses\x18\x14 \x01(\x04\x12\x12\n\ngc_pause_s\x18\x15 \x01(\x01\x12\x1a\n\x12gc_longest_pause_s\x18\x16 \x01(\x01\"\x83\x01\n\nTierBlocks\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x14\n\x0ctotal_blocks\x18\x02 \x01(\x04\x12\'\n\x06states\x18\x03 \x03(\x0b\x32\x17.kvrelay.v1.StateBlocks\x12(\n\x06\x63\x61\x63hed\x18\x04 \x03(\x0b\x32\x18.kvrelay.v1.CachedBlocks\"R\n\x0c\x43\x61\x63hedBlocks\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\x10\n\x08oldest_s\x18\x03 \x01(\x01\x12\x10\n\x08newest_s\x18\x04 \x01(\x01\",\n\x0bStateBlocks\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\"M\n\rHeldForWorker\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\x32\x88\x01\n\x08PoolNode\x12?\n\x06Report\x12\x1d.kvrelay.v1.PoolReportRequest\x1a\x16.kvrelay.v1.PoolReport\x12;\n\x05Watch\x12\x18.kvrelay.v1.WatchRequest\x1a\x16.kvrelay.v1.PoolUpdate0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvrelay/v1/pool_node.proto\x12\nkvrelay.v1\"$\n\x0cWatchRequest\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\"z\n\nPoolUpdate\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x11\n\taddresses\x18\x03 \x03(\t\x12\x0f\n\x07workers\x18\x04 \x03(\t\x12(\n\x06\x62locks\x18\x05 \x03(\x0b\x32\x18.kvrelay.v1.BlockChanges\"d\n\x0c\x42lockChanges\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x1f\n\x03\x63ut\x18\x02 \x03(\x0b\x32\x12.kvrelay.v1.CutRun\x12%\n\x06stored\x18\x03 \x03(\x0b\x32\x15.kvrelay.v1.StoredRun\"%\n\x06\x43utRun\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"J\n\tStoredRun\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06parent\x18\x02 \x01(\x04\x12\r\n\x05start\x18\x03 \x01(\r\x12\x0e\n\x06hashes\x18\x04 \x01(\x0c\"\x13\n\x11PoolReportRequest\"\x96\x02\n\nPoolReport\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06\x66ormat\x18\x03 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x04 \x01(\x04\x12%\n\x05tiers\x18\x05 \x03(\x0b\x32\x16.kvrelay.v1.TierBlocks\x12\x14\n\x0c\x64isk_waiting\x18\x06 \x01(\x04\x12\x17\n\x0forphaned_blocks\x18\x07 \x01(\x04\x12\'\n\x04held\x18\x08 \x03(\x0b\x32\x19.kvrelay.v1.HeldForWorker\x12\x11\n\tgc_pauses\x18\x14 \x01(\x04\x12\x12\n\ngc_pause_s\x18\x15 \x01(\x01\x12\x1a\n\x12gc_longest_pause_s\x18\x16 \x01(\x01\"\x83\x01\n\nTierBlocks\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x14\n\x0ctotal_blocks\x18\x02 \x01(\x04\x12\'\n\x06states\x18\x03 \x03(\x0b\x32\x17.kvrelay.v1.StateBlocks\x12(\n\x06\x63\x61\x63hed\x18\x04 \x03(\x0b\x32\x18.kvrelay.v1.CachedBlocks\"R\n\x0c\x43\x61\x63hedBlocks\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\x10\n\x08oldest_s\x18\x03 \x01(\x01\x12\x10\n\x08newest_s\x18\x04 \x01(\x01\",\n\x0bStateBlocks\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\"M\n\rHeldForWorker\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\x32\x88\x01\n\x08PoolNode\x12?\n\x06Report\x12\x1d.kvrelay.v1.PoolReportRequest\x1a\x16.kvrelay.v1.PoolReport\x12;\n\x05Watch\x12\x18.kvrelay.v1.WatchRequest\x1a\x16.kvrelay.v1.PoolUpdate0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,19 +36,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_POOLUPDATE']._serialized_start=80
   _globals['_POOLUPDATE']._serialized_end=202
   _globals['_BLOCKCHANGES']._serialized_start=204
-  _globals['_BLOCKCHANGES']._serialized_end=265
-  _globals['_POOLREPORTREQUEST']._serialized_start=267
-  _globals['_POOLREPORTREQUEST']._serialized_end=286
-  _globals['_POOLREPORT']._serialized_start=289
-  _globals['_POOLREPORT']._serialized_end=567
-  _globals['_TIERBLOCKS']._serialized_start=570
-  _globals['_TIERBLOCKS']._serialized_end=701
-  _globals['_CACHEDBLOCKS']._serialized_start=703
-  _globals['_CACHEDBLOCKS']._serialized_end=785
-  _globals['_STATEBLOCKS']._serialized_start=787
-  _globals['_STATEBLOCKS']._serialized_end=831
-  _globals['_HELDFORWORKER']._serialized_start=833
-  _globals['_HELDFORWORKER']._serialized_end=910
-  _globals['_POOLNODE']._serialized_start=913
-  _globals['_POOLNODE']._serialized_end=1049
+  _globals['_BLOCKCHANGES']._serialized_end=304
+  _globals['_CUTRUN']._serialized_start=306
+  _globals['_CUTRUN']._serialized_end=343
+  _globals['_STOREDRUN']._serialized_start=345
+  _globals['_STOREDRUN']._serialized_end=419
+  _globals['_POOLREPORTREQUEST']._serialized_start=421
+  _globals['_POOLREPORTREQUEST']._serialized_end=440
+  _globals['_POOLREPORT']._serialized_start=443
+  _globals['_POOLREPORT']._serialized_end=721
+  _globals['_TIERBLOCKS']._serialized_start=724
+  _globals['_TIERBLOCKS']._serialized_end=855
+  _globals['_CACHEDBLOCKS']._serialized_start=857
+  _globals['_CACHEDBLOCKS']._serialized_end=939
+  _globals['_STATEBLOCKS']._serialized_start=941
+  _globals['_STATEBLOCKS']._serialized_end=985
+  _globals['_HELDFORWORKER']._serialized_start=987
+  _globals['_HELDFORWORKER']._serialized_end=1064
+  _globals['_POOLNODE']._serialized_start=1067
+  _globals['_POOLNODE']._serialized_end=1203
 # @@protoc_insertion_point(module_scope)

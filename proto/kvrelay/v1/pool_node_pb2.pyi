@@ -27,14 +27,34 @@ class PoolUpdate(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., node: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[str]] = ..., blocks: _Optional[_Iterable[_Union[BlockChanges, _Mapping]]] = ...) -> None: ...
 
 class BlockChanges(_message.Message):
-    __slots__ = ("tier", "stored", "removed")
+    __slots__ = ("tier", "cut", "stored")
     TIER_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
-    REMOVED_FIELD_NUMBER: _ClassVar[int]
     tier: str
-    stored: bytes
-    removed: bytes
-    def __init__(self, tier: _Optional[str] = ..., stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ...) -> None: ...
+    cut: _containers.RepeatedCompositeFieldContainer[CutRun]
+    stored: _containers.RepeatedCompositeFieldContainer[StoredRun]
+    def __init__(self, tier: _Optional[str] = ..., cut: _Optional[_Iterable[_Union[CutRun, _Mapping]]] = ..., stored: _Optional[_Iterable[_Union[StoredRun, _Mapping]]] = ...) -> None: ...
+
+class CutRun(_message.Message):
+    __slots__ = ("number", "end")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    end: int
+    def __init__(self, number: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
+class StoredRun(_message.Message):
+    __slots__ = ("number", "parent", "start", "hashes")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    parent: int
+    start: int
+    hashes: bytes
+    def __init__(self, number: _Optional[int] = ..., parent: _Optional[int] = ..., start: _Optional[int] = ..., hashes: _Optional[bytes] = ...) -> None: ...
 
 class PoolReportRequest(_message.Message):
     __slots__ = ()

@@ -47,7 +47,7 @@ class HeldPrefixes:
     def _look(self, hello: WorkerHello) -> Held:
         """At least the last token is computed, so it counts for nothing; so do all tokens of a
         prompt whose log probabilities are wanted."""
-        if not self.directory.entries or self.spec.is_scored:
+        if not self.directory.blocks or self.spec.is_scored:
             return {}
         names = BlockNames(
             fingerprint=hello.fingerprint,
@@ -57,8 +57,8 @@ class HeldPrefixes:
         spec, tokens = self.spec, self.spec.context_tokens
         chain = names.chain(spec.tenant, tokens, hello.block_size)
         if spec.emitted_ids:
-            return self.directory.longest(iter(chain.begin(spec).full(tokens - 1)))
-        return self.directory.longest(chain.walk(spec.prompt_ids, tokens - 1))
+            chain.begin(spec)
+        return self.directory.longest(chain.lazily(spec.context_ids, tokens - 1))
 
     def tokens(self, worker: WorkerView) -> int:
         """What the worker has itself, or its host's pool node."""

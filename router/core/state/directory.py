@@ -1,35 +1,84 @@
 """Who holds which block: the router's view, as workers and pool nodes report it. Pure.
 
 Soft state: an entry that is missing or out of date costs a recomputation, never a wrong token,
-for whoever is asked for a block answers by what it holds then.
+for whoever is asked for a block answers by what it holds then. So nothing that a holder tells is an
+error: a strand that doesn't fit what is known of the holder is ignored, with all strands below it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import compress
 
 from kvrelay.errors import PeerError
-from kvrelay.messages import BlockChanges, PoolUpdate
+from kvrelay.messages import BlockChanges, CutRun, PoolUpdate, StoredRun
 from kvrelay.types import Incarnation, Tier
+from router.core.state.known_runs import HASH_BYTES, RUN_BYTES, ChainNames, KnownRun, KnownRuns
 
-Tiers = dict[Tier, set[bytes]]
+STRAND_BYTES = 140
+"""Of a strand in a holder's tier: 100 to 140 measured."""
+DIRECTORY_BYTES = 512 * 2**20
+"""About 12 million blocks: the caches of 170 GPUs with 70,000 blocks each, if none is at two."""
+_DIGITS = bytes.maketrans(b"01", b"\x00\x01")
+
+
+@dataclass(slots=True)
+class _KnownStrand:
+    """`run` has its last known block, or a run above does."""
+
+    run: KnownRun
+    begin: int
+
+
+@dataclass(slots=True)
+class _HolderTier:
+    """One bit of the tree. `dropped`: runs of it that were dropped, since its strands were looked
+    through."""
+
+    holder: Incarnation
+    tier: Tier
+    bit: int
+    strands: dict[int, _KnownStrand] = field(default_factory=dict)
+    dropped: int = 0
+
+    def end(self, strand: _KnownStrand) -> int:
+        """The depth up to which the strand is known. Its `run` is exact then."""
+        while not strand.run.has(self.bit):
+            strand.run = strand.run.parent
+        return strand.run.end_of(self.bit)
 
 
 @dataclass(slots=True)
 class Directory:
     """A holder is a worker or a host's pool node. `pool_nodes`: # node |-> its latest update.
 
-    At most `most_entries` (about 200 bytes each) are kept; what comes then is not.
+    It takes about `most_bytes`. Beyond them, what was stored and looked up longest ago is dropped;
+    `dropped_blocks` were, since the start. What was dropped is unknown until its holder stores it
+    again.
     """
 
-    most_entries: int = 4_000_000
-    entries: int = 0
+    most_bytes: int = DIRECTORY_BYTES
+    dropped_blocks: int = 0
     pool_nodes: dict[Incarnation, PoolUpdate] = field(default_factory=dict)
-    _held: dict[Incarnation, Tiers] = field(default_factory=dict)
-    _places: list[Incarnation | None] = field(default_factory=list)  # bit |-> holder
-    _bits: dict[Incarnation, int] = field(default_factory=dict)  # holder |-> 1 << its bit
-    _holders: dict[bytes, int] = field(default_factory=dict)  # block |-> bits of who has it
+    _runs: KnownRuns = field(default_factory=KnownRuns)
+    _strands: int = 0
+    _tiers: dict[Incarnation, dict[Tier, _HolderTier]] = field(default_factory=dict)
+    _places: list[_HolderTier | None] = field(default_factory=list)  # place of the bit |-> its tier
+    _holders: list[Incarnation] = field(default_factory=list)  # place of the bit |-> its holder
+
+    @property
+    def blocks(self) -> int:
+        """Different ones."""
+        return self._runs.blocks
+
+    @property
+    def used_bytes(self) -> int:
+        """An estimate of the memory that it takes."""
+        runs = self._runs
+        return runs.blocks * HASH_BYTES + runs.runs * RUN_BYTES + self._strands * STRAND_BYTES
+
+    # --- what holders tell ----------------------------------------------------------------------
 
     def updated(self, update: PoolUpdate) -> None:
         """A pool node's stream begins with number 0. Raises PeerError, and has forgotten the node,
@@ -45,86 +94,157 @@ class Directory:
             self.changed(update.node, changes)
 
     def changed(self, holder: Incarnation, changes: BlockChanges) -> None:
-        if holder not in self._held:
-            self._add(holder)
-        self._store(holder, changes)
-        self._remove(holder, changes.tier, changes.removed)
+        tier = self._tiers.get(holder, {}).get(changes.tier) or self._add(holder, changes.tier)
+        for cut in changes.cut:
+            self._cut(tier, cut)
+        for stored in changes.stored:
+            self._store(tier, stored)
+        while self.used_bytes > self.most_bytes and self._runs.runs:
+            self._drop_oldest()
 
-    def _add(self, holder: Incarnation) -> None:
+    def _add(self, holder: Incarnation, tier: Tier) -> _HolderTier:
         place = self._places.index(None) if None in self._places else len(self._places)
-        self._places[place : place + 1] = [holder]
-        self._bits[holder] = 1 << place
-        self._held[holder] = {}
+        new = _HolderTier(holder, tier, 1 << place)
+        self._places[place : place + 1] = [new]
+        self._holders[place : place + 1] = [holder]
+        self._tiers.setdefault(holder, {})[tier] = new
+        return new
 
-    def _store(self, holder: Incarnation, changes: BlockChanges) -> None:
-        blocks = self._held[holder].setdefault(changes.tier, set())
-        before, bit, holders = len(blocks), self._bits[holder], self._holders
-        stored = changes.stored[: max(0, self.most_entries - self.entries)]
-        blocks.update(stored)
-        for block in stored:
-            holders[block] = holders.get(block, 0) | bit
-        self.entries += len(blocks) - before
+    def _cut(self, tier: _HolderTier, cut: CutRun) -> None:
+        strand = tier.strands.get(cut.number)
+        if strand is None:
+            return
+        end = max(cut.end, strand.begin)
+        if end < tier.end(strand):
+            strand.run = self._runs.cut(tier.bit, strand.run, end)
+        if end == strand.begin:
+            del tier.strands[cut.number]
+            self._strands -= 1
 
-    def _remove(self, holder: Incarnation, tier: Tier, removed: Iterable[bytes]) -> None:
-        tiers = self._held[holder]
-        blocks = tiers[tier]
-        others = [held for other, held in tiers.items() if other is not tier and held]
-        for block in removed:
-            if block not in blocks:
-                continue
-            blocks.remove(block)
-            self.entries -= 1
-            if not any(block in held for held in others):
-                self._clear(block, self._bits[holder])
+    def _store(self, tier: _HolderTier, told: StoredRun) -> None:
+        strand = tier.strands.get(told.number)
+        if told.parent != told.number:
+            if strand is None and told.hashes:
+                self._begin(tier, told)
+        elif strand is not None and tier.end(strand) == told.start:
+            strand.run = self._runs.store(tier.bit, strand.run, told.start, told.hashes, grows=True)
 
-    def _clear(self, block: bytes, bit: int) -> None:
-        left = self._holders[block] & ~bit
-        if left:
-            self._holders[block] = left
-        else:
-            del self._holders[block]
+    def _begin(self, tier: _HolderTier, told: StoredRun) -> None:
+        above = self._above(tier, told)
+        if above is not None:
+            run = self._runs.store(tier.bit, above, told.start, told.hashes, grows=False)
+            tier.strands[told.number] = _KnownStrand(run, told.start)
+            self._strands += 1
+
+    def _above(self, tier: _HolderTier, told: StoredRun) -> KnownRun | None:
+        """The run of the block before it. None: it is unknown."""
+        if not told.parent:
+            return self._runs.root if not told.start else None
+        parent = tier.strands.get(told.parent)
+        if parent is None or not parent.begin < told.start <= tier.end(parent):
+            return None
+        run = parent.run
+        while run.start >= told.start:
+            run = run.parent
+        return run
 
     def lost(self, holder: Incarnation) -> None:
         """It may not have been there."""
         self.pool_nodes.pop(holder, None)
-        if holder not in self._held:
-            return
-        tiers, bit = self._held.pop(holder), self._bits.pop(holder)
-        self.entries -= sum(map(len, tiers.values()))
-        for block in set().union(*tiers.values()):
-            self._clear(block, bit)
-        self._places[bit.bit_length() - 1] = None
+        for tier in self._tiers.pop(holder, {}).values():
+            for strand in tier.strands.values():
+                tier.end(strand)
+                self._runs.lose(tier.bit, strand.run)
+            self._strands -= len(tier.strands)
+            self._places[tier.bit.bit_length() - 1] = None
 
-    def longest(self, hashes: Iterable[bytes]) -> dict[Incarnation, int]:
-        """# holder |-> how many of the chain's first blocks it has, in any tier; only those with
-        any. Takes no more of `hashes` than somebody has, and the one after that."""
+    # --- its bound ------------------------------------------------------------------------------
+
+    def _drop_oldest(self) -> None:
+        before = self._runs.blocks
+        bits = self._runs.drop_oldest()
+        self.dropped_blocks += before - self._runs.blocks
+        for tier in compress(self._places, _selected(bits)):
+            assert tier is not None, "a bit that nobody has"
+            tier.dropped += 1
+            if tier.dropped > len(tier.strands) // 4:
+                self._look_through(tier)
+
+    def _look_through(self, tier: _HolderTier) -> None:
+        """Strands of which nothing is known are forgotten."""
+        before, tier.dropped = len(tier.strands), 0
+        tier.strands = {
+            number: one for number, one in tier.strands.items() if tier.end(one) > one.begin
+        }
+        self._strands -= before - len(tier.strands)
+
+    # --- looking up -----------------------------------------------------------------------------
+
+    def longest(self, names: ChainNames) -> dict[Incarnation, int]:
+        """# holder |-> how many of the chain's first blocks it has in one tier, at most; only those
+        with any. It asks for few more names than somebody has."""
         found: dict[Incarnation, int] = {}
-        having, length = -1, 0
-        for holders in map(self._holders.get, hashes):
-            still = (holders or 0) & having
-            if still != having:
-                if length:
-                    found |= dict.fromkeys(self._named(having & ~still), length)
-                having = still
-            if not having:
-                return found
-            length += 1
-        return found | dict.fromkeys(self._named(having), length) if length else found
+        run, having, reached = self._runs.root, -1, 0
+        while having and reached == run.end and reached < len(names):
+            child = run.child(names.at(reached))
+            if child is None:
+                break
+            run, reached = child, child.matched(names)
+            having = self._go_on(found, run, having, reached)
+        self._runs.use(run)
+        if having > 0:
+            self._note(found, having, reached)
+        return found
 
-    def _named(self, bits: int) -> list[Incarnation]:
-        digits = reversed(f"{bits:b}")
-        return [
-            holder
-            for holder, digit in zip(self._places, digits, strict=False)
-            if digit == "1" and holder is not None
-        ]
+    def _go_on(
+        self, found: dict[Incarnation, int], run: KnownRun, having: int, reached: int
+    ) -> int:
+        """Of the bits `having` all of the run's parent, those that have all of this run. Notes how
+        far the others go."""
+        still = having & run.full
+        ending = {bit: end for bit, end in (run.ends or {}).items() if bit & having}
+        stopped = having & ~still
+        for bit in ending:
+            stopped &= ~bit
+        if run.start and stopped:
+            self._note(found, stopped, run.start)
+        for bit, end in ending.items():
+            holder = self._holders[bit.bit_length() - 1]
+            found[holder] = max(found.get(holder, 0), min(end, reached))
+        return still
+
+    def _note(self, found: dict[Incarnation, int], bits: int, length: int) -> None:
+        """No length was greater yet."""
+        found |= dict.fromkeys(compress(self._holders, _selected(bits)), length)
 
     def validate(self) -> None:
-        held = {holder: set().union(*tiers.values()) for holder, tiers in self._held.items()}
-        entries = sum(len(blocks) for tiers in self._held.values() for blocks in tiers.values())
-        assert entries == self.entries <= self.most_entries
-        assert self._held.keys() == self._bits.keys()
+        self._runs.validate()
+        tiers = [one for tiers in self._tiers.values() for one in tiers.values()]
+        assert self._strands == sum(len(tier.strands) for tier in tiers)
+        assert self.used_bytes <= self.most_bytes or not self._runs.runs
         assert all(update.node == node for node, update in self.pool_nodes.items())
-        for block, bits in self._holders.items():
-            assert {*self._named(bits)} == {h for h, blocks in held.items() if block in blocks}
-        assert self._holders.keys() == set().union(*held.values())
+        found: dict[int, int] = {}  # run |-> bits of the strands that lead through it
+        for tier in tiers:
+            place = tier.bit.bit_length() - 1
+            assert tier.bit == 1 << place and self._places[place] is tier
+            assert self._holders[place] == tier.holder
+            for run in _covered(self._runs, tier):
+                found[id(run)] = found.get(id(run), 0) | tier.bit
+        for run in self._runs:
+            bits = run.full | sum(run.ends or ())
+            assert found.get(id(run), 0) == bits, "a bit without its strand"
+
+
+def _covered(runs: KnownRuns, tier: _HolderTier) -> Iterator[KnownRun]:
+    """The runs that its strands lead through, some of them often."""
+    for strand in tier.strands.values():
+        tier.end(strand)
+        run = strand.run
+        while run is not runs.root:
+            yield run
+            run = run.parent
+
+
+def _selected(bits: int) -> bytes:
+    """For each place, whether the bit is set."""
+    return f"{bits:b}"[::-1].encode().translate(_DIGITS)

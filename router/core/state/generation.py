@@ -149,6 +149,16 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DirectoryStatus:
+    """What a router's directory knows: different blocks, an estimate of the memory that it takes,
+    and blocks that were dropped since the start because it was full."""
+
+    blocks: int
+    used_bytes: int
+    dropped_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSnapshot:
     """What a router knows of its cluster at one moment: values that another thread may read. It is
     taken in the event loop for each scrape, so taking it copies references and little else.
@@ -163,6 +173,7 @@ class ClusterSnapshot:
     queued_prompts: int
     moved_requests: int
     local_prefills: int
+    directory: DirectoryStatus
     promises: Mapping[str, int]
     workers: tuple[WorkerStatus, ...]
     linked: tuple[Pair, ...]
