@@ -42,6 +42,7 @@ from kvpool.core.node.events import (
 )
 from kvpool.core.node.host_tier import HostTier
 from kvpool.core.node.messages import FromPool, PoolFormat, PoolHello, PoolRefused, PoolWelcome
+from kvpool.core.node.restored import restore
 from kvpool.core.node.tier_blocks import TierBlocks
 from kvpool.disk.files import DiskFiles
 from kvpool.transport.peer.base import Connection
@@ -286,7 +287,7 @@ class PoolLoop:
 
     def _open_disk(self, files: DiskFiles, format_: PoolFormat) -> TierBlocks:
         blocks = TierBlocks(files.open(format_), open_policy(self._settings.policy))
-        blocks.restore(files.scan())
+        restore(blocks, files.scan())
         return blocks
 
     def _decide(self, event: PoolEvent) -> None:

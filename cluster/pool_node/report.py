@@ -34,7 +34,7 @@ def pool_report(
     if core is not None:
         for tier in core.books.tiers():
             report.tiers.append(_tier(tier))
-            cached = core.books.origins.cached(tier.tier, now_s)
+            cached = core.books.cached(tier.tier, now_s)
             report.tiers[-1].cached.extend(map(cached_blocks, cached))
         report.disk_waiting = core.books.counts()["disk_waiting"]
         report.orphaned_blocks = core.books.orphaned()

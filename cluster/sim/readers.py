@@ -15,7 +15,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from cluster.sim.trace import HASH_TOKENS, TraceRequest
-from kvpool.core.layout.hashes import BlockHash, CacheSalt, extend_chain
+from kvpool.core.layout.hashes import BlockHashes, CacheSalt, extend_chain
 from kvrelay.errors import ConfigError
 from router.core.events import Deliver, Submitted
 from router.core.record import Entry, from_line
@@ -39,15 +39,16 @@ class _Asked:
 class _Ids:
     """# the tokens up to a block's end |-> a number"""
 
-    known: dict[BlockHash, int] = field(default_factory=dict)
+    known: dict[bytes, int] = field(default_factory=dict)
 
     def of(self, request: GenerationRequest) -> tuple[int, ...]:
         """The last block, where it is short, is like no other."""
         prompt = tuple(request.prompt_ids)
-        chain: list[BlockHash] = []
-        extend_chain(chain, prompt, len(prompt), block_size=RECORDED_TOKENS, salt=_SALT)
+        packed = bytearray()
+        extend_chain(packed, prompt, len(prompt), block_size=RECORDED_TOKENS, salt=_SALT)
+        chain: list[bytes] = [*BlockHashes(bytes(packed))]
         if len(prompt) % RECORDED_TOKENS:
-            chain.append(BlockHash(request.request_id.encode()))
+            chain.append(request.request_id.encode())
         return tuple(self.known.setdefault(one, len(self.known)) for one in chain)
 
 

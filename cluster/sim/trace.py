@@ -17,7 +17,7 @@ from itertools import chain
 from typing import overload
 
 from engine.core.step import Sampled, SequenceSlice
-from kvpool.core.layout.hashes import BlockHash, CacheSalt, NamedTokens
+from kvpool.core.layout.hashes import BlockHashes, CacheSalt, NamedTokens
 from kvrelay.types import Sampling
 
 HASH_TOKENS = 512
@@ -49,7 +49,7 @@ class TracePrompt(NamedTokens):
         self._number = number
         self._copy = copy
         self._named: tuple[CacheSalt, int] | None = None
-        self._names: list[BlockHash] = []
+        self._names = BlockHashes()
 
     def __len__(self) -> int:
         return self._length
@@ -80,26 +80,25 @@ class TracePrompt(NamedTokens):
             return _IDS + self._number
         return self._hash_ids[position // self._hash_tokens] * 131 + self._copy
 
-    def names(self, blocks: range, block_size: int, salt: CacheSalt) -> Sequence[BlockHash]:
+    def names(self, blocks: range, block_size: int, salt: CacheSalt) -> BlockHashes:
         if self._named != (salt, block_size):
             self._named = (salt, block_size)
-            self._names = self._all_names(block_size, salt)
+            self._names = BlockHashes(b"".join(self._all_names(block_size, salt[:8])))
         return self._names[blocks.start : blocks.stop]
 
-    def _all_names(self, block_size: int, salt: CacheSalt) -> list[BlockHash]:
-        blocks, mark = range(self._length // block_size), salt[:8]
+    def _all_names(self, block_size: int, mark: bytes) -> Iterator[bytes]:
         if self._hash_ids is None:
-            own = mark + b"own" + self._number.to_bytes(8)
-            return [BlockHash(own + block.to_bytes(4)) for block in blocks]
-        ends = ((block + 1) * block_size for block in blocks)
-        mark += self._copy.to_bytes(4)
-        return [BlockHash(mark + self._end_name(self._hash_ids, end)) for end in ends]
+            own = mark + b"own" + bytes(9) + self._number.to_bytes(8)
+            return (own + block.to_bytes(4) for block in range(self._length // block_size))
+        return self._end_names(self._hash_ids, block_size, mark + self._copy.to_bytes(4) + bytes(8))
 
-    def _end_name(self, hash_ids: Sequence[int], end: int) -> bytes:
-        """Equal for equal tokens before `end`: the block of the trace that it lies in, and where.
-        The last one tells of all before it."""
-        block, within = divmod(end - 1, self._hash_tokens)
-        return hash_ids[block].to_bytes(8) + (within + 1).to_bytes(2)
+    def _end_names(self, hash_ids: Sequence[int], block_size: int, mark: bytes) -> Iterator[bytes]:
+        """Equal for equal tokens before a block's end: the block of the trace that it lies in, and
+        where. That stands for all tokens before it."""
+        size, last = self._hash_tokens, self._length // block_size * block_size
+        for end in range(block_size, last + 1, block_size):
+            block, within = divmod(end - 1, size)
+            yield mark + hash_ids[block].to_bytes(8) + (within + 1).to_bytes(4)
 
 
 class _Part(Sequence[int]):

@@ -17,7 +17,8 @@ import xxhash
 
 from kvpool.core.layout.hashes import BlockHash
 from kvpool.core.node.messages import PoolFormat
-from kvpool.core.node.tier_blocks import PoolPlace, RestoredBlock
+from kvpool.core.node.restored import RestoredBlock
+from kvpool.core.node.tier_blocks import PoolPlace
 from kvpool.disk.slots import (
     FILE_HEADER_BYTES,
     SLOT_HEADER_BYTES,

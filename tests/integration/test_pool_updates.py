@@ -14,13 +14,13 @@ from uuid import uuid4
 
 import grpc
 import pytest
+from kvpool.core.node.checked_blocks import BlockOrigins, Changes
 
 from cluster.core.plan import host_pool_address
 from cluster.pool_node.service import LineOpened, PoolNodeService, RouterLine
 from cluster.process.net import bind_port, grpc_server
 from kvpool.core.layout.hashes import BlockHash
 from kvpool.core.node import checked_blocks
-from kvpool.core.node.checked_blocks import BlockOrigins, Changes
 from kvpool.core.node.events import DropRouter, RouterCall, RouterHungUp, RouterTook, TellRouter
 from kvpool.core.node.messages import PoolTier
 from kvrelay.messages import PoolUpdate

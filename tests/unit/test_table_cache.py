@@ -120,8 +120,8 @@ def test_a_window_holds_only_what_it_shows() -> None:
     full, windowed = tables.tables(_holder("a"))
     assert NO_BLOCK not in full
     assert [block == NO_BLOCK for block in windowed] == [True] * 5 + [False]  # 20..24 is seen
-    assert tables.pools[1].counts()[BlockState.ACTIVE] == 1
-    assert tables.pools[1].counts()[BlockState.CACHED] == 5
+    assert tables.device.counts(1)[BlockState.ACTIVE] == 1
+    assert tables.device.counts(1)[BlockState.CACHED] == 5
 
 
 def test_a_hit_needs_what_its_window_shows() -> None:
@@ -130,7 +130,7 @@ def test_a_hit_needs_what_its_window_shows() -> None:
     tables, tokens = BlockTables(_layout(None, 5), 12), list(range(16))
     _serve(tables, "a", tokens)
     tables.release(_holder("a"))
-    tables.cache.release(1, tables.cache.take(1, 10, leased=False))
+    tables.device.release(1, tables.device.take(1, 10, leased=False))
     assert _serve(tables, "b", [*tokens[:8], 99]) == 0
     assert _serve(tables, "c", [*tokens[:12], 99]) == 12
     assert _serve(tables, "d", [*tokens[:8], 98]) == 8, "b has brought back what was lost"
@@ -220,7 +220,7 @@ class _World:
     def write(self, sequence: _Sequence, end: int) -> None:
         for g, table in enumerate(self.tables.tables(sequence.holder)):
             for at in range(sequence.computed, end):
-                assert not self.tables.pools[g].is_shared(table[at // SIZE])
+                assert not self.tables.device.pools[g].is_shared(table[at // SIZE])
                 self.written[g, table[at // SIZE]] = sequence.tokens[: at + 1]
         sequence.computed = end
 
@@ -259,4 +259,4 @@ def test_whatever_happens_no_block_is_lost_or_wrong(
     world.tables.validate()
     assert world.found > 0
     assert world.tables.free_blocks == 24
-    assert len(world.tables.cache.index) <= 24
+    assert world.tables.device.tree.blocks <= 24

@@ -1,44 +1,21 @@
-"""Chooses the idle block of a prefix cache to evict next. Pure; one policy object per index.
+"""Chooses the idle run of a prefix tree from whose end to evict next. Pure; one policy object per
+tree.
 
-A policy judges a block by its uses and by the time since it became idle. It never prefers to keep
-the less used or the longer idle one. The prefix index releases chains from their ends, so a parent
-is used at least as often, and idle no longer, than its children. So every such policy evicts the
-leaves of the prefix tree first.
+A policy judges a run by its uses and by the time since it became idle. It never prefers to keep the
+less used or the longer idle one. The tree releases chains from their ends, so a parent is used at
+least as often, and idle no longer, than its children. So every such policy evicts the leaves of the
+prefix tree first.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+from kvpool.core.blocks.runs import Run, RunPolicy
 from kvpool.core.layout.hashes import BlockHash
-from kvpool.core.layout.layout import BlockId
 from kvrelay.errors import ConfigError
-
-Place = tuple[BlockId, ...]
-"""# layer group |-> block of this tier that holds the KV"""
-
-
-@dataclass(slots=True, eq=False)
-class CachedBlock:
-    """A block's KV under its hash, and its node in the prefix tree.
-
-    `children` counts the cached blocks that continue it, `holders` the requests that need it,
-    `uses` the requests that found or computed it. `idle_since` belongs to the policy, `tenant` is a
-    label for reports.
-    """
-
-    hash: BlockHash
-    parent: CachedBlock | None
-    place: Place
-    children: int = 0
-    holders: int = 1
-    uses: int = 1
-    idle_since: int = 0
-    tenant: str = ""
-
 
 _COUNTED_USES = 7
 _REMEMBERED_PER_IDLE = 2
@@ -52,119 +29,138 @@ _KEPT_SHARE = 0.9
 _PerAge = list[float]
 
 
-class EvictionPolicy(Protocol):
-    """Holds exactly the idle blocks of one index. Constant time per call."""
-
-    def __len__(self) -> int: ...
-    def __contains__(self, block: CachedBlock, /) -> bool: ...
-
-    def cached(self, block: CachedBlock) -> None:
-        """The block is new, and held. A policy that remembers it may raise its uses, but not above
-        those of its parent."""
-
-    def idle(self, blocks: Iterable[CachedBlock]) -> None:
-        """The last holder of each has released it, in this order."""
-
-    def reused(self, block: CachedBlock) -> None:
-        """An idle block is held again."""
-
-    def victim(self) -> CachedBlock:
-        """Removes and returns the block to evict now. At least one block is idle."""
-
-
 class LeastRecentlyUsed:
-    """The block that has been idle longest."""
+    """The run that has been idle longest."""
 
     def __init__(self) -> None:
-        self._queue: OrderedDict[CachedBlock, None] = OrderedDict()
-        """# idle block |-> nothing, longest idle first"""
+        self._queue: OrderedDict[Run, None] = OrderedDict()
+        """# idle run |-> nothing, longest idle first"""
 
-    def __len__(self) -> int:
-        return len(self._queue)
+    def __contains__(self, run: Run) -> bool:
+        return run in self._queue
 
-    def __contains__(self, block: CachedBlock) -> bool:
-        return block in self._queue
+    def remembers(self, _block_hash: BlockHash) -> bool:
+        return False
 
-    def cached(self, block: CachedBlock) -> None:
-        """Evicted blocks are not remembered."""
+    def cached(self, run: Run) -> None:
+        """Evicted runs are not remembered."""
 
-    def idle(self, blocks: Iterable[CachedBlock]) -> None:
-        for block in blocks:
-            self._queue[block] = None
+    def idle(self, runs: Sequence[Run]) -> None:
+        self._queue.update(dict.fromkeys(runs))
 
-    def reused(self, block: CachedBlock) -> None:
-        del self._queue[block]
+    def reused(self, run: Run) -> None:
+        self._queue.pop(run, None)
 
-    def victim(self) -> CachedBlock:
-        return self._queue.popitem(last=False)[0]
+    def victim(self) -> Run:
+        return next(iter(self._queue))
+
+    def evicted(self, run: Run, blocks: int) -> None:
+        if blocks == run.blocks:
+            del self._queue[run]
+
+
+class _Remembered(NamedTuple):
+    """The evicted end of a run."""
+
+    level: int
+    idle_since: int
+    blocks: int
 
 
 class LeastReuseDensity:
-    """Evicts the block with the fewest expected reuses per time that it would stay, as far as
-    blocks of equal uses and idle time show.
+    """Evicts the run with the fewest expected reuses per time that it would stay, as far as blocks
+    of equal uses and idle time show.
 
-    Evicted blocks are remembered for a while, about two for each idle one. A block that comes back
-    shows that it left too early, and continues with its earlier uses.
+    Evicted runs are remembered for a while, about two blocks for each idle one. A run that comes
+    back shows that it left too early, and continues with its earlier uses.
     """
 
     def __init__(self) -> None:
         levels = _COUNTED_USES + 1
         self.history = ReuseDensity(levels)
-        self._queues: list[OrderedDict[CachedBlock, None]] = [OrderedDict() for _ in range(levels)]
-        self._evicted: OrderedDict[BlockHash, tuple[int, int]] = OrderedDict()
-        """# block |-> level, idle since; longest evicted first"""
+        self._queues: list[OrderedDict[Run, None]] = [OrderedDict() for _ in range(levels)]
+        self._evicted: OrderedDict[BlockHash, _Remembered] = OrderedDict()
+        """# first block |-> the evicted end of a run that began there; longest evicted first"""
+        self._cut: dict[Run, BlockHash] = {}
+        """# idle run that has lost its end |-> the first block of that"""
+        self._remembered_blocks = 0
         self._idle_so_far = 0  # the clock: blocks that became idle
-        self._len = 0
+        self._idle_blocks = 0
 
-    def __len__(self) -> int:
-        return self._len
+    def __contains__(self, run: Run) -> bool:
+        return run in self._queues[_level(run)]
 
-    def __contains__(self, block: CachedBlock) -> bool:
-        return block in self._queues[self._level(block)]
+    def remembers(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._evicted
 
-    def _level(self, block: CachedBlock) -> int:
-        return min(block.uses, _COUNTED_USES)
-
-    def cached(self, block: CachedBlock) -> None:
-        remembered = self._evicted.pop(block.hash, None)
+    def cached(self, run: Run) -> None:
+        remembered = self._forget(run.first)
         if remembered is None:
             return
-        level, idle_since = remembered
-        self.history.saw_reuse(level, self._idle_so_far - idle_since)
-        block.uses = level + 1
-        if block.parent is not None:
-            block.uses = min(block.uses, block.parent.uses)
+        level, idle_since, blocks = remembered
+        self.history.saw_reuse(level, self._idle_so_far - idle_since, min(blocks, run.blocks))
+        run.uses = level + 1
+        if run.parent is not None:
+            run.uses = min(run.uses, run.parent.uses)
 
-    def idle(self, blocks: Iterable[CachedBlock]) -> None:
-        for block in blocks:
-            self._idle_so_far += 1
-            block.idle_since = self._idle_so_far
-            self._queues[self._level(block)][block] = None
-            self._len += 1
+    def idle(self, runs: Sequence[Run]) -> None:
+        for run in runs:
+            self._idle_so_far += run.blocks
+            self._idle_blocks += run.blocks
+            run.idle_since = self._idle_so_far
+            self._queues[_level(run)][run] = None
 
-    def reused(self, block: CachedBlock) -> None:
-        level = self._level(block)
-        del self._queues[level][block]
-        self._len -= 1
-        self.history.saw_reuse(level, self._idle_so_far - block.idle_since)
+    def reused(self, run: Run) -> None:
+        level = _level(run)
+        self._queues[level].pop(run, None)
+        self._cut.pop(run, None)
+        self._idle_blocks -= run.blocks
+        self.history.saw_reuse(level, self._idle_so_far - run.idle_since, run.blocks)
 
-    def victim(self) -> CachedBlock:
+    def victim(self) -> Run:
         levels = (level for level, queue in enumerate(self._queues) if queue)
-        level = min(levels, key=self._density_of_oldest)
-        block, _ = self._queues[level].popitem(last=False)
-        self._len -= 1
-        self._remember(block, level)
-        return block
+        return self._oldest(min(levels, key=self._density_of_oldest))
 
     def _density_of_oldest(self, level: int) -> float:
-        oldest = next(iter(self._queues[level]))
-        return self.history.density(level, self._idle_so_far - oldest.idle_since)
+        return self.history.density(level, self._idle_so_far - self._oldest(level).idle_since)
 
-    def _remember(self, block: CachedBlock, level: int) -> None:
-        self._evicted[block.hash] = level, block.idle_since
-        if len(self._evicted) > _REMEMBERED_PER_IDLE * self._len + _LEAST_REMEMBERED:
-            _, (level, idle_since) = self._evicted.popitem(last=False)
-            self.history.saw_eviction(level, self._idle_so_far - idle_since)
+    def _oldest(self, level: int) -> Run:
+        return next(iter(self._queues[level]))
+
+    def evicted(self, run: Run, blocks: int) -> None:
+        level = _level(run)
+        self._idle_blocks -= blocks
+        self._remember(run, level, blocks)
+        if blocks == run.blocks:
+            del self._queues[level][run]
+
+    def _remember(self, run: Run, level: int, blocks: int) -> None:
+        """What went from the end of this run before is remembered together with what goes now."""
+        before = self._forget(self._cut.pop(run, None))
+        first = run.at(run.end - blocks)
+        if blocks < run.blocks:
+            self._cut[run] = first
+        blocks += before.blocks if before is not None else 0
+        self._evicted[first] = _Remembered(level, run.idle_since, blocks)
+        self._remembered_blocks += blocks
+        self._forget_some()
+
+    def _forget_some(self) -> None:
+        most = _REMEMBERED_PER_IDLE * self._idle_blocks + _LEAST_REMEMBERED
+        while self._remembered_blocks > most:
+            _, (level, idle_since, blocks) = self._evicted.popitem(last=False)
+            self._remembered_blocks -= blocks
+            self.history.saw_eviction(level, self._idle_so_far - idle_since, blocks)
+
+    def _forget(self, first: BlockHash | None) -> _Remembered | None:
+        remembered = self._evicted.pop(first, None) if first is not None else None
+        if remembered is not None:
+            self._remembered_blocks -= remembered.blocks
+        return remembered
+
+
+def _level(run: Run) -> int:
+    return min(run.uses, _COUNTED_USES)
 
 
 class ReuseDensity:
@@ -187,16 +183,17 @@ class ReuseDensity:
         """Never falls with the level, never rises with idle time."""
         return self._density[level][idle_time.bit_length()]
 
-    def saw_reuse(self, level: int, idle_time: int) -> None:
-        self._count(self._reused[level], idle_time)
+    def saw_reuse(self, level: int, idle_time: int, blocks: int) -> None:
+        self._count(self._reused[level], idle_time, blocks)
 
-    def saw_eviction(self, level: int, idle_time: int) -> None:
-        self._count(self._evicted[level], idle_time)
+    def saw_eviction(self, level: int, idle_time: int, blocks: int) -> None:
+        self._count(self._evicted[level], idle_time, blocks)
 
-    def _count(self, ends: _PerAge, idle_time: int) -> None:
-        ends[idle_time.bit_length()] += 1
-        self._events += 1
-        if self._events % _EVENTS_PER_UPDATE == 0:
+    def _count(self, ends: _PerAge, idle_time: int, blocks: int) -> None:
+        ends[idle_time.bit_length()] += blocks
+        self._events += blocks
+        if self._events >= _EVENTS_PER_UPDATE:
+            self._events = 0
             self._update()
 
     def _update(self) -> None:
@@ -228,7 +225,7 @@ def _never_rising(densities: _PerAge) -> _PerAge:
     return result
 
 
-_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+_POLICIES: dict[str, Callable[[], RunPolicy]] = {
     "lru": LeastRecentlyUsed,
     "reuse": LeastReuseDensity,
 }
@@ -240,7 +237,7 @@ def policies() -> tuple[str, ...]:
     return tuple(_POLICIES)
 
 
-def open_policy(name: str) -> EvictionPolicy:
+def open_policy(name: str) -> RunPolicy:
     """Raises ConfigError for an unknown policy, with the names of the known ones."""
     policy = _POLICIES.get(name)
     if policy is None:

@@ -8,44 +8,50 @@ another holder holds it.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from itertools import chain
+from typing import NamedTuple, cast
 
-from kvpool.core.blocks.device_cache import DeviceCache, GroupBlock
-from kvpool.core.blocks.eviction import CachedBlock, Place
+from kvpool.core.blocks.device_blocks import DeviceBlocks, GroupBlock, Place
 from kvpool.core.blocks.pool import BlockState
+from kvpool.core.blocks.runs import Columns, Run, path
 from kvpool.core.layout.layout import NO_BLOCK, BlockId, KvLayout, Tables
 from kvrelay.types import RequestKey
 
 
 @dataclass(slots=True, kw_only=True)
 class Holding:
-    """`seen_from`: no later query comes from before this position. `twins` are other requests'
-    copies of blocks in `chain`, held because this holder has its own copy."""
+    """`run` ends the chain of the first `named` blocks. `seen_from`: no later query comes from
+    before this position. `own` are this holder's own copies of named blocks: others had named
+    theirs first."""
 
     layout: KvLayout
     tables: list[list[BlockId]]
     since_s: float
     leased: bool
     seen_from: int
-    chain: list[CachedBlock]
-    twins: list[GroupBlock] = field(default_factory=list)
+    run: Run | None = None
+    own: list[GroupBlock] = field(default_factory=list)
 
     @classmethod
     def of(
         cls,
         layout: KvLayout,
-        chain: list[CachedBlock],
+        run: Run | None,
+        length: int,
         firsts: Sequence[int],
         *,
         seen_from: int,
         leased: bool,
         now_s: float,
     ) -> Holding:
-        """Holds a cached chain, in each group from the first block that is still seen."""
+        """The first `length` blocks of a cached chain, in each group from the first that is still
+        seen. `run` has the last of them."""
+        parts = [*path(run)][::-1]
         tables = [
-            [NO_BLOCK] * first + [block.place[group] for block in chain[first:]]
+            [NO_BLOCK] * first + _column(parts, group, length)[first:]
             for group, first in enumerate(firsts)
         ]
         return cls(
@@ -54,31 +60,43 @@ class Holding:
             since_s=now_s,
             leased=leased,
             seen_from=seen_from,
-            chain=chain,
+            run=run,
         )
+
+    @property
+    def named(self) -> int:
+        """Blocks from the start that have names."""
+        return self.run.end if self.run is not None else 0
 
     def copy(self, now_s: float) -> Holding:
         """Another holder's holding, over the same blocks."""
         tables = [list(table) for table in self.tables]
-        chain, twins = list(self.chain), list(self.twins)
-        return replace(self, tables=tables, chain=chain, twins=twins, since_s=now_s)
+        return replace(self, tables=tables, own=list(self.own), since_s=now_s)
 
-    def real(self, group: int) -> list[BlockId]:
-        return real(self.tables[group])
+    def held(self, group: int) -> list[BlockId]:
+        """The blocks that it holds one by one: in groups without a window those that the tree does
+        not have."""
+        if self.layout.groups[group].window is not None:
+            return real(self.tables[group])
+        own = [block for of, block in self.own if of == group] if self.own else []
+        return own + self.tables[group][self.named :]
 
-    def place(self, index: int, *, edges_full: bool) -> Place:
-        """The block's parts, without those that may lack the KV of tokens that no query sees any
-        more."""
-        if edges_full or not self.layout.has_windows:
-            return tuple([table[index] for table in self.tables])
-        return tuple(
-            NO_BLOCK if self._on_edge(group, index) else table[index]
-            for group, table in enumerate(self.tables)
-        )
+    def columns(self, end: int, *, edges_full: bool) -> Columns:
+        """The parts of the blocks behind the named ones, up to `end`, without those that may lack
+        the KV of tokens that no query sees any more."""
+        columns = tuple(array("i", table[self.named : end]) for table in self.tables)
+        if not edges_full and self.layout.has_windows:
+            for group, column in enumerate(columns):
+                for index in range(min(len(column), self._first_whole(group) - self.named)):
+                    column[index] = NO_BLOCK
+        return columns
 
-    def _on_edge(self, group: int, index: int) -> bool:
-        window, start = self.layout.groups[group].window, index * self.layout.block_size
-        return window is not None and start < self.seen_from - window + 1
+    def _first_whole(self, group: int) -> int:
+        """The first block that no window's edge has cut."""
+        window = self.layout.groups[group].window
+        if window is None:
+            return 0
+        return self.layout.blocks_for(max(0, self.seen_from - window + 1))
 
     def lacks(self, group: int, tokens: int, window_tokens: int | None) -> tuple[int, int]:
         """For `tokens` tokens in all (in a group with a window: `window_tokens`): the number of
@@ -107,6 +125,12 @@ class Holding:
 def places(tables: Tables, blocks: range) -> tuple[Place, ...]:
     """# block |-> its part in every layer group"""
     return tuple(tuple(table[index] for table in tables) for index in blocks)
+
+
+def _column(parts: Sequence[Run], group: int, length: int) -> list[BlockId]:
+    """The blocks of one group, from the chain's start."""
+    ids = chain.from_iterable(part.columns[group].tolist() for part in parts)
+    return cast(list[BlockId], list(ids)[:length])
 
 
 def real(table: Sequence[BlockId]) -> list[BlockId]:
@@ -141,19 +165,19 @@ CopyPairs = tuple[tuple[tuple[BlockId, BlockId], ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    cache: DeviceCache
+    blocks: DeviceBlocks
 
     def try_own(self, entry: Holding, index: int) -> CopyPairs | None:
         """Replaces the `index`-th block by an own copy where it is shared.
 
         Returns the copies to make (empty tuples when none), or None when blocks run out.
         """
-        assert index >= len(entry.chain), "a named block is never written"
-        pools = self.cache.pools
+        assert index >= entry.named, "a named block is never written"
+        pools = self.blocks.pools
         shared = [
             pool.is_shared(table[index]) for pool, table in zip(pools, entry.tables, strict=True)
         ]
-        if any(own and not pool.available for own, pool in zip(shared, pools, strict=True)):
+        if any(own and not self.blocks.available(group) for group, own in enumerate(shared)):
             return None
         return tuple(
             self._own_one(group, entry.tables[group], index) if wanted else ()
@@ -163,7 +187,7 @@ class Copies:
     def _own_one(
         self, group: int, table: list[BlockId], index: int
     ) -> tuple[tuple[BlockId, BlockId], ...]:
-        (taken,) = self.cache.take(group, 1, leased=False)
+        (taken,) = self.blocks.take(group, 1, leased=False)
         old, table[index] = table[index], taken
-        self.cache.release(group, [old])
+        self.blocks.release(group, [old])
         return ((old, taken),)

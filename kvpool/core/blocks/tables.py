@@ -8,66 +8,24 @@ all-or-nothing over the groups. Pinned prefixes are never evicted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvpool.core.blocks.device_cache import DeviceCache
-from kvpool.core.blocks.eviction import DEFAULT_POLICY, Place, open_policy
+from kvpool.core.blocks.device_blocks import DeviceBlocks, NamedBlocks, pieces
+from kvpool.core.blocks.eviction import DEFAULT_POLICY, open_policy
 from kvpool.core.blocks.holding import Copies, CopyPairs, HeldTables, Holder, Holding, real
-from kvpool.core.blocks.pool import BlockPool, BlockState
+from kvpool.core.blocks.pool import BlockState
+from kvpool.core.blocks.runs import Columns, Run, path
 from kvpool.core.layout.block_names import BlockNames, HashChain
-from kvpool.core.layout.hashes import BlockHash, tenant_label
-from kvpool.core.layout.layout import NO_BLOCK, KvLayout, Tables
+from kvpool.core.layout.hashes import NO_NAMES, BlockHashes, Names, tenant_label
+from kvpool.core.layout.layout import NO_BLOCK, BlockId, KvLayout, Tables
 from kvrelay.types import RequestKey, RequestSpec
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRoom:
-    """Room in all groups of a layout. `has` is asked first, so that all groups get blocks or none
-    does."""
-
-    cache: DeviceCache
-
-    def has(
-        self, entry: Holding, tokens: int, window_tokens: int | None, *, opening: bool = False
-    ) -> bool:
-        """True if there are blocks for `tokens` tokens in all (in groups with a window:
-        `window_tokens`). `opening`: its tables aren't held yet, and its cached blocks will no
-        longer make room."""
-        for group, pool in enumerate(self.cache.pools):
-            _, missing = entry.lacks(group, tokens, window_tokens)
-            revived = pool.cached_among(entry.tables[group]) if opening else 0
-            if missing > pool.available - revived:
-                return False
-        return True
-
-    def extend(self, entry: Holding, tokens: int, window_tokens: int | None) -> None:
-        """Call it only after `has`."""
-        for group, table in enumerate(entry.tables):
-            passed, missing = entry.lacks(group, tokens, window_tokens)
-            table.extend([NO_BLOCK] * passed)
-            if missing:
-                table.extend(self.cache.take(group, missing, leased=entry.leased))
-
-    def hold(self, entry: Holding) -> None:
-        """Adds one holder to all of the holding's blocks."""
-        self.cache.hold_chain(entry.chain)
-        for group in range(len(entry.tables)):
-            self.cache.hold(group, entry.real(group))
-        for group, block in entry.twins:
-            self.cache.hold(group, [block])
-
-    def release(self, entry: Holding) -> None:
-        for group, block in entry.twins:
-            self.cache.release(group, [block])
-        for group in range(len(entry.tables)):
-            self.cache.release(group, entry.real(group))
-        self.cache.release_chain(entry.chain)
 
 
 @dataclass(slots=True)
 class BlockTables:
-    """The worker's device tier: one block pool per layer group, and the tables of every holder.
+    """The tables of every holder over the `blocks` blocks of the worker's device tier.
 
     With `caching` False no prefix is found again. `policy` names an eviction policy
     (kvpool.core.blocks.eviction).
@@ -80,16 +38,13 @@ class BlockTables:
     policy: str = DEFAULT_POLICY
     queried_tokens: int = field(init=False, default=0)
     hit_tokens: int = field(init=False, default=0)
-    pools: list[BlockPool] = field(init=False)
-    cache: DeviceCache = field(init=False)
-    _room: GroupRoom = field(init=False)
+    device: DeviceBlocks = field(init=False)
     _copies: Copies = field(init=False)
     _entries: dict[Holder, Holding] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.pools = [BlockPool(self.blocks) for _ in self.layout.groups]
-        self.cache = DeviceCache(self.layout, self.pools, open_policy(self.policy))
-        self._room, self._copies = GroupRoom(self.cache), Copies(self.cache)
+        self.device = DeviceBlocks(self.layout, self.blocks, open_policy(self.policy))
+        self._copies = Copies(self.device)
 
     def __contains__(self, holder: Holder) -> bool:
         return holder in self._entries
@@ -97,7 +52,7 @@ class BlockTables:
     @property
     def free_blocks(self) -> int:
         """Blocks that every group has free, or can free by evicting cached ones."""
-        return self.scarcest.available
+        return self.device.available(self.scarcest)
 
     @property
     def total_tokens(self) -> int:
@@ -114,7 +69,7 @@ class BlockTables:
     def chain(self, tenant: str, prompt_tokens: int) -> HashChain:
         """Names for the blocks of a new sequence."""
         chain = self.names.chain(tenant, prompt_tokens, self.layout.block_size)
-        return chain.told_to(self.cache.roots, tenant_label(tenant)) if tenant else chain
+        return chain.told_to(self.device.roots, tenant_label(tenant)) if tenant else chain
 
     def names_of(self, spec: RequestSpec) -> HashChain:
         """The names of the blocks that the request begins with."""
@@ -128,7 +83,7 @@ class BlockTables:
         tokens: int,
         *,
         now_s: float,
-        hashes: Sequence[BlockHash] = (),
+        hashes: Names = NO_NAMES,
         ahead_tokens: int | None = None,
         seen_from: int | None = None,
         leased: bool = False,
@@ -141,25 +96,60 @@ class BlockTables:
         blocks run out.
         """
         assert holder not in self._entries, f"{holder} is here already"
-        chain = self.cache.find(hashes, seen_from)
-        found = len(chain) * self.layout.block_size
-        entry = Holding.of(
-            self.layout,
-            chain,
-            self.cache.firsts(len(chain), seen_from),
-            seen_from=found if seen_from is None else seen_from,
-            leased=leased,
-            now_s=now_s,
-        )
+        run, length = self.device.find(hashes, seen_from)
+        found = length * self.layout.block_size
+        entry = self._found(run, length, seen_from, leased=leased, now_s=now_s)
         window_tokens = tokens if ahead_tokens is None else min(tokens, found + ahead_tokens)
-        if not self._room.has(entry, tokens, window_tokens, opening=True):
+        if not self._has_room(entry, tokens, window_tokens, opening=True):
             return None
-        self._room.hold(entry)
+        self._hold(entry, length)
         self._entries[holder] = entry
-        self._room.extend(entry, tokens, window_tokens)
+        self._extend(entry, tokens, window_tokens)
         self.queried_tokens += len(hashes) * self.layout.block_size
         self.hit_tokens += found
         return found
+
+    def _found(
+        self, run: Run | None, length: int, seen_from: int | None, *, leased: bool, now_s: float
+    ) -> Holding:
+        return Holding.of(
+            self.layout,
+            run,
+            length,
+            self.device.firsts(length, seen_from),
+            seen_from=length * self.layout.block_size if seen_from is None else seen_from,
+            leased=leased,
+            now_s=now_s,
+        )
+
+    def _has_room(
+        self, entry: Holding, tokens: int, window_tokens: int | None, *, opening: bool = False
+    ) -> bool:
+        """True if there are blocks for `tokens` tokens in all (in groups with a window:
+        `window_tokens`). `opening`: its chain isn't held yet, and its cached blocks will no longer
+        make room."""
+        for group, table in enumerate(entry.tables):
+            _, missing = entry.lacks(group, tokens, window_tokens)
+            revived = self.device.revived(group, entry.run, table) if opening else 0
+            if missing > self.device.available(group) - revived:
+                return False
+        return True
+
+    def _extend(self, entry: Holding, tokens: int, window_tokens: int | None) -> None:
+        """Call it only after `_has_room`: so all groups get blocks or none does."""
+        for group, table in enumerate(entry.tables):
+            passed, missing = entry.lacks(group, tokens, window_tokens)
+            table.extend([NO_BLOCK] * passed)
+            if missing:
+                table.extend(self.device.take(group, missing, leased=entry.leased))
+
+    def _hold(self, entry: Holding, length: int, *, used: bool = True) -> None:
+        """Holds the first `length` named blocks, and the blocks that are held one by one."""
+        if entry.run is not None:
+            entry.run = self.device.tree.hold(entry.run, length, used=used)
+        for group in range(len(entry.tables)):
+            if held := entry.held(group):
+                self.device.hold(group, held)
 
     def try_grow(
         self,
@@ -177,37 +167,42 @@ class BlockTables:
         layout = self.layout
         if not layout.has_windows and tokens <= len(entry.tables[0]) * layout.block_size:
             return True
-        if not self._room.has(entry, tokens, window_tokens):
+        if not self._has_room(entry, tokens, window_tokens):
             return False
-        self._room.extend(entry, tokens, window_tokens)
+        self._extend(entry, tokens, window_tokens)
         return True
 
-    def keep(self, holder: Holder, places: Sequence[Place], *, now_s: float) -> None:
-        """Holds these named blocks unchanged until `release`."""
-        tables = [[place[group] for place in places] for group in range(len(self.pools))]
+    def keep(self, holder: Holder, named: NamedBlocks, *, now_s: float) -> None:
+        """Holds these named blocks unchanged until `release`. In groups without a window their run
+        is held."""
+        run = self.device.tree.ending_at(named.run, named.end)
+        found = [columns for _, columns in pieces(named)]
+        tables = [
+            [BlockId(block) for columns in found for block in columns[group]]
+            for group in range(len(self.layout.groups))
+        ]
         entry = Holding(
-            layout=self.layout, tables=tables, since_s=now_s, leased=False, seen_from=0, chain=[]
+            layout=self.layout, tables=tables, since_s=now_s, leased=False, seen_from=0, run=run
         )
-        self._room.hold(entry)
+        self._hold(entry, named.end, used=False)
         self._entries[holder] = entry
 
-    def keep_prefix(self, holder: Holder, hashes: Sequence[BlockHash], *, now_s: float) -> int:
+    def keep_prefix(self, holder: Holder, hashes: Names, *, now_s: float) -> int:
         """Holds the longest cached prefix unchanged until `release`. Returns its number of
         blocks."""
-        chain = self.cache.find(hashes, None)
-        firsts = self.cache.firsts(len(chain), None)
-        entry = Holding.of(self.layout, chain, firsts, seen_from=0, leased=False, now_s=now_s)
-        self._room.hold(entry)
+        run, length = self.device.find(hashes, None)
+        entry = self._found(run, length, None, leased=False, now_s=now_s)
+        self._hold(entry, length)
         self._entries[holder] = entry
-        return len(chain)
+        return length
 
     def activate(self, holder: Holder) -> None:
         """The lease's peer has delivered; the blocks now belong to the running request."""
         entry = self._entries[holder]
         assert entry.leased, f"{holder} holds no lease"
         entry.leased = False
-        for pool, table in zip(self.pools, entry.tables, strict=True):
-            pool.activate(real(table[len(entry.chain) :]))
+        for pool, table in zip(self.device.pools, entry.tables, strict=True):
+            pool.activate(real(table[entry.named :]))
 
     def fork(self, source: Holder, target: Holder, *, now_s: float) -> None:
         """`target` shares all blocks of `source`; a writer copies them first."""
@@ -215,7 +210,7 @@ class BlockTables:
         assert not entry.leased
         assert target not in self._entries
         copy = entry.copy(now_s)
-        self._room.hold(copy)
+        self._hold(copy, copy.named)
         self._entries[target] = copy
 
     def try_own(self, holder: Holder, position: int) -> CopyPairs | None:
@@ -227,40 +222,43 @@ class BlockTables:
 
     # --- naming and giving back -----------------------------------------------------------------
 
-    def fill(
-        self, holder: Holder, hashes: Sequence[BlockHash], *, edges_full: bool = False
-    ) -> None:
+    def fill(self, holder: Holder, hashes: BlockHashes, *, edges_full: bool = False) -> None:
         """The holder's first `len(hashes)` blocks are full, and these are their names. In a group
         with a window the block on the window's edge gets no name, unless `edges_full`: tokens
         outside the window may be missing in it."""
-        if self.caching:
-            entry = self._entries[holder]
-            assert not entry.leased
-            for block_hash in hashes[len(entry.chain) :]:
-                self._name(entry, block_hash, edges_full=edges_full)
+        entry = self._entries[holder]
+        assert not entry.leased
+        if not self.caching or len(hashes) <= entry.named:
+            return
+        columns = entry.columns(len(hashes), edges_full=edges_full)
+        own = self._unshared(columns)
+        if own < len(columns[0]):
+            columns, hashes = tuple(c[:own] for c in columns), hashes[: entry.named + own]
+        entry.run, kept = self.device.name(entry.run, hashes, columns)
+        entry.own += kept
 
-    def _name(self, entry: Holding, block_hash: BlockHash, *, edges_full: bool) -> None:
-        """Names the block behind the chain."""
-        place = entry.place(len(entry.chain), edges_full=edges_full)
-        parent = entry.chain[-1] if entry.chain else None
-        block, twins = self.cache.insert(block_hash, parent, place)
-        entry.chain.append(block)
-        entry.twins += twins
+    def _unshared(self, columns: Columns) -> int:
+        """The number of blocks before the first that another holder has too, which gets no name."""
+        length = len(columns[0])
+        for pool, column in zip(self.device.pools, columns, strict=True):
+            if shared := pool.shared_among(column):
+                length = min(length, *(column.index(block) for block in shared))
+        return length
 
     def trim(self, holder: Holder, position: int) -> None:
         """Gives back the blocks that neither the query at `position` nor later ones see."""
         entry = self._entries[holder]
         if self.layout.has_windows:
-            for group in range(len(self.pools)):
-                self.cache.release(group, entry.pass_over(group, position))
+            for group in range(len(entry.tables)):
+                self.device.release(group, entry.pass_over(group, position))
         entry.seen_from = position
 
     def shrink(self, holder: Holder, tokens: int) -> None:
         """Gives back the room behind the first `tokens` tokens; none of it is named."""
         entry, kept = self._entries[holder], self.layout.blocks_for(tokens)
-        assert kept >= len(entry.chain), "a named block is not given back alone"
+        assert kept >= entry.named, "a named block is not given back alone"
         for group, table in enumerate(entry.tables):
-            self.cache.release(group, real(table[kept:]))
+            self.device.release(group, real(table[kept:]))
             del table[kept:]
 
     def release(self, holder: Holder) -> None:
@@ -268,7 +266,10 @@ class BlockTables:
         entry = self._entries.pop(holder, None)
         if entry is None:
             return
-        self._room.release(entry)
+        for group in range(len(entry.tables)):
+            if held := entry.held(group):
+                self.device.release(group, held)
+        self.device.release_run(entry.run)
 
     # --- looking --------------------------------------------------------------------------------
 
@@ -282,27 +283,41 @@ class BlockTables:
             )
 
     def counts(self) -> dict[BlockState, int]:
-        return self.scarcest.counts()
+        return self.device.counts(self.scarcest)
 
     @property
-    def scarcest(self) -> BlockPool:
-        """The counts of the group with the fewest available blocks."""
-        if len(self.pools) == 1:
-            return self.pools[0]
-        return min(self.pools, key=lambda pool: pool.available)
+    def scarcest(self) -> int:
+        """The group with the fewest available blocks."""
+        if len(self.layout.groups) == 1:
+            return 0
+        return min(range(len(self.layout.groups)), key=self.device.available)
 
     def orphaned(self) -> int:
-        """Blocks that are held in a pool but are in no holder's table: always 0."""
-        lost = 0
-        for group, pool in enumerate(self.pools):
-            known = {b for entry in self._entries.values() for b in entry.real(group)}
-            known |= {b for e in self._entries.values() for g, b in e.twins if g == group}
-            lost += pool.count - pool.available - len(known)
-        return lost
+        """Blocks that are held, but are in no holder's table: always 0."""
+        return sum(map(self._orphaned, range(len(self.layout.groups)))) + self._held_for_nobody()
+
+    def _orphaned(self, group: int) -> int:
+        known = {block for entry in self._entries.values() for block in entry.held(group)}
+        held = self.blocks - self.device.available(group) - len(known)
+        if self.layout.groups[group].window is None:
+            held -= self.device.tree.blocks - self.device.tree.idle
+        return held
+
+    def _held_for_nobody(self) -> int:
+        """Blocks of runs that are held, though no holder's chain has them."""
+        tree, seen = self.device.tree, dict[Run, None]()
+        for entry in self._entries.values():
+            for run in path(entry.run):
+                if run in seen:
+                    break
+                seen[run] = None
+        return tree.blocks - tree.idle - sum(run.blocks for run in seen)
 
     def validate(self) -> None:
-        self.cache.validate()
+        self.device.validate()
         assert self.orphaned() == 0, f"{self.orphaned()} orphaned blocks"
+        holders = Counter(run for entry in self._entries.values() for run in path(entry.run))
+        assert all(run.holders == holders[run] for run in self.device.tree), "a hold is lost"
 
 
 _SIDE = "pinned"
@@ -341,11 +356,11 @@ class Pins:
         )
         return self.tables.blocks - most >= layout.blocks_for(self.longest_tokens)
 
-    def _hashes(self, spec: RequestSpec) -> tuple[BlockHash, ...]:
+    def _hashes(self, spec: RequestSpec) -> BlockHashes:
         names = self.tables.chain(spec.tenant, len(spec.prompt_ids))
         names.extend(spec.prompt_ids, len(spec.prompt_ids))
-        return tuple(names.full(len(spec.prompt_ids)))
+        return names.full(len(spec.prompt_ids))
 
     @staticmethod
-    def _holder(hashes: tuple[BlockHash, ...]) -> Holder:
+    def _holder(hashes: BlockHashes) -> Holder:
         return Holder(_SIDE, RequestKey(hashes[-1].hex()[:16] if hashes else "empty", 0))

@@ -6,12 +6,13 @@ whether the prompt reached the model's border. A name covers all of that, and th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from kvpool.core.layout.codec import Codec
 from kvpool.core.layout.hashes import (
+    HASH_BYTES,
     BlockHash,
+    BlockHashes,
     CacheSalt,
     NamedTokens,
     SupportsTokens,
@@ -84,18 +85,18 @@ class HashChain:
     limit: int | None = None
     roots: TenantRoots | None = None
     label: str = ""
-    _hashes: list[BlockHash] = field(default_factory=list)
+    _packed: bytearray = field(default_factory=bytearray)
 
-    def full(self, tokens: int) -> Sequence[BlockHash]:
+    def full(self, tokens: int) -> BlockHashes:
         """The names of the blocks that the first `tokens` tokens fill, as far as they exist."""
-        return self._hashes[: tokens // self.block_size]
+        return BlockHashes(bytes(self._packed[: tokens // self.block_size * HASH_BYTES]))
 
     def extend(self, token_ids: SupportsTokens, tokens: int) -> None:
         """The sequence has `tokens` tokens now."""
         end = tokens if self.limit is None else min(tokens, self.limit)
-        extend_chain(self._hashes, token_ids, end, block_size=self.block_size, salt=self.salt)
-        if self.roots is not None and self._hashes:
-            self.roots.note(self._hashes[0], self.label)
+        extend_chain(self._packed, token_ids, end, block_size=self.block_size, salt=self.salt)
+        if self.roots is not None and self._packed:
+            self.roots.note(BlockHash(bytes(self._packed[:HASH_BYTES])), self.label)
 
     def begin(self, spec: RequestSpec) -> HashChain:
         """The request begins with all blocks that it has."""
@@ -114,7 +115,7 @@ class HashChain:
         return LazyNames(token_ids, [*self.full(end)], end // self.block_size, self)
 
     def copy(self) -> HashChain:
-        return replace(self, _hashes=list(self._hashes))
+        return replace(self, _packed=bytearray(self._packed))
 
 
 class LazyNames:

@@ -12,11 +12,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
-from typing import NewType, Protocol
+from typing import NewType, Protocol, overload
 
 BlockHash = NewType("BlockHash", bytes)
 """32 bytes. Collisions must be infeasible: one would serve a tenant another tenant's KV."""
@@ -25,11 +25,64 @@ CacheSalt = NewType("CacheSalt", bytes)
 """32 bytes for everything but the tokens. Made by `cache_salt` only."""
 
 _TOKEN_BYTES = 4
-_HASH_BYTES = 32
+HASH_BYTES = 32
 _MOST_SHARED = 4096
 """Pieces of prompts in the memory; with 16 blocks of 16 tokens each, about 12 MB."""
-_NO_PARENT = bytes(_HASH_BYTES)
+_NO_PARENT = bytes(HASH_BYTES)
 _TOKEN_TYPE = next(code for code in "IL" if array(code).itemsize == _TOKEN_BYTES)
+
+
+class Names(Protocol):
+    """The hashes of a chain's blocks, by depth. They may be made when they are asked for."""
+
+    def __len__(self) -> int: ...
+    def at(self, depth: int, /) -> BlockHash: ...
+
+
+class BlockHashes(Sequence[BlockHash]):
+    """The hashes of consecutive blocks, packed in `packed`: 32 bytes each."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: bytes = b"") -> None:
+        assert len(packed) % HASH_BYTES == 0, len(packed)
+        self.packed = packed
+
+    @classmethod
+    def of(cls, hashes: Iterable[BlockHash]) -> BlockHashes:
+        return cls(b"".join(hashes))
+
+    def __len__(self) -> int:
+        return len(self.packed) // HASH_BYTES
+
+    def at(self, depth: int) -> BlockHash:
+        return BlockHash(self.packed[depth * HASH_BYTES : (depth + 1) * HASH_BYTES])
+
+    @overload
+    def __getitem__(self, index: int) -> BlockHash: ...
+    @overload
+    def __getitem__(self, index: slice) -> BlockHashes: ...
+    def __getitem__(self, index: int | slice) -> BlockHash | BlockHashes:
+        if isinstance(index, int):
+            return self.at(range(len(self))[index])
+        first, end, step = index.indices(len(self))
+        assert step == 1, "hashes are sliced in one piece"
+        return BlockHashes(self.packed[first * HASH_BYTES : max(first, end) * HASH_BYTES])
+
+    def __iter__(self) -> Iterator[BlockHash]:
+        return map(self.at, range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockHashes) and self.packed == other.packed
+
+    def __hash__(self) -> int:
+        return hash(self.packed)
+
+    def __repr__(self) -> str:
+        return f"BlockHashes({len(self)} blocks)"
+
+
+NO_NAMES = BlockHashes()
 
 
 class SupportsTokens(Protocol):
@@ -43,7 +96,7 @@ class NamedTokens(Sequence[int]):
     trace says which blocks are equal, not what they contain."""
 
     @abstractmethod
-    def names(self, blocks: range, block_size: int, salt: CacheSalt) -> Sequence[BlockHash]:
+    def names(self, blocks: range, block_size: int, salt: CacheSalt) -> BlockHashes:
         """The names of these full blocks. Under one salt, equal names mean equal tokens up to the
         block's end."""
 
@@ -52,7 +105,7 @@ class NamedTokens(Sequence[int]):
 def cache_salt(*, fingerprint: str, physical_format: str, tenant: str) -> CacheSalt:
     """Blocks of different models, formats or tenants never match. Tenants that share their cache
     have the same name."""
-    digest = blake2b(digest_size=_HASH_BYTES, person=b"kvrelay-salt")
+    digest = blake2b(digest_size=HASH_BYTES, person=b"kvrelay-salt")
     for part in (fingerprint, physical_format, tenant):
         data = part.encode()
         digest.update(len(data).to_bytes(8, "little"))
@@ -92,28 +145,31 @@ def shared_hashes(
 @lru_cache(maxsize=1024)
 def _keyed(salt: CacheSalt) -> blake2b:
     """A hash state to copy, which takes half the time of hashing the key again."""
-    return blake2b(digest_size=_HASH_BYTES, key=salt, person=b"kvrelay-block")
+    return blake2b(digest_size=HASH_BYTES, key=salt, person=b"kvrelay-block")
 
 
 def extend_chain(
-    chain: list[BlockHash],
+    chain: bytearray,
     token_ids: SupportsTokens,
     tokens: int,
     *,
     block_size: int,
     salt: CacheSalt,
 ) -> None:
-    """Appends the hashes of the blocks that the first `tokens` of a sequence's `token_ids` fill.
+    """Appends the packed hashes of the blocks that the first `tokens` of a sequence's `token_ids`
+    fill.
 
     Called again as the sequence grows, it hashes only new blocks; a partial block has no hash.
     """
-    if isinstance(token_ids, NamedTokens):
-        chain += token_ids.names(range(len(chain), tokens // block_size), block_size, salt)
+    here, full = len(chain) // HASH_BYTES, tokens // block_size
+    if full <= here:
         return
-    first, end = len(chain) * block_size, tokens // block_size * block_size
-    if first < end:
-        new = token_bytes(token_ids[first:end])
-        chain += block_hashes(chain[-1] if chain else None, new, block_size, salt)
+    if isinstance(token_ids, NamedTokens):
+        chain += token_ids.names(range(here, full), block_size, salt).packed
+        return
+    new = token_bytes(token_ids[here * block_size : full * block_size])
+    parent = BlockHash(bytes(chain[-HASH_BYTES:])) if chain else None
+    chain += b"".join(block_hashes(parent, new, block_size, salt))
 
 
 _ROOTS_MOST = 16_384

@@ -6,11 +6,13 @@ waits for it: a block that leaves host memory before its turn isn't written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 
-from kvpool.core.layout.hashes import BlockHash
+from kvpool.core.layout.hashes import BlockHash, BlockHashes
+from kvpool.core.node.block_index import BlockAt
 from kvpool.core.node.events import BlockLoad, ReadSlots, SlotOutcome, Spill, WriteSlots
-from kvpool.core.node.tier_blocks import PoolPlace, ReservedRoom, TierBlocks
+from kvpool.core.node.tier_blocks import NewChain, PoolPlace, TierBlocks
 
 _BATCH_BLOCKS = 32
 
@@ -22,6 +24,7 @@ class DiskTier:
         self.blocks = blocks
         self._queue: dict[BlockHash, None] = {}  # parents before their children
         self._writing: WriteSlots | None = None
+        self._tenants: list[str] = []  # of the blocks that are being written
         self._reading: dict[int, ReadSlots] = {}
         self._coming: dict[BlockHash, int] = {}  # block |-> the read that brings it
         self._batches = 0
@@ -49,75 +52,98 @@ class DiskTier:
         above: BlockHash | None = block_hash
         while above is not None and above not in self._queue and not self.blocks.serves(above):
             missing.append(above)
-            above = host.parent(above)
+            at = host.find(above)
+            assert at is not None
+            above = host.parent(at)
         missing.reverse()
         return missing
 
-    def next_write(
-        self, host: TierBlocks, checksums: Mapping[BlockHash, int]
-    ) -> tuple[WriteSlots, ReservedRoom] | None:
+    def next_write(self, host: TierBlocks) -> WriteSlots | None:
         """None while a batch is being written or no block waits."""
         if self._writing is not None:
             return None
         picked = self._pick(host)
         if not picked:
             return None
-        parents = [host.parent(block_hash) for block_hash in picked]
-        room = self.blocks.reserve(len(picked), below=parents)
-        spills = tuple(
-            Spill(hash=h, parent=p, place=host.place(h), checksum=checksums[h], slot=slot)
-            for h, p, slot in zip(picked, parents, room.places, strict=False)
-        )
-        if spills:
-            self._writing = WriteSlots(batch=self._next_batch(), spills=spills)
-            return self._writing, room
-        return None
+        slots = self.blocks.reserve(len(picked), below=[host.parent(at) for _, at in picked])
+        if not slots:
+            return None
+        spills = [
+            Spill(
+                hash=block_hash,
+                parent=host.parent(at),
+                place=host.place(at),
+                checksum=host.checksum(at),
+                slot=slot,
+            )
+            for (block_hash, at), slot in zip(picked, slots, strict=False)
+        ]
+        self._tenants = [host.tenant(at) for _, at in picked[: len(slots)]]
+        self._writing = WriteSlots(batch=self._next_batch(), spills=tuple(spills))
+        return self._writing
 
-    def _pick(self, host: TierBlocks) -> list[BlockHash]:
-        picked: dict[BlockHash, None] = {}
+    def _pick(self, host: TierBlocks) -> list[tuple[BlockHash, BlockAt]]:
+        picked: dict[BlockHash, BlockAt] = {}
         while self._queue and len(picked) < _BATCH_BLOCKS:
             block_hash = next(iter(self._queue))
             del self._queue[block_hash]
-            if host.serves(block_hash) and not self.blocks.serves(block_hash):
-                parent = host.parent(block_hash)
-                if parent is None or parent in picked or parent in self.blocks:
-                    picked[block_hash] = None
-        return list(picked)
+            at = host.find(block_hash)
+            if at is None or host.is_spoiled(at) or self.blocks.serves(block_hash):
+                continue
+            parent = host.parent(at)
+            if parent is None or parent in picked or parent in self.blocks:
+                picked[block_hash] = at
+        return list(picked.items())
 
-    def written(
-        self, batch: int, outcomes: Sequence[SlotOutcome]
-    ) -> tuple[list[BlockHash], list[Spill]]:
-        """(blocks that are on disk now, blocks whose host place did not hold their bytes)"""
+    def written(self, batch: int, outcomes: Sequence[SlotOutcome], now_s: float) -> list[Spill]:
+        """Returns the blocks whose host place did not hold their bytes."""
         writing, self._writing = self._writing, None
         assert writing is not None and writing.batch == batch, batch
-        new: list[BlockHash] = []
-        for run in _chains(writing.spills, outcomes):
-            new += self.blocks.adopt(run[0].parent, [(spill.hash, spill.slot) for spill in run])
+        for chain in self._chains(writing.spills, outcomes):
+            self.blocks.adopt(chain, now_s)
         pairs = list(zip(writing.spills, outcomes, strict=True))
         self.blocks.give_back(s.slot for s, o in pairs if o is not SlotOutcome.WRITTEN)
-        return new, [spill for spill, outcome in pairs if outcome is SlotOutcome.DAMAGED]
+        return [spill for spill, outcome in pairs if outcome is SlotOutcome.DAMAGED]
+
+    def _chains(
+        self, spills: Sequence[Spill], outcomes: Sequence[SlotOutcome]
+    ) -> Iterator[NewChain]:
+        """The written chains, cut where a block is not the child of the one before it."""
+        chain: list[tuple[Spill, str]] = []
+        for spill, outcome, tenant in zip(spills, outcomes, self._tenants, strict=True):
+            if outcome is SlotOutcome.WRITTEN:
+                if chain and chain[-1][0].hash != spill.parent:
+                    yield _new_chain(chain)
+                    chain = []
+                chain.append((spill, tenant))
+        if chain:
+            yield _new_chain(chain)
 
     # --- read back ------------------------------------------------------------------------------
 
-    def absent(self, hashes: Sequence[BlockHash]) -> tuple[set[int], Sequence[BlockHash]]:
-        """For blocks that aren't in host memory: the reads that bring some of them, and the end of
-        the chain that no read brings."""
-        reads = [self._coming.get(block_hash) for block_hash in hashes]
+    def absent(self, hashes: BlockHashes, start: int) -> tuple[set[int], int]:
+        """For a chain whose blocks from depth `start` on aren't in host memory: the reads that
+        bring some of them, and the depth from which on nobody reads them."""
+        if not self._coming:
+            return set(), start
+        reads = [self._coming.get(block_hash) for block_hash in hashes[start:]]
         first = next((i for i, read in enumerate(reads) if read is None), len(reads))
-        rest = reads[first:]
-        waits = {read for read in reads if read is not None}
-        return waits, () if any(read is not None for read in rest) else hashes[first:]
+        if any(read is not None for read in reads[first:]):
+            first = len(reads)
+        return {read for read in reads if read is not None}, start + first
 
     def is_coming(self, block_hash: BlockHash) -> bool:
         return block_hash in self._coming
 
-    def read(self, hashes: Sequence[BlockHash], places: Sequence[PoolPlace]) -> ReadSlots:
-        """Reads the first blocks of the chain `hashes`, as many as there are places."""
+    def read(self, hashes: BlockHashes, start: int, places: Sequence[PoolPlace]) -> ReadSlots:
+        """Reads blocks of a chain that is on disk, from depth `start` on, into these places."""
+        wanted = hashes[start : start + len(places)]
+        slots = self.blocks.places(hashes[: start + len(places)], start)
         loads = tuple(
-            BlockLoad(hash=block_hash, slot=self.blocks.place(block_hash), place=place)
-            for block_hash, place in zip(hashes, places, strict=False)
+            BlockLoad(hash=block_hash, slot=slot, place=place)
+            for block_hash, slot, place in zip(wanted, slots, places, strict=True)
         )
-        parent = self.blocks.parent(hashes[0])
+        parent = hashes.at(start - 1) if start else None
         reading = ReadSlots(batch=self._next_batch(), parent=parent, loads=loads)
         self._reading[reading.batch] = reading
         self._coming.update((load.hash, reading.batch) for load in loads)
@@ -128,6 +154,10 @@ class DiskTier:
         for load in reading.loads:
             del self._coming[load.hash]
         return reading
+
+    def tenant(self, block_hash: BlockHash) -> str:
+        at = self.blocks.find(block_hash)
+        return self.blocks.tenant(at) if at is not None else ""
 
     def host_places(self) -> list[PoolPlace]:
         """Places that are being read into."""
@@ -145,14 +175,11 @@ class DiskTier:
         assert coming == self._coming
 
 
-def _chains(spills: Sequence[Spill], outcomes: Sequence[SlotOutcome]) -> list[list[Spill]]:
-    """The written chains, cut where a block is not the child of the one before it."""
-    chains: list[list[Spill]] = []
-    for spill, outcome in zip(spills, outcomes, strict=True):
-        if outcome is not SlotOutcome.WRITTEN:
-            continue
-        if chains and chains[-1][-1].hash == spill.parent:
-            chains[-1].append(spill)
-        else:
-            chains.append([spill])
-    return chains
+def _new_chain(spills: Sequence[tuple[Spill, str]]) -> NewChain:
+    first, tenant = spills[0]
+    return NewChain(
+        parent=first.parent,
+        hashes=BlockHashes.of(spill.hash for spill, _ in spills),
+        columns=(array("i", [spill.slot for spill, _ in spills]),),
+        tenant=tenant,
+    )

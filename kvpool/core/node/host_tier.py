@@ -7,12 +7,14 @@ is found, and the block is never served.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import assert_never
 
-from kvpool.core.layout.hashes import BlockHash
-from kvpool.core.node.checked_blocks import BlockOrigins, Changes, CheckedBlocks
+from kvpool.core.layout.hashes import BlockHash, BlockHashes
+from kvpool.core.node.changes import Changes
 from kvpool.core.node.disk_tier import DiskTier
 from kvpool.core.node.events import (
     DropWorker,
@@ -38,7 +40,6 @@ from kvpool.core.node.messages import (
     LookedUp,
     LookupWanted,
     PoolHello,
-    PoolTier,
     StoreAbandoned,
     Stored,
     StoreGranted,
@@ -46,7 +47,13 @@ from kvpool.core.node.messages import (
 )
 from kvpool.core.node.open_requests import Fetch, Fetches, FetchKey, Store, StoreKey, Stores
 from kvpool.core.node.reports import PoolUsage
-from kvpool.core.node.tier_blocks import PoolPlace, TierBlocks
+from kvpool.core.node.tier_blocks import (
+    NewChain,
+    TierBlocks,
+    blocks_of,
+    checksums_of,
+    places_of,
+)
 from kvrelay.types import Incarnation
 
 
@@ -69,10 +76,11 @@ class Storable:
     def _is_needed(self, block: ChainBlock) -> bool:
         if self.stores.is_coming(block) or self.disk.is_coming(block.hash):
             return False
-        if not self.host.is_spoiled(block.hash):
-            return block.hash not in self.host
-        is_same = self.host.parent(block.hash) == block.parent
-        return is_same and not self.fetches.is_reading(block.hash)
+        at = self.host.find(block.hash)
+        if at is None or not self.host.is_spoiled(at):
+            return at is None
+        is_same = self.host.parent(at) == block.parent
+        return is_same and not self.fetches.is_reading(self.host.run_with(at))
 
     def _has_parent(self, block: ChainBlock, chosen: dict[BlockHash, int]) -> bool:
         parent = block.parent
@@ -90,17 +98,10 @@ class HostTier:
         self._fetches = Fetches()
         self._storable = Storable(host, self._disk, self._stores, self._fetches)
         self._workers: set[Incarnation] = set()
-        self._origins = BlockOrigins()
-        self._origins.came(PoolTier.DISK, disk)
-        self._changes = Changes(self._origins)
-        self._blocks = CheckedBlocks(host, self._changes)
+        self._changes = Changes(host=host, disk=disk)
         self._commands: list[PoolCommand] = []
         self.books = PoolUsage(
-            host=host,
-            disk=self._disk,
-            stores=self._stores,
-            fetches=self._fetches,
-            origins=self._origins,
+            host=host, disk=self._disk, stores=self._stores, fetches=self._fetches
         )
         self.draining = False
         """Nothing new is stored nor fetched."""
@@ -111,7 +112,6 @@ class HostTier:
         return not (self._stores or self._fetches or self._disk.waiting)
 
     def handle(self, event: PoolEvent, now_s: float) -> list[PoolCommand]:
-        self._origins.now_s = now_s
         self._settle(event, now_s)
         self._write_behind()
         self._commands += self._changes.flush()
@@ -130,7 +130,7 @@ class HostTier:
             case PoolWorkerLost(worker=worker):
                 self._lost(worker)
             case RouterCalled(router=router):
-                self._changes.called(router, host=self._host, disk=self._disk.blocks)
+                self._changes.called(router)
             case RouterTook(router=router):
                 self._changes.took(router)
             case RouterHungUp(router=router):
@@ -140,7 +140,7 @@ class HostTier:
                 for fetch in self._fetches.expire(now_s):
                     self._host.release(fetch.chain)
             case SlotsWritten():
-                self._written(event)
+                self._written(event, now_s)
             case SlotsRead():
                 self._read(event, now_s)
             case _:
@@ -152,18 +152,18 @@ class HostTier:
             case StoreWanted() as wanted:
                 self._store_wanted((worker, wanted.request_no), wanted.blocks, now_s)
             case Stored(request_no=number, checksums=checksums):
-                self._stored((worker, number), checksums)
+                self._stored((worker, number), checksums, now_s)
             case StoreAbandoned(request_no=number):
                 self._close_store((worker, number))
             case FetchWanted() as wanted:
                 self._fetch_wanted((worker, wanted.request_no), wanted, now_s)
             case FetchDone(request_no=number, damaged=damaged):
                 if (worker, number) not in self._fetches:  # wrong since they were stored
-                    self._spoil_on_disk(damaged)
+                    _spoil(self._disk.blocks, damaged)
                 self._close_fetch((worker, number))
-                self._blocks.spoil(damaged)
+                _spoil(self._host, damaged)
             case LookupWanted(request_no=number, hashes=hashes):
-                self._tell(worker, self._looked_up(number, hashes))
+                self._tell(worker, self._looked_up(number, BlockHashes.of(hashes)))
             case PoolHello():
                 self._drop(worker, "a second hello")
             case _:
@@ -189,7 +189,7 @@ class HostTier:
         if key in self._stores:
             return self._drop(key[0], f"request {key[1]} is open already")
         wanted = [] if self.draining else self._storable.choose(blocks)
-        places = self._blocks.room(len(wanted), below=[blocks[i].parent for i in wanted])
+        places = self._host.reserve(len(wanted), below=[blocks[i].parent for i in wanted])
         wanted = wanted[: len(places)]
         if wanted:
             taken = tuple(blocks[i] for i in wanted)
@@ -199,7 +199,7 @@ class HostTier:
         granted = StoreGranted(request_no=key[1], indices=tuple(wanted), places=places)
         return self._tell(key[0], granted)
 
-    def _stored(self, key: StoreKey, checksums: Sequence[int]) -> None:
+    def _stored(self, key: StoreKey, checksums: Sequence[int], now_s: float) -> None:
         store = self._stores.close(key)
         if store is None:
             return
@@ -208,18 +208,11 @@ class HostTier:
             if not store.fenced:
                 self._drop(key[0], f"{len(checksums)} checksums of {len(store.places)} blocks")
             return
-        self._origins.labelled(store.blocks)
-        of = dict(zip((block.hash for block in store.blocks), checksums, strict=True))
-        for run in store.runs():
-            self._adopt(run[0][0].parent, [(block.hash, place) for block, place in run], of)
+        for chain in store.chains(checksums):
+            self._adopt(chain, now_s)
 
-    def _adopt(
-        self,
-        parent: BlockHash | None,
-        run: Sequence[tuple[BlockHash, PoolPlace]],
-        checksums: dict[BlockHash, int],
-    ) -> None:
-        new = self._blocks.adopt(parent, run, checksums)
+    def _adopt(self, chain: NewChain, now_s: float) -> None:
+        new = self._host.adopt(chain, now_s)
         self._disk.want(new, self._host)
 
     def _close_store(self, key: StoreKey) -> None:
@@ -229,7 +222,7 @@ class HostTier:
 
     # --- fetch ----------------------------------------------------------------------------------
 
-    def _looked_up(self, request_no: int, hashes: Sequence[BlockHash]) -> LookedUp:
+    def _looked_up(self, request_no: int, hashes: BlockHashes) -> LookedUp:
         in_host = self._host.match(hashes)
         on_disk = max(0, self._disk.blocks.match(hashes) - in_host)
         return LookedUp(request_no=request_no, host_blocks=in_host, disk_blocks=on_disk)
@@ -237,42 +230,55 @@ class HostTier:
     def _fetch_wanted(self, key: FetchKey, wanted: FetchWanted, now_s: float) -> None:
         if key in self._fetches:
             return self._drop(key[0], f"request {key[1]} is open already")
-        on_disk = self._disk.blocks.match(wanted.hashes)
-        self._disk.blocks.touch(wanted.hashes[:on_disk])
-        hashes = () if self.draining else wanted.hashes
+        hashes = BlockHashes.of(wanted.hashes)
+        on_disk = self._disk.blocks.touch(hashes)
+        if self.draining:
+            hashes, on_disk = BlockHashes(), 0
         chain = self._host.hold(hashes)
-        loads = self._load(hashes[:on_disk], len(chain))
+        loads = self._load(hashes[:on_disk], blocks_of(chain))
         fetch = Fetch(hashes=hashes, skip=wanted.skip, loads=loads, chain=chain, since_s=now_s)
         self._fetches.open(key, fetch)
         return None if loads else self._serve(key, fetch, now_s)
 
-    def _load(self, on_disk: Sequence[BlockHash], in_host: int) -> set[int]:
+    def _load(self, on_disk: BlockHashes, in_host: int) -> set[int]:
         """Starts to read the blocks behind the chain's first `in_host`. Returns the reads to wait
         for."""
-        waits, wanted = self._disk.absent(on_disk[in_host:])
+        waits, start = self._disk.absent(on_disk, in_host)
         # What stands behind a block that is spoiled in memory waits until that is stored anew.
-        if not wanted or wanted[0] in self._host:
+        if start >= len(on_disk) or on_disk.at(start) in self._host:
             return waits
-        places = self._blocks.room(len(wanted), below=[self._disk.blocks.parent(wanted[0])])
+        parent = on_disk.at(start - 1) if start else None
+        places = self._host.reserve(len(on_disk) - start, below=[parent])
         if places:
-            reading = self._disk.read(wanted, places)
+            reading = self._disk.read(on_disk, start, places)
             self._commands.append(reading)
             waits.add(reading.batch)
         return waits
 
     def _read(self, event: SlotsRead, now_s: float) -> None:
         reading = self._disk.arrived(event.batch)
-        good = next((i for i, c in enumerate(event.checksums) if c is None), len(reading.loads))
-        self._host.give_back(load.place for load in reading.loads[good:])
-        self._spoil_on_disk(
-            load.hash
-            for load, checksum in zip(reading.loads, event.checksums, strict=True)
-            if checksum is None
+        loads = reading.loads
+        sound = takewhile(lambda checksum: checksum is not None, event.checksums)
+        checksums = [checksum for checksum in sound if checksum is not None]
+        good = len(checksums)
+        self._host.give_back(load.place for load in loads[good:])
+        tenant = self._disk.tenant(loads[0].hash)
+        _spoil(
+            self._disk.blocks,
+            [
+                load.hash
+                for load, checksum in zip(loads, event.checksums, strict=True)
+                if checksum is None
+            ],
         )
         if good:
-            run = [(load.hash, load.place) for load in reading.loads[:good]]
-            found = {h: c for (h, _), c in zip(run, event.checksums, strict=False) if c is not None}
-            self._adopt(reading.parent, run, found)
+            chain = NewChain(
+                parent=reading.parent,
+                hashes=BlockHashes.of(load.hash for load in loads[:good]),
+                columns=(array("i", [load.place for load in loads[:good]]), array("Q", checksums)),
+                tenant=tenant,
+            )
+            self._adopt(chain, now_s)
         for key, fetch in self._fetches.loaded(event.batch):
             self._serve(key, fetch, now_s)
 
@@ -280,14 +286,13 @@ class HostTier:
         waited_with, fetch.chain = fetch.chain, self._host.hold(fetch.hashes)
         self._host.release(waited_with)
         fetch.deadline_s = now_s + self._lease_ttl_s
-        blocks = fetch.chain[fetch.skip :]
-        if not blocks:
-            self._close_fetch(key)
         fetched = Fetched(
             request_no=key[1],
-            places=tuple(self._host.place(block.hash) for block in blocks),
-            checksums=tuple(self._blocks.checksums[block.hash] for block in blocks),
+            places=places_of(fetch.chain, fetch.skip),
+            checksums=checksums_of(fetch.chain, fetch.skip),
         )
+        if not fetched.places:
+            self._close_fetch(key)
         self._tell(key[0], fetched)
 
     def _close_fetch(self, key: FetchKey) -> None:
@@ -298,30 +303,26 @@ class HostTier:
     # --- disk -----------------------------------------------------------------------------------
 
     def _write_behind(self) -> None:
-        found = self._disk.next_write(self._host, self._blocks.checksums)
-        if found is not None:
-            writing, room = found
-            self._changes.removed(PoolTier.DISK, room.evicted)
+        writing = self._disk.next_write(self._host)
+        if writing is not None:
             self._commands.append(writing)
 
-    def _written(self, event: SlotsWritten) -> None:
-        new, damaged = self._disk.written(event.batch, event.outcomes)
-        self._changes.stored(PoolTier.DISK, new)
-        still = [
-            s.hash for s in damaged if s.hash in self._host and self._host.place(s.hash) == s.place
-        ]
-        self._blocks.spoil(still)
-
-    def _spoil_on_disk(self, damaged: Iterable[BlockHash]) -> None:
-        gone = [block_hash for block_hash in damaged if self._disk.blocks.spoil(block_hash)]
-        self._changes.removed(PoolTier.DISK, gone)
+    def _written(self, event: SlotsWritten, now_s: float) -> None:
+        for spill in self._disk.written(event.batch, event.outcomes, now_s):
+            at = self._host.find(spill.hash)
+            if at is not None and self._host.place(at) == spill.place:
+                self._host.spoil(spill.hash)
 
     def validate(self) -> None:
         """Every place is in exactly one state, and every hold has its holder."""
-        self._blocks.validate()
+        self._host.validate()
         self._disk.validate()
         self._stores.validate()
-        self._origins.validate()
         held = [*self._stores.places(), *self._disk.host_places()]
         assert len(set(held)) == len(held) and set(held) == self._host.reserved
         assert self.books.orphaned() == 0, f"{self.books.orphaned()} orphaned places"
+
+
+def _spoil(tier: TierBlocks, damaged: Iterable[BlockHash]) -> None:
+    for block_hash in damaged:
+        tier.spoil(block_hash)

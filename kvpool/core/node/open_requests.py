@@ -15,13 +15,14 @@ waiting (for the disk) --served--> reading --done, expire, reader lost--> ended
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator
+from array import array
+from collections.abc import ItemsView, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvpool.core.blocks.eviction import CachedBlock
-from kvpool.core.layout.hashes import BlockHash
+from kvpool.core.blocks.runs import Run, path
+from kvpool.core.layout.hashes import BlockHashes
 from kvpool.core.node.messages import ChainBlock
-from kvpool.core.node.tier_blocks import BlockChain, PoolPlace
+from kvpool.core.node.tier_blocks import HeldChain, NewChain, PoolPlace, blocks_of
 from kvrelay.types import Incarnation
 
 StoreKey = tuple[Incarnation, int]
@@ -36,16 +37,21 @@ class Store:
     deadline_s: float
     fenced: bool = False
 
-    def runs(self) -> Iterator[list[tuple[ChainBlock, PoolPlace]]]:
-        """Its blocks in chains, each below a block that is not in the chain."""
-        run: list[tuple[ChainBlock, PoolPlace]] = []
-        for block, place in zip(self.blocks, self.places, strict=True):
-            if run and block.parent != run[-1][0].hash:
-                yield run
-                run = []
-            run.append((block, place))
-        if run:
-            yield run
+    def chains(self, checksums: Sequence[int]) -> list[NewChain]:
+        """Its blocks in chains, each below a block that is not in the chain. `checksums` are in the
+        order of the places."""
+        parents = [block.parent for block in self.blocks]
+        hashes = [block.hash for block in self.blocks]
+        starts = [i for i, parent in enumerate(parents) if not i or parent != hashes[i - 1]]
+        return [
+            NewChain(
+                parent=parents[first],
+                hashes=BlockHashes.of(hashes[first:end]),
+                columns=(array("i", self.places[first:end]), array("Q", checksums[first:end])),
+                tenant=self.blocks[first].tenant,
+            )
+            for first, end in zip(starts, [*starts[1:], len(hashes)], strict=True)
+        ]
 
 
 @dataclass(slots=True)
@@ -118,12 +124,16 @@ class Fetch:
     """`loads` are the reads from disk that it waits for; meanwhile `chain` is the part that was in
     memory. Both protect the chain from eviction."""
 
-    hashes: tuple[BlockHash, ...]
+    hashes: BlockHashes
     skip: int
     loads: set[int]
-    chain: BlockChain
+    chain: HeldChain
     since_s: float
     deadline_s: float | None = None
+
+    @property
+    def blocks(self) -> int:
+        return blocks_of(self.chain)
 
 
 @dataclass(slots=True)
@@ -169,9 +179,9 @@ class Fetches:
         ]
         return [self._open.pop(key) for key in over]
 
-    def is_reading(self, block_hash: BlockHash) -> bool:
-        return any(block_hash == block.hash for block in self._chains())
+    def is_reading(self, run: Run) -> bool:
+        return any(part is run for fetch in self._open.values() for part in path(fetch.chain))
 
-    def _chains(self) -> Iterator[CachedBlock]:
-        for fetch in self._open.values():
-            yield from fetch.chain
+    def runs(self) -> set[Run]:
+        """All runs that are held."""
+        return {part for fetch in self._open.values() for part in path(fetch.chain)}

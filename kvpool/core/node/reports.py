@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvpool.core.node.checked_blocks import BlockOrigins
+from kvpool.core.layout.hashes import TenantBlocks
 from kvpool.core.node.disk_tier import DiskTier
 from kvpool.core.node.messages import PoolTier
 from kvpool.core.node.open_requests import Fetches, Stores
@@ -45,7 +45,6 @@ class PoolUsage:
     disk: DiskTier
     stores: Stores
     fetches: Fetches
-    origins: BlockOrigins
 
     def counts(self) -> dict[str, int]:
         """# state |-> host places, which add up; then blocks on disk, and blocks that wait for
@@ -83,7 +82,7 @@ class PoolUsage:
             yield HeldForWorker(
                 worker=worker,
                 state="loading" if fetch.loads else "read",
-                blocks=len(fetch.chain),
+                blocks=fetch.blocks,
                 age_s=now_s - fetch.since_s,
             )
 
@@ -92,8 +91,13 @@ class PoolUsage:
         written = [*self.stores.places(), *self.disk.host_places()]
         lost = len(self.host.reserved) - len(written)
         lost += len(self.disk.blocks.reserved) - self.disk.writing
-        kept = {block.hash for _, fetch in self.fetches.items() for block in fetch.chain}
-        return lost + self.host.held - len(kept) + self.disk.blocks.held
+        kept = sum(run.blocks for run in self.fetches.runs())
+        return lost + self.host.held - kept + self.disk.blocks.held
+
+    def cached(self, tier: PoolTier, now_s: float) -> list[TenantBlocks]:
+        """By tenant, those with the most blocks."""
+        blocks = self.host if tier is PoolTier.HOST else self.disk.blocks
+        return blocks.ages.cached(now_s)
 
 
 def disk_states(slots: TierBlocks) -> TierStates:

@@ -12,55 +12,60 @@ adopted again it is whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from array import array
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NewType
+from itertools import chain as chained
+from typing import NewType, Protocol
 
-from kvpool.core.blocks.eviction import CachedBlock, EvictionPolicy
-from kvpool.core.blocks.prefix_index import PrefixIndex
-from kvpool.core.layout.hashes import BlockHash
-from kvpool.core.layout.layout import BlockId
+from kvpool.core.blocks.news import Strand
+from kvpool.core.blocks.runs import Columns, Evicted, Run, RunPolicy, RunTree, path
+from kvpool.core.layout.hashes import BlockHash, BlockHashes, Names
+from kvpool.core.node.block_index import BlockAt, BlockIndex
+from kvpool.core.node.tenants import TenantAges
 
 PoolPlace = NewType("PoolPlace", int)
 """Index of a block-sized place in one tier of one pool node."""
 
-BlockChain = Sequence[CachedBlock]
+HeldChain = Run | None
+"""A held chain, by the run that ends it; None: no block."""
+
+_PLACES = 0
+CHECKSUMS = 1
+"""The column of the host tier with the xxh3_64 that the bytes of a block must have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReservedRoom:
-    """Reserved places, and the blocks that were evicted for them."""
+class NewChain:
+    """Blocks below `parent` with their columns: reserved places, and checksums in the host tier.
+    `tenant` is a label for reports."""
 
-    places: tuple[PoolPlace, ...]
-    evicted: tuple[BlockHash, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoredBlock:
-    """A block that an earlier process left in the tier; a higher `written` is younger."""
-
-    hash: BlockHash
     parent: BlockHash | None
-    place: PoolPlace
-    written: int
+    hashes: BlockHashes
+    columns: Columns
+    tenant: str = ""
+
+
+class StrandNews(Protocol):
+    """Hears what can be served of each strand."""
+
+    def stored(self, strand: int, /) -> None:
+        """It is new, or longer."""
+
+    def cut(self, strand: int, end: int, /) -> None:
+        """It ends at this depth. It is gone if it begins there."""
 
 
 class TierBlocks:
-    def __init__(self, count: int, policy: EvictionPolicy) -> None:
+    def __init__(self, count: int, policy: RunPolicy) -> None:
         self.count = count
-        self._index = PrefixIndex(policy)
-        self._free = [PoolPlace(place) for place in reversed(range(count))]
+        self.news: StrandNews | None = None
+        self.ages = TenantAges()
+        self._tree = RunTree(policy)
+        self._index = BlockIndex(count, self._hash_at)
+        self._free = array("i", range(count - 1, -1, -1))
         self._reserved: set[PoolPlace] = set()
-        self._cached: dict[BlockHash, CachedBlock] = {}
-        self._spoiled: set[BlockHash] = set()
-
-    def __contains__(self, block_hash: BlockHash) -> bool:
-        """True if the block is in the tree, spoiled or not."""
-        return block_hash in self._cached
-
-    def __iter__(self) -> Iterator[BlockHash]:
-        return iter(self._cached)
+        self._spoiled: dict[int, set[int]] = {}  # strand |-> depths
 
     @property
     def free(self) -> int:
@@ -72,173 +77,312 @@ class TierBlocks:
 
     @property
     def cached(self) -> int:
-        return len(self._cached)
+        return self._tree.blocks
 
     @property
     def held(self) -> int:
         """Blocks that have a holder."""
-        return self.cached - self._index.idle
+        return self._tree.blocks - self._tree.idle
+
+    # --- finding --------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[BlockHash]:
+        for run in self._tree:
+            yield from BlockHashes(bytes(run.hashes))
+
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        """True if the block is in the tree, spoiled or not."""
+        return self._index.find(block_hash) is not None
+
+    def find(self, block_hash: BlockHash) -> BlockAt | None:
+        return self._index.find(block_hash)
 
     def serves(self, block_hash: BlockHash) -> bool:
-        return block_hash in self._cached and block_hash not in self._spoiled
+        at = self._index.find(block_hash)
+        return at is not None and not self.is_spoiled(at)
 
-    def is_spoiled(self, block_hash: BlockHash) -> bool:
-        return block_hash in self._spoiled
+    def is_spoiled(self, at: BlockAt) -> bool:
+        return at.depth in self._spoiled.get(at.strand, ())
 
-    def place(self, block_hash: BlockHash) -> PoolPlace:
-        return place_of(self._cached[block_hash])
+    def run_with(self, at: BlockAt) -> Run:
+        return self._tree.run_before(at.strand, at.depth + 1)
 
-    def parent(self, block_hash: BlockHash) -> BlockHash | None:
-        parent = self._cached[block_hash].parent
-        return parent.hash if parent is not None else None
+    def _hash_at(self, at: BlockAt) -> BlockHash:
+        return self.run_with(at).at(at.depth)
 
-    def match(self, hashes: Sequence[BlockHash]) -> int:
+    def place(self, at: BlockAt) -> PoolPlace:
+        return PoolPlace(self._value(at, _PLACES))
+
+    def checksum(self, at: BlockAt) -> int:
+        return self._value(at, CHECKSUMS)
+
+    def _value(self, at: BlockAt, column: int) -> int:
+        run = self.run_with(at)
+        return run.columns[column][at.depth - run.start]
+
+    def parent(self, at: BlockAt) -> BlockHash | None:
+        run = self.run_with(at)
+        above = run if at.depth > run.start else run.parent
+        return above.at(at.depth - 1) if above is not None else None
+
+    def tenant(self, at: BlockAt) -> str:
+        return self.run_with(at).tenant
+
+    def match(self, names: Names) -> int:
         """Number of blocks in the longest prefix of the chain that can be served."""
-        for length, block_hash in enumerate(hashes):
-            if not self.serves(block_hash):
-                return length
-        return len(hashes)
+        return self._sound_end(*self._tree.find(names))
 
-    def reserve(self, count: int, *, below: Iterable[BlockHash | None]) -> ReservedRoom:
+    def _sound_end(self, run: Run | None, end: int) -> int:
+        """The depth of the first spoiled block of the chain that ends in `run`; at most `end`."""
+        for part in path(run) if self._spoiled else ():
+            depths = self._spoiled.get(part.number, ())
+            end = min([end, *(depth for depth in depths if part.start <= depth < part.end)])
+        return end
+
+    def places(self, names: Names, start: int) -> tuple[PoolPlace, ...]:
+        """Of the chain's longest prefix here, from depth `start` on."""
+        run, end = self._tree.find(names)
+        return tuple(map(PoolPlace, _column(run, _PLACES, start, end)))
+
+    # --- holding --------------------------------------------------------------------------------
+
+    def hold(self, names: Names) -> HeldChain:
+        """The longest prefix that can be served; it is not evicted until `release`."""
+        run, end = self._tree.find(names)
+        end = self._sound_end(run, end)
+        while run is not None and run.start >= end:
+            run = run.parent
+        return self._tree.hold(run, end) if run is not None else None
+
+    def release(self, chain: HeldChain) -> None:
+        if chain is not None:
+            self._tree.release(chain)
+
+    def touch(self, names: Names) -> int:
+        """The longest prefix that can be served was useful. Returns its number of blocks."""
+        chain = self.hold(names)
+        self.release(chain)
+        return blocks_of(chain)
+
+    def renew(self, block_hash: BlockHash) -> None:
+        """Of all idle chains, the one that ends with this block is now evicted last."""
+        self.release(self._hold_to(block_hash))
+
+    def _hold_to(self, block_hash: BlockHash | None) -> HeldChain:
+        """Holds the chain that ends with this block, if it is there. That is no use."""
+        at = self._index.find(block_hash) if block_hash is not None else None
+        if at is None:
+            return None
+        return self._tree.hold(self.run_with(at), at.depth + 1, used=False)
+
+    # --- room -----------------------------------------------------------------------------------
+
+    def reserve(self, count: int, *, below: Iterable[BlockHash | None]) -> tuple[PoolPlace, ...]:
         """Up to `count` places. Evicts idle blocks if need be, leaves first, but none of the chains
         that end in `below`."""
-        missing = max(0, count - len(self._free))
-        evicted = self._evict(missing, below) if missing else []
-        places = tuple(self._free.pop() for _ in range(min(count, len(self._free))))
+        missing = count - len(self._free)
+        if missing > 0:
+            self._evict(missing, below)
+        first = max(0, len(self._free) - count)
+        places = tuple(map(PoolPlace, reversed(self._free[first:])))
+        del self._free[first:]
         self._reserved.update(places)
-        return ReservedRoom(places=places, evicted=tuple(block.hash for block in evicted))
+        return places
 
-    def _evict(self, count: int, below: Iterable[BlockHash | None]) -> list[CachedBlock]:
-        with ExitStack() as kept:
-            for block_hash in dict.fromkeys(below):
-                if block_hash is not None and block_hash in self._cached:
-                    kept.enter_context(self._index.kept(self._cached[block_hash]))
-            evicted = self._index.try_evict(min(count, self._index.idle))
-        assert evicted is not None
-        for block in evicted:
-            del self._cached[block.hash]
-            self._spoiled.discard(block.hash)
-            self._free.append(place_of(block))
-        return evicted
+    def _evict(self, count: int, below: Iterable[BlockHash | None]) -> None:
+        held = [self._hold_to(block_hash) for block_hash in dict.fromkeys(below)]
+        evicted = self._tree.evict(min(count, self._tree.idle))
+        for chain in held:
+            self.release(chain)
+        for gone in evicted:
+            self._forget(gone)
+
+    def _forget(self, gone: Evicted) -> None:
+        self._free.extend(reversed(gone.columns[_PLACES]))
+        self._index.remove(gone.hashes, gone.number, gone.end)
+        is_gone = self._tree.strand(gone.number) is None
+        blocks = len(gone.columns[_PLACES])
+        self.ages.went(gone.tenant, gone.number, blocks, is_gone=is_gone)
+        if gone.number in self._spoiled:
+            left = {depth for depth in self._spoiled.pop(gone.number) if depth < gone.end}
+            if left:
+                self._spoiled[gone.number] = left
+        if self.news is not None:
+            self.news.cut(gone.number, gone.end)
+
+    def claim(self, places: Collection[PoolPlace]) -> None:
+        """Reserves these places, before anything else."""
+        assert not self.cached and not self._reserved
+        self._free = array("i", (place for place in self._free if place not in places))
+        self._reserved.update(places)
 
     def give_back(self, places: Iterable[PoolPlace]) -> None:
         for place in places:
             self._reserved.remove(place)
             self._free.append(place)
 
-    def adopt(
-        self, parent: BlockHash | None, run: Sequence[tuple[BlockHash, PoolPlace]]
-    ) -> list[BlockHash]:
-        """`run`, a chain below `parent`, is readable from now on. Returns its new hashes.
+    # --- storing --------------------------------------------------------------------------------
+
+    def adopt(self, chain: NewChain, now_s: float) -> BlockHashes:
+        """The chain is readable from now on. Returns the blocks that could not be served before.
 
         It ends before a block that isn't where its chain says. Nothing is adopted when the parent
         is gone. Reserved places that are not needed become free.
         """
-        above = self._cached.get(parent) if parent is not None else None
-        if parent is not None and above is None:
-            self.give_back(place for _, place in run)
-            return []
-        with ExitStack() as kept:
-            if above is not None:
-                kept.enter_context(self._index.kept(above))
-            return self._insert(above, run)
+        self._reserved.difference_update(chain.columns[_PLACES])
+        tail = self._hold_to(chain.parent)
+        if chain.parent is not None and tail is None:
+            self._free.extend(chain.columns[_PLACES])
+            return BlockHashes()
+        return self._adopt_below(tail, chain, now_s)
 
-    def _insert(
-        self, above: CachedBlock | None, run: Sequence[tuple[BlockHash, PoolPlace]]
-    ) -> list[BlockHash]:
-        chain: list[CachedBlock] = []
-        new: list[BlockHash] = []
-        for number, (block_hash, place) in enumerate(run):
-            parent = chain[-1] if chain else above
-            if block_hash in self._cached and self._cached[block_hash].parent is not parent:
-                self.give_back(place for _, place in run[number:])
+    def _adopt_below(self, tail: HeldChain, chain: NewChain, now_s: float) -> BlockHashes:
+        start = tail.end if tail is not None else 0
+        names, columns, new = _NamesFrom(start, chain.hashes), chain.columns, bytearray()
+        depth = start
+        while depth < len(names):
+            known = self._tree.child(tail, names.at(depth))
+            if known is None:
+                hashes = chain.hashes[depth - start :]
+                tail, more = self._append(tail, hashes, columns, chain.tenant, now_s)
+                new += more.packed
                 break
-            block = self._index.insert(block_hash, parent=parent, place=(BlockId(place),))
-            chain.append(block)
-            if self._settle(block, place):
-                new.append(block_hash)
-        self._index.release(chain)
-        return new
+            tail = self._tree.hold_next(known, known.common_end(names))
+            new += self._join(tail, tuple(column[: tail.blocks] for column in columns))
+            columns = tuple(column[tail.blocks :] for column in columns)
+            depth = tail.end
+        self.release(tail)
+        return BlockHashes(bytes(new))
 
-    def _settle(self, block: CachedBlock, place: PoolPlace) -> bool:
-        """`place` becomes the block's, or is free again when the block has a sound one."""
-        self._reserved.remove(place)
-        if place_of(block) == place:
-            self._cached[block.hash] = block
-            return True
-        if block.hash not in self._spoiled:
-            self._free.append(place)
-            return False
-        self._spoiled.remove(block.hash)
-        self._free.append(place_of(block))
-        block.place = (BlockId(place),)
-        return True
+    def _append(
+        self, tail: HeldChain, hashes: BlockHashes, columns: Columns, tenant: str, now_s: float
+    ) -> tuple[HeldChain, BlockHashes]:
+        """Up to the first block that is elsewhere already. Returns the held chain and its new
+        blocks."""
+        new = next((i for i, name in enumerate(hashes) if name in self), len(hashes))
+        self._free.extend(columns[_PLACES][new:])
+        if not new:
+            return tail, BlockHashes()
+        start, hashes = tail.end if tail is not None else 0, hashes[:new]
+        columns = tuple(column[:new] for column in columns)
+        run = self._tree.append(tail, hashes.packed, columns, tenant)
+        self._index.add(hashes.packed, run.number, start)
+        self.ages.came(run.tenant, run.number, new, now_s)
+        if self.news is not None:
+            self.news.stored(run.number)
+        return run, hashes
 
-    def hold(self, hashes: Sequence[BlockHash]) -> BlockChain:
-        """The longest prefix that can be served; it is not evicted until `release`."""
-        return self._index.acquire(hashes[: self.match(hashes)])
+    def _join(self, run: Run, columns: Columns) -> bytes:
+        """Blocks that are there already keep their places, unless they are spoiled. Returns the
+        hashes of those."""
+        healed = bytearray()
+        for depth in sorted(self._spoiled.get(run.number, ())):
+            if run.start <= depth < run.end:
+                index = depth - run.start
+                for column, new in zip(run.columns, columns, strict=True):
+                    column[index], new[index] = new[index], column[index]
+                self._heal(run, depth)
+                healed += run.at(depth)
+        self._free.extend(columns[_PLACES])
+        return bytes(healed)
 
-    def release(self, chain: BlockChain) -> None:
-        self._index.release(chain)
-
-    def touch(self, hashes: Sequence[BlockHash]) -> None:
-        """These blocks were useful."""
-        self.release(self.hold(hashes))
+    # --- damage ---------------------------------------------------------------------------------
 
     def spoil(self, block_hash: BlockHash) -> bool:
         """Stops serving the block: its bytes are wrong. False when it wasn't served anyway."""
-        if not self.serves(block_hash):
+        at = self._index.find(block_hash)
+        if at is None or self.is_spoiled(at):
             return False
-        self._spoiled.add(block_hash)
+        self._spoiled.setdefault(at.strand, set()).add(at.depth)
+        if self.news is not None:
+            self.news.cut(at.strand, at.depth)
+            for strand, begin in _strands_below(self.run_with(at)).items():
+                self.news.cut(strand, begin)
         return True
 
-    def restore(self, blocks: Iterable[RestoredBlock]) -> int:
-        """Takes over the blocks of an earlier process, before anything else. Returns how many were
-        kept."""
-        assert not self._cached and not self._reserved
-        kept = _rooted({b.hash: b for b in sorted(blocks, key=lambda b: b.written)})
-        for block in kept:
-            parent = self._cached[block.parent] if block.parent is not None else None
-            place = (BlockId(block.place),)
-            self._cached[block.hash] = self._index.insert(block.hash, parent=parent, place=place)
-        self._index.release([self._cached[hash_] for hash_ in _youngest_first(kept)])
-        taken = {block.place for block in kept}
-        self._free = [place for place in self._free if place not in taken]
-        return len(kept)
+    def _heal(self, run: Run, depth: int) -> None:
+        self._spoiled[run.number].remove(depth)
+        if not self._spoiled[run.number]:
+            del self._spoiled[run.number]
+        if self.news is not None:
+            for strand in sorted({run.number, *_strands_below(run)}):
+                self.news.stored(strand)
+
+    # --- what routers are told ------------------------------------------------------------------
+
+    def strands(self) -> Iterator[int]:
+        """Parents before their children."""
+        return self._tree.strands()
+
+    def strand(self, number: int) -> Strand | None:
+        """As much of the strand as can be served; None: nothing."""
+        strand = self._tree.strand(number)
+        if strand is None or not self._spoiled:
+            return strand
+        end = self._sound_end(self._tree.run_before(number, strand.end), strand.end)
+        return strand._replace(end=end) if end > strand.begin else None
+
+    def hashes(self, number: int, start: int, end: int) -> bytes:
+        return self._tree.hashes(number, start, end)
 
     def validate(self) -> None:
         """The conservation law: each place exactly once free, reserved or a block's."""
-        self._index.validate()
-        places = [place_of(block) for block in self._index]
-        assert {b.hash for b in self._index} == self._cached.keys()
-        assert self._spoiled <= self._cached.keys()
+        self._tree.validate()
+        self._index.validate(self._tree.blocks)
+        places = [place for run in self._tree for place in run.columns[_PLACES]]
         every = [*self._free, *self._reserved, *places]
         assert len(every) == self.count, "a place is lost or there twice"
         assert set(every) == set(range(self.count))
+        for strand, depths in self._spoiled.items():
+            assert depths and all(self.run_with(BlockAt(strand, depth)) for depth in depths)
+        held: dict[str, dict[int, int]] = {}
+        for run in self._tree:
+            of_label = held.setdefault(run.tenant, {})
+            of_label[run.number] = of_label.get(run.number, 0) + run.blocks
+        self.ages.validate(held)
 
 
-def place_of(block: CachedBlock) -> PoolPlace:
-    return PoolPlace(block.place[0])
+def places_of(chain: HeldChain, skip: int) -> tuple[PoolPlace, ...]:
+    """Of the blocks of a held chain, without the first `skip`."""
+    return tuple(map(PoolPlace, _column(chain, _PLACES, skip, blocks_of(chain))))
 
 
-def _rooted(blocks: dict[BlockHash, RestoredBlock]) -> list[RestoredBlock]:
-    """Those whose whole chain is there, parents first."""
-    below: dict[BlockHash | None, list[RestoredBlock]] = {}
-    for block in blocks.values():
-        below.setdefault(block.parent, []).append(block)
-    found = list(below.get(None, ()))
-    for block in found:
-        found += below.get(block.hash, ())
+def checksums_of(chain: HeldChain, skip: int) -> tuple[int, ...]:
+    return tuple(_column(chain, CHECKSUMS, skip, blocks_of(chain)))
+
+
+def _column(run: Run | None, column: int, start: int, end: int) -> Iterator[int]:
+    """The values at the depths from `start` to before `end` of a chain."""
+    parts = [part for part in path(run) if part.end > start]
+    slices = (p.columns[column][max(0, start - p.start) : end - p.start] for p in reversed(parts))
+    return chained.from_iterable(slices)
+
+
+def blocks_of(chain: HeldChain) -> int:
+    return chain.end if chain is not None else 0
+
+
+class _NamesFrom:
+    """Some hashes of a chain, from depth `start` on."""
+
+    def __init__(self, start: int, hashes: BlockHashes) -> None:
+        self._start = start
+        self._hashes = hashes
+
+    def __len__(self) -> int:
+        return self._start + len(self._hashes)
+
+    def at(self, depth: int) -> BlockHash:
+        return self._hashes.at(depth - self._start)
+
+
+def _strands_below(run: Run) -> dict[int, int]:
+    """# strand that begins below `run` |-> its first depth"""
+    found: dict[int, int] = {}
+    waiting = list(run.children.values())
+    while waiting:
+        below = waiting.pop()
+        if below.number != run.number:
+            found.setdefault(below.number, below.start)
+        waiting += below.children.values()
     return found
-
-
-def _youngest_first(parents_first: Sequence[RestoredBlock]) -> list[BlockHash]:
-    """By the last time that a block or one below it was written, a parent before its children."""
-    age: dict[BlockHash, tuple[int, int]] = {}
-    for depth, block in enumerate(parents_first):
-        age[block.hash] = (block.written, -depth)
-    for block in reversed(parents_first):
-        if block.parent is not None:
-            written = max(age[block.parent][0], age[block.hash][0])
-            age[block.parent] = (written, age[block.parent][1])
-    return sorted(age, key=lambda block_hash: age[block_hash], reverse=True)
