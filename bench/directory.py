@@ -18,11 +18,10 @@ from random import Random
 
 from bench.report import Row, print_table
 from kvpool.core.layout.block_names import BlockNames
-from kvpool.core.layout.hashes import BlockHash
+from kvpool.core.layout.hashes import HASH_BYTES, BlockHashes
 from kvrelay.messages import BlockChanges, CutRun, StoredRun
 from kvrelay.types import Incarnation, Tier
 from router.core.state.directory import Directory
-from router.core.state.known_runs import HASH_BYTES
 
 BLOCK_TOKENS = 16
 PROMPT_BLOCKS, SHARED_BLOCKS = 125, 62
@@ -33,13 +32,6 @@ PAGE_BLOCKS = 8192
 GOAL_HIT_MS = 5.0
 BEFORE_BYTES = 199
 """Of a block of one holder when each block had entries of its own."""
-
-
-class Names(list[BlockHash]):
-    """They are made already."""
-
-    def at(self, index: int) -> BlockHash:
-        return self[index]
 
 
 def main() -> None:
@@ -109,7 +101,7 @@ def _memory(prompts: list[bytes], holders: int) -> Row:
 
 def _times(prompts: list[bytes], holders: int) -> list[Row]:
     directory, reported = Directory(), 0
-    asked = [*map(_names, prompts)]
+    asked = [*map(BlockHashes, prompts)]
 
     def store() -> None:
         nonlocal reported
@@ -164,11 +156,10 @@ def _long() -> list[Row]:
     lazy = chain.lazily(ids, LONG_TOKENS)
     named_s = _took_s(lambda: lazy.at(len(lazy) - 1))
     chain.extend(ids, LONG_TOKENS)
-    hashes = b"".join(chain.full(LONG_TOKENS))
-    directory, given = Directory(), _names(hashes)
+    directory, given = Directory(), chain.full(LONG_TOKENS)
     for at in range(0, len(given), PAGE_BLOCKS):
-        page = hashes[at * HASH_BYTES : (at + PAGE_BLOCKS) * HASH_BYTES]
-        run = StoredRun(number=1, parent=at and 1, start=at, hashes=page)
+        page = given[at : at + PAGE_BLOCKS]
+        run = StoredRun(number=1, parent=at and 1, start=at, hashes=page.packed)
         directory.changed(Incarnation("w"), BlockChanges(tier=Tier.DEVICE, stored=(run,)))
     hit_s = min(_took_s(lambda: directory.longest(given)) for _ in range(20))
     assert directory.longest(given) == {Incarnation("w"): len(given)}
@@ -182,12 +173,6 @@ def _long() -> list[Row]:
         lower_is_better=True,
     )
     return [hit, _row("naming its blocks", named_s * 1e3, "ms")]
-
-
-def _names(hashes: bytes) -> Names:
-    return Names(
-        BlockHash(hashes[at : at + HASH_BYTES]) for at in range(0, len(hashes), HASH_BYTES)
-    )
 
 
 def _row(name: str, value: float, unit: str) -> Row:

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import compress
 
+from kvpool.core.layout.hashes import HASH_BYTES, Names
 from kvrelay.errors import PeerError
 from kvrelay.messages import BlockChanges, CutRun, PoolUpdate, StoredRun
 from kvrelay.types import Incarnation, Tier
-from router.core.state.known_runs import HASH_BYTES, RUN_BYTES, ChainNames, KnownRun, KnownRuns
+from router.core.state.known_runs import RUN_BYTES, KnownRun, KnownRuns
 
 STRAND_BYTES = 140
 """Of a strand in a holder's tier: 100 to 140 measured."""
@@ -180,7 +181,7 @@ class Directory:
 
     # --- looking up -----------------------------------------------------------------------------
 
-    def longest(self, names: ChainNames) -> dict[Incarnation, int]:
+    def longest(self, names: Names) -> dict[Incarnation, int]:
         """# holder |-> how many of the chain's first blocks it has in one tier, at most; only those
         with any. It asks for few more names than somebody has."""
         found: dict[Incarnation, int] = {}

@@ -14,23 +14,15 @@ last block in the run or above it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
-HASH_BYTES = 32
+from kvpool.core.layout.hashes import HASH_BYTES, Names
+
 GROWN_BYTES = 4096 * HASH_BYTES
 """Hashes of a run that still grows in place: appending copies them."""
 FIRST_COMPARED = 16
 """Blocks, which a chain of names makes together."""
 RUN_BYTES = 360
 """Of a run without its blocks: 230 to 400 measured, the most where each run has one child."""
-
-
-class ChainNames(Protocol):
-    """The names of a sequence's blocks. Each is made when it is asked for, after all before it."""
-
-    def __len__(self) -> int: ...
-
-    def at(self, index: int) -> bytes: ...
 
 
 class KnownRun:
@@ -122,7 +114,7 @@ class KnownRun:
             low, most = (middle, most) if equal(middle) else (low, middle)
         return low
 
-    def matched(self, names: ChainNames) -> int:
+    def matched(self, names: Names) -> int:
         """The depth up to which `names` go along this run, whose first block they have. They are
         compared at a block further and further ahead, for it takes time to name blocks."""
         low, end = self.start + 1, min(self.end, len(names))
@@ -134,7 +126,7 @@ class KnownRun:
             low, step = ahead, 2 * step
         return end
 
-    def _diverges(self, names: ChainNames, low: int, high: int) -> int:
+    def _diverges(self, names: Names, low: int, high: int) -> int:
         """Names are equal up to `low`, and differ at `high` - 1."""
         while high - low > 1:
             middle = (low + high) // 2
