@@ -55,10 +55,10 @@ def _prompts(count: int) -> Iterator[bytes]:
         yield shared + draw.randbytes((PROMPT_BLOCKS - SHARED_BLOCKS) * HASH_BYTES)
 
 
-def _strands(prompts: list[bytes]) -> Iterator[StoredRun]:
-    """As the tree of a tier numbers them."""
+def _strands(prompts: list[bytes], before: int) -> Iterator[StoredRun]:
+    """As the tree of a tier numbers them that had some `before`."""
     shared = SHARED_BLOCKS * HASH_BYTES
-    for number, hashes in enumerate(prompts, 1):
+    for number, hashes in enumerate(prompts, before + 1):
         first = number - (number - 1) % SHARING
         if first == number:
             yield StoredRun(number=number, parent=0, start=0, hashes=hashes)
@@ -68,11 +68,11 @@ def _strands(prompts: list[bytes]) -> Iterator[StoredRun]:
             )
 
 
-def _stored(directory: Directory, prompts: list[bytes], holders: int) -> int:
+def _stored(directory: Directory, prompts: list[bytes], holders: int, before: int = 0) -> int:
     """Each holder stores all. Returns how many blocks were reported."""
     reported = 0
     for holder in range(holders):
-        for run in _strands(prompts):
+        for run in _strands(prompts, before):
             changes = BlockChanges(tier=Tier.DEVICE, stored=(run,))
             directory.changed(Incarnation(f"worker-{holder}"), changes)
             reported += len(run.hashes) // HASH_BYTES
@@ -125,8 +125,19 @@ def _times(prompts: list[bytes], holders: int) -> list[Row]:
         _row("a reported block", stored_s / reported * 1e9, "ns"),
         _row(f"a prompt is looked up, holders: {holders}", found_s / len(prompts) * 1e6, "us"),
         _row("a strand is gone", cut_s / strands * 1e6, "us"),
+        _row("a strand is stored, the directory is full", _full_s(prompts) * 1e6, "us"),
         _row("a strand of 1,000 grows by a block", _growth_s() * 1e6, "us"),
     ]
+
+
+def _full_s(prompts: list[bytes]) -> float:
+    """Each strand takes the place of another one."""
+    directory, half = Directory(), len(prompts) // 2 // SHARING * SHARING
+    _stored(directory, prompts[:half], 1)
+    directory.most_bytes = directory.used_bytes
+    taken_s = _took_s(lambda: _stored(directory, prompts[half:], 1, half))
+    assert directory.dropped_blocks > directory.blocks / 2
+    return taken_s / (len(prompts) - half)
 
 
 def _growth_s() -> float:
@@ -153,8 +164,12 @@ def _long() -> list[Row]:
     ids = [number % 50_000 for number in range(LONG_TOKENS)]
     names = BlockNames(fingerprint="f", physical_format="p")
     chain = names.chain("", LONG_TOKENS, BLOCK_TOKENS)
-    lazy = chain.lazily(ids, LONG_TOKENS)
-    named_s = _took_s(lambda: lazy.at(len(lazy) - 1))
+
+    def name() -> None:
+        lazy = chain.lazily(ids, LONG_TOKENS)
+        lazy.at(len(lazy) - 1)
+
+    named_s, again_s = _took_s(name), _took_s(name)
     chain.extend(ids, LONG_TOKENS)
     directory, given = Directory(), chain.full(LONG_TOKENS)
     for at in range(0, len(given), PAGE_BLOCKS):
@@ -172,7 +187,11 @@ def _long() -> list[Row]:
         goal=1.0,
         lower_is_better=True,
     )
-    return [hit, _row("naming its blocks", named_s * 1e3, "ms")]
+    return [
+        hit,
+        _row("naming its blocks", named_s * 1e3, "ms"),
+        _row("naming them again, a moment later", again_s * 1e3, "ms"),
+    ]
 
 
 def _row(name: str, value: float, unit: str) -> Row:
