@@ -163,6 +163,34 @@ def test_what_does_not_fit_is_ignored_with_all_below_it(stranger: StoredRun) -> 
     directory.validate()
 
 
+def test_a_strand_that_grows_where_another_one_begins_is_a_run_beside_it() -> None:
+    directory = Directory()
+    directory.changed(A, holding(chain("ab")))
+    directory.changed(A, told(run(2, chain("abc")[2:], parent=1, start=2)))
+    directory.changed(A, told(run(1, chain("abx")[2:], parent=1, start=2)))
+    assert _longest(directory, "abc") == _longest(directory, "abx") == {A: 3}
+    directory.validate()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nothing_that_holders_tell_is_an_error(seed: int) -> None:
+    """Strands overlap, and lose ends below which others begin."""
+    draw, directory = random.Random(seed), Directory(most_bytes=3_000)
+    for _ in range(3000):
+        number, start = draw.randrange(8), draw.randrange(6)
+        hashes = chain(draw.choices("ab", k=start + draw.randint(0, 4)))[start:]
+        stored = run(
+            number, hashes, parent=draw.choice([0, number, draw.randrange(8)]), start=start
+        )
+        gone = cut(draw.randrange(8), draw.randrange(8))
+        changes = BlockChanges(tier=draw.choice([*Tier]), cut=(gone,), stored=(stored,))
+        directory.changed(draw.choice([A, B]), changes)
+        _longest(directory, "".join(draw.choices("ab", k=9)))
+    directory.lost(A)
+    directory.lost(B)
+    assert directory.blocks == directory.used_bytes == 0 and directory.dropped_blocks
+
+
 def test_a_pool_node_is_forgotten_with_its_stream() -> None:
     directory = Directory()
     directory.updated(_update(0, holding(chain("a"), tier=Tier.HOST)))

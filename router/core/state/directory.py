@@ -127,7 +127,7 @@ class Directory:
         if told.parent != told.number:
             if strand is None and told.hashes:
                 self._begin(tier, told)
-        elif strand is not None and tier.end(strand) == told.start:
+        elif strand is not None and strand.begin < told.start == tier.end(strand):
             strand.run = self._runs.store(tier.bit, strand.run, told.start, told.hashes, grows=True)
 
     def _begin(self, tier: _HolderTier, told: StoredRun) -> None:
@@ -154,8 +154,7 @@ class Directory:
         self.pool_nodes.pop(holder, None)
         for tier in self._tiers.pop(holder, {}).values():
             for strand in tier.strands.values():
-                tier.end(strand)
-                self._runs.lose(tier.bit, strand.run)
+                self._runs.lose(tier.bit, strand.run, strand.begin)
             self._strands -= len(tier.strands)
             self._places[tier.bit.bit_length() - 1] = None
 

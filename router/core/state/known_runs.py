@@ -216,9 +216,9 @@ class KnownRuns:
             self._leave(run)
         return run
 
-    def lose(self, bit: int, run: KnownRun) -> None:
-        """`bit` has nothing of what leads to `run`."""
-        while run is not self.root and run.has(bit):
+    def lose(self, bit: int, run: KnownRun, begin: int) -> None:
+        """`bit` has nothing of what leads to `run`, but for runs that end before `begin`."""
+        while run.end > begin:
             run, left = run.parent, run
             left.leave(bit)
             self._leave(left)
@@ -227,10 +227,10 @@ class KnownRuns:
 
     def _leave(self, run: KnownRun) -> None:
         """A bit has left it. What nobody has leaves the tree, also above it."""
-        while not (run.full or run.ends or run.children):
+        while run.hashes and not (run.full or run.ends or run.children):
             self._remove(run)
             run = run.parent
-        if not (run.full or run.children):
+        if run.hashes and not (run.full or run.children):
             self._trim(run)
 
     def _trim(self, run: KnownRun) -> None:
