@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from router.core.core import RouterCore
 from router.core.events import PoolNodeLost, PoolNodeSaid, Send, Submitted, WorkerLost, WorkerSaid
 from router.core.load.prefill_queue import Ahead
 from router.core.state.directory import Directory
+from router.core.state.known_runs import KnownRun
 from tests.unit.directory_kit import (
     Named,
     StrandTree,
@@ -91,6 +93,26 @@ def test_the_tier_with_most_of_the_same_run_counts(lengths: tuple[int, int]) -> 
         directory.changed(NODE, holding(whole[:length], tier=tier))
     assert _longest(directory, "abcd") == {A: 4, NODE: 3}
     directory.validate()
+
+
+def test_runs_that_are_gone_are_freed_at_once() -> None:
+    """Without the garbage collector, which comes late where there are many objects."""
+    directory = Directory()
+    gc.collect()
+    gc.disable()
+    try:
+        before = _runs_in_memory()
+        for number, name in enumerate(["abcd", "abxy", "abxyz"], 1):
+            directory.changed(A, holding(chain(name), number=number))
+        assert _runs_in_memory() == before + directory._runs.runs
+        directory.lost(A)
+        assert _runs_in_memory() == before
+    finally:
+        gc.enable()
+
+
+def _runs_in_memory() -> int:
+    return sum(type(one) is KnownRun for one in gc.get_objects())
 
 
 def test_holders_that_come_and_go_take_no_places() -> None:

@@ -250,6 +250,7 @@ class KnownRuns:
         self.runs -= 1
         self.blocks -= run.blocks
         _take_out(run)
+        del run.older, run.newer  # a run that refers to itself would wait for the garbage collector
         run.hashes, run.full, run.ends = b"", 0, None
 
     def drop_oldest(self) -> int:
