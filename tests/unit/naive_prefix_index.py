@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 
 from kvpool.core.blocks import eviction
 from kvpool.core.blocks.eviction import ReuseDensity
-from kvpool.core.layout.hashes import BlockHash, cache_salt, extend_chain
+from kvpool.core.layout.hashes import BlockHash, BlockHashes, cache_salt, extend_chain
 
 _SALT = cache_salt(fingerprint="f", physical_format="p", tenant="t")
 Path = tuple[int, ...]
 
 
 def hashes_of(path: Path) -> list[BlockHash]:
-    chain: list[BlockHash] = []
+    chain = bytearray()
     extend_chain(chain, path, len(path), block_size=1, salt=_SALT)
-    return chain
+    return [*BlockHashes(bytes(chain))]
 
 
 @dataclass(slots=True)

@@ -258,7 +258,8 @@ class HostTier:
     def _read(self, event: SlotsRead, now_s: float) -> None:
         reading = self._disk.arrived(event.batch)
         loads = reading.loads
-        checksums = [*takewhile(lambda checksum: checksum is not None, event.checksums)]
+        sound = takewhile(lambda checksum: checksum is not None, event.checksums)
+        checksums = [checksum for checksum in sound if checksum is not None]
         good = len(checksums)
         self._host.give_back(load.place for load in loads[good:])
         tenant = self._disk.tenant(loads[0].hash)

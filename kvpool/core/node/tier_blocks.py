@@ -267,8 +267,7 @@ class TierBlocks:
         run = self._tree.append(tail, hashes.packed, columns, tenant)
         self._index.add(hashes.packed, run.number, start)
         self.ages.came(run.tenant, run.number, new, now_s)
-        if self.news is not None:
-            self.news.stored(run.number)
+        self._stored(run.number)
         return run, hashes
 
     def _join(self, run: Run, columns: Columns) -> bytes:
@@ -303,9 +302,13 @@ class TierBlocks:
         self._spoiled[run.number].remove(depth)
         if not self._spoiled[run.number]:
             del self._spoiled[run.number]
-        if self.news is not None:
-            for strand in sorted({run.number, *_strands_below(run)}):
-                self.news.stored(strand)
+        for strand in sorted({run.number, *_strands_below(run)}):
+            self._stored(strand)
+
+    def _stored(self, strand: int) -> None:
+        """A strand of which nothing can be served is told when that changes."""
+        if self.news is not None and self.strand(strand) is not None:
+            self.news.stored(strand)
 
     # --- what routers are told ------------------------------------------------------------------
 
