@@ -167,8 +167,9 @@ class PoolNode:
         for block_hash in blocks:
             at = blocks.find(block_hash)
             assert at is not None
-            content = self.places[blocks.place(at)]
-            if blocks.serves(block_hash) and checksum(content) == blocks.checksum(at):
+            place = blocks.place(at)
+            content = self.places[place]
+            if blocks.serves(block_hash) and checksum(content) == self.core.checksums[place]:
                 assert stands_for(content, block_hash, self.host.block_size), "a wrong block"
         for slot in self.host.slots.values():
             if checksum(slot.content) == slot.checksum:

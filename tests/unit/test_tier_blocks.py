@@ -18,7 +18,6 @@ from kvpool.core.node.tier_blocks import (
     NewChain,
     TierBlocks,
     blocks_of,
-    checksums_of,
     places_of,
 )
 from kvrelay.messages import PoolUpdate
@@ -32,12 +31,12 @@ PLACES = 24
 
 
 class World:
-    """A host tier, and what must be in it: path |-> (place, checksum, whether it is sound)."""
+    """A host tier, and what must be in it: path |-> (place, whether it is sound)."""
 
     def __init__(self, seed: int, policy: str) -> None:
         self.random = Random(seed)
         self.tier = TierBlocks(PLACES, open_policy(policy))
-        self.model: dict[Path, tuple[int, int, bool]] = {}
+        self.model: dict[Path, tuple[int, bool]] = {}
         self.held: list[tuple[Path, HeldChain]] = []
         self.changes = Changes(host=self.tier, disk=TierBlocks(0, open_policy(policy)))
         self.directory = Directory()
@@ -58,7 +57,7 @@ class World:
 
     def store(self) -> None:
         """The missing and the spoiled blocks of a chain, as one chain, or only its end."""
-        spoiled = [path for path, (_, _, sound) in self.model.items() if not sound]
+        spoiled = [path for path, (_, sound) in self.model.items() if not sound]
         path = self.random.choice([self.path(), self.path(), *spoiled])
         start = min(self._sound(path), self.random.randrange(len(path)))
         parent = path[:start]
@@ -72,20 +71,19 @@ class World:
         assert not parent or parent in self.model, "room is not made of what is continued"
         self.evicted += len(before) - len(self.model)
         names = names[: len(places)]
-        sums = [self.random.getrandbits(64) for _ in places]
         chain = NewChain(
             parent=below,
             hashes=BlockHashes.of(names),
-            columns=(array("i", places), array("Q", sums)),
+            places=array("i", places),
             tenant=str(path[0]),
         )
         new = [*self.tier.adopt(chain, self.now_s)]
         expected = []
-        for depth, (name, place, checksum) in enumerate(zip(names, places, sums, strict=True)):
+        for depth, (name, place) in enumerate(zip(names, places, strict=True)):
             at = path[: start + depth + 1]
-            if at not in self.model or not self.model[at][2]:
+            if at not in self.model or not self.model[at][1]:
                 self.healed += at in self.model
-                self.model[at] = (place, checksum, True)
+                self.model[at] = (place, True)
                 expected.append(name)
         assert new == expected
 
@@ -104,10 +102,10 @@ class World:
         path = self.random.choice([self.path(), *self.model])
         held = any(path == chain[: len(path)] for chain, _ in self.held)
         if not held:
-            there = path in self.model and self.model[path][2]
+            there = path in self.model and self.model[path][1]
             assert self.tier.spoil(hashes_of(path)[-1]) == there
             if there:
-                self.model[path] = (*self.model[path][:2], False)
+                self.model[path] = (self.model[path][0], False)
 
     def router(self) -> None:
         """It calls, or has taken its last message."""
@@ -138,7 +136,7 @@ class World:
 
     def _sound(self, path: Path) -> int:
         for length in range(len(path)):
-            if not self.model.get(path[: length + 1], (0, 0, False))[2]:
+            if not self.model.get(path[: length + 1], (0, False))[1]:
                 return length
         return len(path)
 
@@ -152,19 +150,18 @@ class World:
     def check(self) -> None:
         self.tier.validate()
         assert self.tier.cached == len(self.model) == len(set(self.tier))
-        for path, (place, checksum, sound) in self.model.items():
+        for path, (place, sound) in self.model.items():
             names = hashes_of(path)
             at = self.tier.find(names[-1])
             assert at is not None and at.depth == len(path) - 1
-            assert (self.tier.place(at), self.tier.checksum(at)) == (place, checksum)
+            assert self.tier.place(at) == place
             assert self.tier.serves(names[-1]) == sound != self.tier.is_spoiled(at)
             assert self.tier.parent(at) == (names[-2] if len(path) > 1 else None)
         path = self.path()
         assert self.tier.match(BlockHashes.of(hashes_of(path))) == self._sound(path)
         for path, chain in self.held:
             blocks = [self.model[path[: end + 1]] for end in range(len(path))]
-            assert places_of(chain, 0) == tuple(place for place, _, _ in blocks)
-            assert checksums_of(chain, 1) == tuple(checksum for _, checksum, _ in blocks[1:])
+            assert places_of(chain, 1) == tuple(place for place, _ in blocks[1:])
         held = {part for _, chain in self.held for part in runs_of(chain)}
         assert self.tier.held == sum(part.blocks for part in held)
 
@@ -197,7 +194,7 @@ def _store(tier: TierBlocks, path: Path, skip: int, tenant: str, now_s: float) -
     chain = NewChain(
         parent=names[skip - 1] if skip else None,
         hashes=BlockHashes.of(names[skip:]),
-        columns=(array("i", places),),
+        places=array("i", places),
         tenant=tenant,
     )
     tier.adopt(chain, now_s)
@@ -221,7 +218,7 @@ def test_a_block_that_is_elsewhere_ends_the_chain() -> None:
     _store(tier, (1, 2), 0, "", 0.0)
     strange = BlockHashes.of([*hashes_of((7,)), hashes_of((1, 2))[-1], *hashes_of((8,))])
     places = tier.reserve(3, below=())
-    chain = NewChain(parent=None, hashes=strange, columns=(array("i", places),))
+    chain = NewChain(parent=None, hashes=strange, places=array("i", places))
     assert tier.adopt(chain, 0.0) == strange[:1]
     tier.validate()
     assert tier.free == 5 and BlockHash(strange.at(2)) not in tier
