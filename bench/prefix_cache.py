@@ -1,4 +1,4 @@
-"""A recorded trace through the prefix index and its eviction policies, in one thread.
+"""A recorded trace through the tree of runs and its eviction policies, in one thread.
 
 Requests come in the order of the trace, each done before the next comes: the longest cached prefix
 of its blocks is held, the missing blocks are put in, room is made by eviction, all is released.
@@ -9,16 +9,18 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
 from bench.report import Row, interleave, print_table, write_json
-from kvpool.core.blocks.eviction import DEFAULT_POLICY, CachedBlock, open_policy, policies
+from kvpool.core.blocks.eviction import DEFAULT_POLICY, open_policy, policies
 from kvpool.core.blocks.pool import BlockPool
-from kvpool.core.blocks.prefix_index import PrefixIndex
-from kvpool.core.layout.hashes import BlockHash, cache_salt, extend_chain
+from kvpool.core.blocks.runs import RunTree
+from kvpool.core.layout.hashes import HASH_BYTES, BlockHashes, cache_salt, extend_chain
+from kvpool.core.layout.layout import BlockId
 
 SIZES_BLOCKS = (1_000, 10_000, 30_000, 50_000, 100_000)
 SPEED_SIZE_BLOCKS = 30_000
@@ -57,12 +59,9 @@ class Trace:
             return cls([json.loads(line)["hash_ids"] for line in lines])
 
     @cached_property
-    def chains(self) -> list[list[BlockHash]]:
+    def chains(self) -> list[BlockHashes]:
         """The ids stand for their blocks' tokens: hashed like blocks of one token."""
-        chains: list[list[BlockHash]] = [[] for _ in self.requests]
-        for chain, ids in zip(chains, self.requests, strict=True):
-            extend_chain(chain, ids, len(ids), block_size=1, salt=_SALT)
-        return chains
+        return [_chain(ids) for ids in self.requests]
 
     @property
     def blocks(self) -> int:
@@ -74,11 +73,17 @@ class Trace:
         return CONVERSATION if size == (CONVERSATION.requests, CONVERSATION.blocks) else None
 
 
+def _chain(ids: Sequence[int]) -> BlockHashes:
+    chain = bytearray()
+    extend_chain(chain, ids, len(ids), block_size=1, salt=_SALT)
+    return BlockHashes(bytes(chain))
+
+
 class Replay:
     """One cache of `size_blocks` blocks and what it was asked."""
 
     def __init__(self, policy: str, size_blocks: int) -> None:
-        self.index = PrefixIndex(open_policy(policy))
+        self.tree = RunTree(open_policy(policy))
         self.pool = BlockPool(size_blocks)
         self.asked_blocks = self.found_blocks = 0
 
@@ -86,36 +91,30 @@ class Replay:
     def hit_percent(self) -> float:
         return 100 * self.found_blocks / self.asked_blocks
 
-    def run(self, chains: Sequence[Sequence[BlockHash]]) -> None:
+    def run(self, chains: Sequence[BlockHashes]) -> None:
         for chain in chains:
-            held = self.index.acquire(chain)
+            run, length = self.tree.find(chain)
+            tail = self.tree.hold(run, length) if run is not None else None
             self.asked_blocks += len(chain)
-            self.found_blocks += len(held)
-            self._insert(chain, held)
-            self.index.release(held)
+            self.found_blocks += length
+            if missing := chain[length:]:
+                tail = self.tree.append(tail, missing.packed, (self._take(len(missing)),))
+            if tail is not None:
+                self.tree.release(tail)
 
-    def _insert(self, chain: Sequence[BlockHash], held: list[CachedBlock]) -> None:
-        """Put in what `held`, the cached prefix, lacks of `chain`; `held` becomes all of it."""
-        missing = len(chain) - len(held)
-        self._make_room(missing)
-        taken = self.pool.try_allocate(missing)
+    def _take(self, blocks: int) -> array[int]:
+        """Evicts as many as have no room."""
+        if (over := blocks - self.pool.free) > 0:
+            for gone in self.tree.evict(over):
+                self.pool.give_back(list(map(BlockId, gone.columns[0])))
+        taken = self.pool.try_allocate(blocks)
         assert taken is not None
-        parent = held[-1] if held else None
-        for block_hash, block in zip(chain[len(held) :], taken, strict=True):
-            parent = self.index.insert(block_hash, parent=parent, place=(block,))
-            held.append(parent)
-
-    def _make_room(self, blocks: int) -> None:
-        if blocks <= self.pool.free:
-            return
-        evicted = self.index.try_evict(blocks - self.pool.free)
-        assert evicted is not None, "the cache is smaller than one request"
-        self.pool.release([block.place[0] for block in evicted])
+        return array("i", taken)
 
     def validate(self) -> None:
-        self.index.validate()
+        self.tree.validate()
         self.pool.validate()
-        assert len(self.index) + self.pool.free == self.pool.count
+        assert self.tree.blocks + self.pool.free == self.pool.count
 
 
 def replay(trace: Trace, policy: str, size_blocks: int) -> Replay:
@@ -220,10 +219,10 @@ def _blocks_per_s(trace: Trace, policy: str) -> float:
 
 def _hashes_per_s() -> float:
     tokens = list(range(10_000 * HASHED_BLOCK_TOKENS))
-    chain: list[BlockHash] = []
+    chain = bytearray()
     started_s = time.perf_counter()
     extend_chain(chain, tokens, len(tokens), block_size=HASHED_BLOCK_TOKENS, salt=_SALT)
-    return len(chain) / (time.perf_counter() - started_s)
+    return len(chain) / HASH_BYTES / (time.perf_counter() - started_s)
 
 
 def main() -> None:

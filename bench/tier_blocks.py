@@ -1,5 +1,5 @@
-"""What a pool node's host tier takes: memory of each block, time of each stored one, and the pause of
-Python's garbage collector.
+"""What a host tier takes: memory of each block, time of each stored one, and the pause of Python's
+garbage collector.
 
 Blocks are stored as workers store them, in batches of 64. No byte of KV is there.
 

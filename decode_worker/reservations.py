@@ -25,7 +25,7 @@ from kvpool.core.blocks.holding import Holder
 from kvpool.core.blocks.leases import LeaseTable
 from kvpool.core.blocks.pool import BlockState
 from kvpool.core.blocks.tables import BlockTables
-from kvpool.core.layout.hashes import BlockHash
+from kvpool.core.layout.hashes import NO_NAMES, BlockHashes
 from kvpool.core.transfer.codec_choice import NO_CODEC, CodecOffer
 from kvpool.core.transfer.commands import (
     FromPeer,
@@ -152,9 +152,7 @@ class Reservations:
         self.leases.grant(spec.key, now_s)
         return incoming.held_tokens
 
-    def _try_lease(
-        self, incoming: IncomingHandoff, hashes: Sequence[BlockHash], now_s: float
-    ) -> bool:
+    def _try_lease(self, incoming: IncomingHandoff, hashes: BlockHashes, now_s: float) -> bool:
         """Blocks for the prompt and its first token."""
         held_tokens = self.tables.try_open(
             incoming.holder,
@@ -184,7 +182,7 @@ class Reservations:
         is cached here is of no use."""
         taken: list[IncomingHandoff] = []
         commands: list[Command] = []
-        while self.awaiting_blocks and self._try_lease(self.awaiting_blocks[0], (), now_s):
+        while self.awaiting_blocks and self._try_lease(self.awaiting_blocks[0], NO_NAMES, now_s):
             incoming = self.awaiting_blocks.popleft()
             incoming.enter(HandoffState.RECEIVING)
             taken.append(incoming)

@@ -16,7 +16,7 @@ import logging
 import queue
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from itertools import chain
@@ -164,12 +164,16 @@ def kv_report(hello: WorkerHello, core: WorkerCore, now_s: float) -> pb.DebugKvR
 
 
 def _cached(tables: BlockTables, reports: BlockReports, now_s: float) -> Iterator[TenantBlocks]:
+    blocks: Counter[str] = Counter()
     ages_s: defaultdict[str, list[float]] = defaultdict(list)
-    for block in tables.cache.index:
-        if not block.holders:
-            ages_s[block.tenant].append(reports.age_s(block.hash, now_s))
+    for run in tables.device.tree:
+        if not run.holders:
+            blocks[run.tenant] += run.blocks
+            ages_s[run.tenant] += reports.ages_s(run.number, now_s)
     for tenant, ages in ages_s.items():
-        yield TenantBlocks(tenant=tenant, blocks=len(ages), oldest_s=max(ages), newest_s=min(ages))
+        yield TenantBlocks(
+            tenant=tenant, blocks=blocks[tenant], oldest_s=max(ages), newest_s=min(ages)
+        )
 
 
 class WorkerProcess:

@@ -14,7 +14,7 @@ from math import gcd
 import torch
 import xxhash
 
-from kvpool.core.blocks.eviction import Place
+from kvpool.core.blocks.device_blocks import Place
 from kvpool.core.node.tier_blocks import PoolPlace
 from kvpool.core.transfer.pool_map import PoolMap
 from kvpool.memory.kv_memory import KvMemory

@@ -13,8 +13,10 @@ import torch
 
 from engine.model.checkpoint import open_checkpoint
 from engine.model.model import load_model
+from kvpool.core.blocks.runs import path
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.layout.codec import CODEC_BLOCK_TOKENS
+from kvpool.core.layout.hashes import BlockHashes
 from kvpool.core.layout.layout import KvLayout
 from kvpool.core.transfer.link_cost import LinkCost
 from kvrelay.types import Role
@@ -74,16 +76,17 @@ def kept(host: LocalHost, prompt: list[int]) -> list[torch.Tensor]:
     `[layers, tokens, heads, dim]`."""
     tables, memory = host.loop.core.decode.batch.tables, host.memory
     size = tables.layout.block_size
-    blocks = tables.cache.find(names(tables, prompt), None)
-    assert len(blocks) == len(prompt) // size
-    slots = [block.place[0] * size + i for block in blocks for i in range(size)]
+    run, length = tables.device.find(names(tables, prompt), None)
+    assert length == len(prompt) // size
+    blocks = [block for part in [*path(run)][::-1] for block in part.columns[0]][:length]
+    slots = [block * size + i for block in blocks for i in range(size)]
     return [plane[:, slots] for plane in memory.planes[0]]
 
 
-def names(tables: BlockTables, prompt: list[int]) -> list:  # type: ignore[type-arg]
+def names(tables: BlockTables, prompt: list[int]) -> BlockHashes:
     chain = tables.chain("", len(prompt))
     chain.extend(prompt, len(prompt))
-    return [*chain.full(len(prompt))]
+    return chain.full(len(prompt))
 
 
 def encoded_bytes(layout: KvLayout, tokens: int) -> int:
@@ -233,8 +236,8 @@ def test_lossy_kv_has_names_of_its_own(hosts: Hosts, model: Path) -> None:
         answers(cluster, hosts)
         exact, lossy = (host.loop.core.decode.batch.tables for host in hosts)
         for one, other in ((exact, lossy), (lossy, exact)):
-            assert one.cache.find(names(one, ASKED[1]), None)
-            assert not one.cache.find(names(other, ASKED[1]), None)
+            assert one.device.find(names(one, ASKED[1]), None)[1]
+            assert not one.device.find(names(other, ASKED[1]), None)[1]
 
 
 def test_auto_is_decided_by_what_is_measured_and_says_so(

@@ -19,7 +19,7 @@ import uvloop
 from cluster.core.settings import WorkerSettings
 from cluster.worker.pool.side import PoolSide
 from cluster.worker.process import WorkerProcess
-from kvpool.core.blocks.eviction import Place
+from kvpool.core.blocks.device_blocks import Place
 from kvpool.core.layout.layout import NO_BLOCK, Tables
 from kvpool.memory.host import HostBlocks
 from kvpool.memory.kv_memory import KvMemory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from kvpool.core.blocks.eviction import Place
+from kvpool.core.blocks.device_blocks import Place
 from kvpool.core.layout.hashes import BlockHash
 from tests.sim.model import HISTORIES, NAMES, History, Memory
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cluster.core.worker.events import PoolAnswer
 from cluster.worker.pool.news import FromRemote
 from cluster.worker.pool.side import PoolLinkEvent
-from kvpool.core.blocks.eviction import Place
+from kvpool.core.blocks.device_blocks import Place
 from kvpool.core.fetch.client import PoolClient
 from kvpool.core.fetch.client_events import (
     BlocksFetched,

@@ -64,7 +64,7 @@ from kvpool.core.node.tier_blocks import PoolPlace, TierBlocks
 from kvrelay.messages import PoolUpdate
 from kvrelay.types import Incarnation, RequestKey, Tier
 from router.core.state.directory import Directory
-from tests.unit.naive_prefix_index import hashes_of
+from tests.unit.naive_tree import hashes_of
 
 LEASE_TTL_S = 30.0
 PATIENCE_S = 5.0

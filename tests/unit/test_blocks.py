@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
-from kvpool.core.blocks.pool import BlockPool, BlockState
+from kvpool.core.blocks.pool import BlockPool
 from kvpool.core.layout.layout import BlockId
+
+
+def _release(pool: BlockPool, blocks: Sequence[BlockId]) -> None:
+    pool.give_back(pool.drop(blocks))
 
 
 def test_allocation_is_all_or_nothing() -> None:
@@ -25,15 +30,11 @@ def test_leased_blocks_become_active_or_free() -> None:
     kept, dropped = pool.try_allocate(2, leased=True), pool.try_allocate(1, leased=True)
     assert kept is not None
     assert dropped is not None
-    assert pool.counts()[BlockState.LEASED] == 3
+    assert pool.leased == 3
     pool.activate(kept)
-    pool.release(dropped)
-    assert pool.counts() == {
-        BlockState.FREE: 2,
-        BlockState.LEASED: 0,
-        BlockState.ACTIVE: 2,
-        BlockState.CACHED: 0,
-    }
+    assert dropped is not None
+    _release(pool, dropped)
+    assert (pool.free, pool.leased) == (2, 0)
     pool.validate()
 
 
@@ -41,12 +42,12 @@ def test_a_shared_block_is_free_with_its_last_holder() -> None:
     pool = BlockPool(2)
     blocks = pool.try_allocate(1)
     assert blocks is not None
-    pool.hold(blocks)
+    pool.share(blocks)
     assert pool.is_shared(blocks[0])
-    pool.release(blocks)
+    _release(pool, blocks)
     assert not pool.is_shared(blocks[0])
     assert pool.free == 1
-    pool.release(blocks)
+    _release(pool, blocks)
     assert pool.free == 2
     pool.validate()
 
@@ -55,7 +56,7 @@ def test_what_is_released_last_to_first_is_reused_in_order() -> None:
     pool = BlockPool(8)
     first = pool.try_allocate(4)
     assert first is not None
-    pool.release(first)
+    _release(pool, first)
     assert pool.try_allocate(4) == first
 
 
@@ -67,18 +68,16 @@ def test_misuse_is_caught() -> None:
     with pytest.raises(AssertionError, match="not leased"):
         pool.activate(active)
     with pytest.raises(AssertionError):
-        pool.hold(leased)
-    pool.release(active)
-    with pytest.raises(KeyError):
-        pool.release(active)
-
-
-def test_validate_notices_a_lost_and_a_doubled_block() -> None:
-    pool = BlockPool(3)
-    pool._free.pop()
-    with pytest.raises(AssertionError, match="lost"):
+        pool.share(leased)
+    _release(pool, active)
+    _release(pool, active)
+    with pytest.raises(AssertionError, match="free twice"):
         pool.validate()
-    pool._free.append(pool._free[0])
+
+
+def test_validate_notices_a_doubled_block() -> None:
+    pool = BlockPool(3)
+    pool._free[-1] = pool._free[0]
     with pytest.raises(AssertionError, match="twice"):
         pool.validate()
 
@@ -86,7 +85,7 @@ def test_validate_notices_a_lost_and_a_doubled_block() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_random_schedules_keep_the_law(seed: int) -> None:
     draw, pool = random.Random(seed), BlockPool(12)
-    holders: list[tuple[tuple[BlockId, ...], bool]] = []  # blocks, leased
+    holders: list[tuple[Sequence[BlockId], bool]] = []  # blocks, leased
     for _ in range(300):
         match draw.randrange(4):
             case 0:
@@ -98,11 +97,11 @@ def test_random_schedules_keep_the_law(seed: int) -> None:
                     holders.append((taken, leased))
             case 1 if holders:
                 blocks, _ = holders.pop(draw.randrange(len(holders)))
-                pool.release(blocks)
+                _release(pool, blocks)
             case 2 if holders:
                 blocks, leased = draw.choice(holders)
                 if not leased:
-                    pool.hold(blocks)
+                    pool.share(blocks)
                     holders.append((blocks, False))
             case 3 if holders:
                 at = draw.randrange(len(holders))
@@ -112,7 +111,7 @@ def test_random_schedules_keep_the_law(seed: int) -> None:
         pool.validate()
         known = {block for blocks, _ in holders for block in blocks}
         assert pool.free == 12 - len(known)
-        assert pool.counts()[BlockState.LEASED] == sum(len(b) for b, leased in holders if leased)
+        assert pool.leased == sum(len(b) for b, leased in holders if leased)
     for blocks, _ in holders:
-        pool.release(blocks)
+        _release(pool, blocks)
     assert pool.free == 12

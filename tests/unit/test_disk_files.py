@@ -16,7 +16,7 @@ from kvpool.core.node.tier_blocks import PoolPlace
 from kvpool.disk.files import DiskFiles
 from kvpool.disk.slots import FILE_HEADER_BYTES, SLOT_HEADER_BYTES, SlotHeader
 from kvrelay.errors import ConfigError
-from tests.unit.naive_prefix_index import hashes_of
+from tests.unit.naive_tree import hashes_of
 
 SIZE = 1000
 FORMAT = PoolFormat(fingerprint="5a" * 16, physical_format="bfloat16/block16", block_bytes=SIZE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 
 import pytest
 from hypothesis import given
@@ -10,35 +11,34 @@ from hypothesis import strategies as st
 
 from kvpool.core.blocks import eviction
 from kvpool.core.blocks.eviction import (
-    EvictionPolicy,
     LeastReuseDensity,
     ReuseDensity,
     open_policy,
     policies,
 )
-from kvpool.core.blocks.prefix_index import PrefixIndex
-from kvpool.core.layout.hashes import BlockHash
-from kvpool.core.layout.layout import BlockId
+from kvpool.core.blocks.runs import RunPolicy, RunTree
+from kvpool.core.layout.hashes import BlockHashes
 from kvrelay.errors import ConfigError
 
 
 class _Cache:
     """`size` blocks without common prefixes."""
 
-    def __init__(self, policy: EvictionPolicy, size: int) -> None:
-        self.index, self.size = PrefixIndex(policy), size
+    def __init__(self, policy: RunPolicy, size: int) -> None:
+        self.tree, self.size = RunTree(policy), size
 
     def found(self, name: int) -> bool:
         """Ask for a block; it is cached afterwards."""
-        block_hash = BlockHash(name.to_bytes(32, "big"))
-        chain = self.index.acquire([block_hash])
-        hit = bool(chain)
-        if not hit:
-            if len(self.index) == self.size:
-                assert self.index.try_evict(1)
-            chain = [self.index.insert(block_hash, parent=None, place=(BlockId(0),))]
-        self.index.release(chain)
-        return hit
+        names = BlockHashes(name.to_bytes(32, "big"))
+        run, hit = self.tree.find(names)
+        if run is None:
+            if self.tree.blocks == self.size:
+                self.tree.evict(1)
+            run = self.tree.append(None, names.packed, (array("i", [0]),))
+        else:
+            self.tree.hold(run, 1)
+        self.tree.release(run)
+        return bool(hit)
 
 
 def test_an_unknown_policy_is_refused_with_those_that_exist() -> None:
@@ -51,7 +51,7 @@ def test_the_block_that_was_used_again_stays(policy: str) -> None:
     cache = _Cache(open_policy(policy), 2)
     for name in (1, 2, 1, 3):
         cache.found(name)
-    assert {int.from_bytes(block.hash, "big") for block in cache.index} == {1, 3}
+    assert {int.from_bytes(run.first, "big") for run in cache.tree} == {1, 3}
 
 
 def _hit_share(policy: str) -> float:
@@ -79,7 +79,7 @@ def test_a_block_that_comes_back_after_eviction_teaches(monkeypatch: pytest.Monk
     before = policy.history.density(7, 4)
     assert not any(cache.found(turn % 3) for turn in range(60))
     assert policy.history.density(7, 4) < before  # each came back sooner than that
-    assert {block.uses for block in cache.index} == {8}
+    assert {run.uses for run in cache.tree} == {8}
 
 
 _events = st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(0, 2**20)), max_size=60)
@@ -93,7 +93,7 @@ def test_density_falls_with_idle_time_and_rises_with_uses(
         patch.setattr(eviction, "_EVENTS_PER_UPDATE", 5)
         history = ReuseDensity(4)
         for reused, level, idle_time in events:
-            (history.saw_reuse if reused else history.saw_eviction)(level, idle_time)
+            (history.saw_reuse if reused else history.saw_eviction)(level, idle_time, 1)
     times = [0, *(2**bit for bit in range(30))]
     for level in range(4):
         densities = [history.density(level, time) for time in times]
@@ -103,10 +103,23 @@ def test_density_falls_with_idle_time_and_rises_with_uses(
         assert by_level == sorted(by_level)
 
 
+def test_a_run_that_goes_in_parts_is_remembered_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = RunTree(LeastReuseDensity())
+    hashes = b"".join(name.to_bytes(32, "big") for name in range(9))
+    for _ in range(2):
+        run = tree.append(None, hashes, (array("i", range(9)),))
+        tree.release(run)
+        for blocks in (2, 3, 4):
+            tree.evict(blocks)
+    run = tree.append(None, hashes, (array("i", range(9)),))
+    assert run.uses == 3
+    tree.validate()
+
+
 def test_every_policy_counts_what_it_holds() -> None:
     for name in policies():
         cache = _Cache(open_policy(name), 5)
         for block in (1, 2, 3, 1):
             cache.found(block)
-        assert cache.index.idle == 3
-        cache.index.validate()
+        assert cache.tree.idle == 3
+        cache.tree.validate()

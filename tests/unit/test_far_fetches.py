@@ -36,7 +36,7 @@ class Scene:
         group = LayerGroup(layers=(0,), planes=planes)
         layout = KvLayout(groups=(group,), dtype="float32", block_size=SIZE)
         self.tables = BlockTables(layout, 16)
-        self.tables.cache.reports = True
+        self.tables.device.reports = True
         self.cost = RestoreCost(SIZE)
         self.far = RemoteFetches(tables=self.tables, cost=self.cost)
         restores = Restores(tables=self.tables, cost=self.cost)
@@ -48,7 +48,7 @@ class Scene:
         )
         names = self.tables.chain("", len(PROMPT))
         names.extend(PROMPT, len(PROMPT))
-        self.hashes = tuple(names.full(len(PROMPT) - 1))
+        self.hashes = names.full(len(PROMPT) - 1)
 
     def open(self, holder: Holder, blocks: int) -> None:
         """NODE seems to have so much; the host's pool is asked first."""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvpool.core.layout.hashes import (
     BlockHash,
+    BlockHashes,
     CacheSalt,
     block_hashes,
     cache_salt,
@@ -21,9 +22,9 @@ def _salt(**other: str) -> CacheSalt:
 
 
 def _chain(token_ids: list[int], block_size: int = 2, salt: CacheSalt | None = None) -> list[bytes]:
-    chain: list[BlockHash] = []
+    chain = bytearray()
     extend_chain(chain, token_ids, len(token_ids), block_size=block_size, salt=salt or _salt())
-    return list(chain)
+    return [*BlockHashes(bytes(chain))]
 
 
 def _block_hash(parent: BlockHash | None, token_ids: list[int], salt: CacheSalt) -> BlockHash:
@@ -78,7 +79,17 @@ def test_chains_agree_as_far_as_the_tokens_do(ours: list[int], theirs: list[int]
 def test_a_growing_chain_is_the_chain_of_the_whole(
     tokens: list[int], block_size: int, cut: int
 ) -> None:
-    chain: list[BlockHash] = []
+    chain = bytearray()
     for known in (tokens[:cut], tokens):
         extend_chain(chain, known, len(known), block_size=block_size, salt=_salt())
-    assert chain == _chain(tokens, block_size)
+    assert [*BlockHashes(bytes(chain))] == _chain(tokens, block_size)
+
+
+def test_packed_hashes_are_a_sequence() -> None:
+    one, other = _chain([1, 2, 3, 4])
+    packed = BlockHashes.of([BlockHash(one), BlockHash(other)])
+    assert [*packed] == [one, other] == [packed[0], packed[-1]]
+    assert packed[1:] == BlockHashes(other) and packed[5:2] == BlockHashes()
+    assert one in packed and len(packed) == 2
+    with pytest.raises(IndexError):
+        packed[2]

@@ -41,7 +41,7 @@ from kvpool.core.node.messages import (
 from kvpool.core.node.tier_blocks import PoolPlace, TierBlocks
 from kvrelay.messages import BlockChanges, CutRun, StoredRun
 from kvrelay.types import Incarnation, Tier
-from tests.unit.naive_prefix_index import hashes_of
+from tests.unit.naive_tree import hashes_of
 
 TTL_S = 30.0
 A, B, C, D = hashes_of((1, 2, 3, 4))

@@ -42,7 +42,7 @@ from kvpool.core.node.messages import (
 )
 from kvpool.core.node.tier_blocks import PoolPlace
 from kvrelay.types import Incarnation, RequestKey
-from tests.unit.naive_prefix_index import hashes_of
+from tests.unit.naive_tree import hashes_of
 
 TTL_S, PATIENCE_S = 30.0, 5.0
 CHAIN = hashes_of((1, 2, 3, 4, 5))

@@ -22,7 +22,7 @@ from kvpool.core.node.events import (
 from kvpool.core.node.messages import PoolFormat
 from kvpool.core.node.tier_blocks import PoolPlace
 from kvpool.disk.files import DiskFiles
-from tests.unit.naive_prefix_index import hashes_of
+from tests.unit.naive_tree import hashes_of
 
 SIZE = 4096
 FORMAT = PoolFormat(fingerprint="5a" * 16, physical_format="bfloat16/block16", block_bytes=SIZE)

@@ -120,10 +120,11 @@ class Worker:
 
     def check_named(self) -> None:
         """Whatever is found under a name is what the name says."""
-        for block in self.tables.cache.index:
-            for group, part in enumerate(block.place):
-                for at in range(SIZE) if part != NO_BLOCK else ():
-                    assert self.content[group, part * SIZE + at] == (block.hash, at)
+        for run in self.tables.device.tree:
+            for group, column in enumerate(run.columns):
+                for depth, part in enumerate(column, start=run.start):
+                    for at in range(SIZE) if part != NO_BLOCK else ():
+                        assert self.content[group, part * SIZE + at] == (run.at(depth), at)
 
     def validate(self) -> None:
         self.tables.validate()
@@ -237,7 +238,7 @@ def test_what_was_freed_while_it_was_read_is_not_used() -> None:
     restored = puller.openings.pulled(FromPeer(peer=H, message=settled), 3)
     assert restored == [Restored.found_here(holder, 0)]
     puller.validate()
-    assert not len(puller.tables.cache.index)
+    assert not puller.tables.device.tree.blocks
 
 
 def test_a_holder_without_it_ends_it_at_once() -> None:

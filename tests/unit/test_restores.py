@@ -43,7 +43,7 @@ def _begun(tables: BlockTables, restores: Restores, *, ahead: int = SIZE) -> Has
     names = _names(tables)
     assert tables.try_open(A, 20, hashes=names.full(19), ahead_tokens=ahead, now_s=0) == 0
     seek = restores.begin(A, names.full(19), 0)
-    assert seek == SeekPrefix(key=A.key, hashes=tuple(names.full(19)))
+    assert seek == SeekPrefix(key=A.key, hashes=names.full(19))
     return names
 
 
@@ -53,7 +53,7 @@ def test_what_is_there_is_fetched_and_named() -> None:
     names = _begun(tables, restores)
     want = restores.found(PrefixFound(key=A.key, host_blocks=2, disk_blocks=1), 1.0)
     assert isinstance(want, WantPrefix)
-    assert want.hashes == tuple(names.full(12))
+    assert want.hashes == names.full(12)
     assert [place[0] for place in want.targets] == list(tables.tables(A)[0][:3])
     assert A in restores
     done = restores.fetched(PrefixFetched(key=A.key, blocks=3), 2.0)
@@ -113,7 +113,7 @@ def test_a_window_has_room_for_all_that_is_fetched() -> None:
     assert all(NO_BLOCK not in place for place in want.targets)
     assert restores.fetched(PrefixFetched(key=A.key, blocks=4), 2.0) is not None
     tables.trim(A, 16)
-    assert tables.pools[1].counts()[BlockState.ACTIVE] == 1
+    assert tables.device.counts(1)[BlockState.ACTIVE] == 1
     tables.validate()
 
 
@@ -121,7 +121,7 @@ def test_without_room_it_is_computed() -> None:
     tables = _tables(None, 5, blocks=5)
     restores = _restores(tables)
     _begun(tables, restores)
-    tables.cache.take(1, 2, leased=False)
+    tables.device.take(1, 2, leased=False)
     restored = restores.found(PrefixFound(key=A.key, host_blocks=4, disk_blocks=0), 1.0)
     assert restored == Restored.found_here(A, 0)
 
@@ -141,7 +141,7 @@ def test_the_faster_way_is_chosen(host_s: float, disk_s: float, worth: int) -> N
 
 def test_an_offer_keeps_its_blocks_until_it_is_settled() -> None:
     tables = _tables(None, blocks=4)
-    tables.cache.reports = True
+    tables.device.reports = True
     behind, names = WriteBehind(tables), _names(tables)
     assert tables.try_grow(A, 12, now_s=0)
     tables.fill(A, names.full(12))
@@ -161,7 +161,7 @@ def test_an_offer_keeps_its_blocks_until_it_is_settled() -> None:
 
 def test_what_a_window_has_passed_is_not_offered() -> None:
     tables = _tables(None, 5)
-    tables.cache.reports = True
+    tables.device.reports = True
     behind, names = WriteBehind(tables), _names(tables)
     assert tables.try_open(A, 21, seen_from=20, leased=True, now_s=0) == 0
     tables.activate(A)
@@ -174,7 +174,7 @@ def test_what_a_window_has_passed_is_not_offered() -> None:
 def test_an_end_is_heard_also_of_blocks_that_are_all_passed_over() -> None:
     """Or a prompt that waits for its blocks to be stored would wait for ever."""
     tables = _tables(4)
-    tables.cache.reports = True
+    tables.device.reports = True
     behind, names = WriteBehind(tables), _names(tables)
     assert tables.try_open(A, 8, seen_from=7, leased=True, now_s=0) == 0
     tables.activate(A)

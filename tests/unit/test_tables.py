@@ -40,15 +40,15 @@ def test_growth_takes_blocks_in_every_group_only_when_needed() -> None:
 
 def test_growth_is_all_or_nothing_over_the_groups() -> None:
     tables, a, b = _tables(2), _holder("a"), _holder("b")
-    taken = tables.pools[1].try_allocate(1)
+    taken = tables.device.pools[1].try_allocate(1)
     assert taken is not None
     assert not tables.try_grow(a, 8, now_s=0.0)
     assert a not in tables
-    assert tables.pools[0].free == 2
+    assert tables.device.pools[0].free == 2
     assert tables.try_grow(b, 4, now_s=0.0)
     assert not tables.try_grow(b, 5, now_s=0.0)
     assert tables.capacity(b) == 4
-    tables.pools[1].release(taken)
+    tables.device.pools[1].give_back(taken)
     tables.validate()
 
 
@@ -89,13 +89,13 @@ def test_owning_without_a_free_block_changes_nothing() -> None:
     tables, a, b = _tables(2), _holder("a", 0), _holder("a", 1)
     assert tables.try_grow(a, 4, now_s=0.0)
     tables.fork(a, b, now_s=0.0)
-    taken = tables.pools[1].try_allocate(1)
+    taken = tables.device.pools[1].try_allocate(1)
     assert taken is not None
     before = tables.tables(b)
     assert tables.try_own(b, 0) is None
     assert tables.tables(b) == before
-    assert tables.pools[0].free == 1
-    tables.pools[1].release(taken)
+    assert tables.device.pools[0].free == 1
+    tables.device.pools[1].give_back(taken)
     assert tables.try_own(b, 0) is not None
     tables.validate()
 
@@ -116,7 +116,7 @@ def test_a_fork_grows_alone_and_outlives_its_source() -> None:
 
 def test_orphans_are_counted() -> None:
     tables = _tables()
-    tables.pools[0].try_allocate(2)
+    tables.device.pools[0].try_allocate(2)
     assert tables.orphaned() == 2
     with pytest.raises(AssertionError, match="2 orphaned"):
         tables.validate()

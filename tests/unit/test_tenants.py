@@ -30,8 +30,8 @@ def test_all_blocks_of_a_chain_are_its_tenants() -> None:
     tables = BlockTables(LAYOUT, 16)
     for tenant in ("acme", "", "other"):
         cache(tables, tenant, 0, 3)
-    found = [block.tenant for block in tables.cache.index]
-    assert found == [tenant_label("acme")] * 3 + [""] * 3 + [tenant_label("other")] * 3
+    found = {run.tenant: run.blocks for run in tables.device.tree}
+    assert found == {tenant_label("acme"): 3, "": 3, tenant_label("other"): 3}
 
 
 def test_only_the_latest_roots_are_kept(monkeypatch) -> None:  # type: ignore[no-untyped-def]

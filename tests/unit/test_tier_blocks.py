@@ -24,7 +24,7 @@ from kvrelay.messages import PoolUpdate
 from kvrelay.types import Incarnation, Tier
 from router.core.state.directory import Directory
 from tests.unit.directory_kit import known
-from tests.unit.naive_prefix_index import Path, hashes_of
+from tests.unit.naive_tree import Path, hashes_of
 
 NODE = Incarnation("node")
 PLACES = 24

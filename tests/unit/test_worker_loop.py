@@ -18,8 +18,9 @@ from cluster.worker.process import WorkerProcess
 from engine.core.correction import StepPace
 from engine.core.step import RunStep, Sampled, StepBatch, StepDone, StepOutcome
 from engine.core.step_times import LinearTimes, decode_work, prefill_work
-from kvpool.core.blocks.device_cache import BlockNews
+from kvpool.core.blocks.news import RunNews
 from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.layout.hashes import BlockHashes
 from kvpool.core.transfer.commands import SendPeer
 from kvrelay.messages import (
     Abort,
@@ -178,7 +179,7 @@ def test_events_go_to_the_router_that_asked() -> None:
 
 def test_routers_hear_of_all_blocks_then_of_new_ones() -> None:
     worker = Harness()
-    worker.decode_tables.cache.changes = BlockNews()
+    worker.decode_tables.device.changes = RunNews(worker.decode_tables.device.tree)
     early = worker.router()
     worker.say(early, Generate(spec=spec("a", 9, max_tokens=1)))
     worker.run()
@@ -195,7 +196,8 @@ def test_routers_hear_of_all_blocks_then_of_new_ones() -> None:
 
 
 def _stored(stream: Stream) -> list[bytes]:
-    return [block_hash for changes in stream.blocks for block_hash in changes.stored]
+    packed = b"".join(run.hashes for changes in stream.blocks for run in changes.stored)
+    return [*BlockHashes(packed)]
 
 
 def test_a_repeated_key_is_refused_and_the_first_goes_on() -> None:

@@ -10,8 +10,8 @@ from decode_worker.reservations import Reservations
 from decode_worker.scheduler import DecodeScheduler
 from engine.core.correction import StepPace
 from engine.core.step_times import StepTimes
-from kvpool.core.blocks.device_cache import BlockNews
 from kvpool.core.blocks.leases import LeaseTable
+from kvpool.core.blocks.news import RunNews
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.fetch.cost import RestoreCost
 from kvpool.core.fetch.openings import Openings
@@ -78,12 +78,12 @@ def _openings(
     """Without prefix caching nothing is shared with other workers."""
     openings = Openings(tables=tables)
     if settings.pool_address is not None:
-        tables.cache.reports = True
+        tables.device.reports = True
         openings.restores = Restores(tables=tables, cost=cost)
         openings.write_behind = WriteBehind(tables)
         openings.remote = RemoteFetches(tables=tables, cost=cost)
     if settings.prefix_caching:
-        tables.cache.changes = BlockNews()
+        tables.device.changes = RunNews(tables.device.tree)
         openings.pulls = Pulls(tables=tables, cost=cost, read_bytes=staging.payload_bytes)
         leases = LeaseTable[tuple[Incarnation, int]](settings.lease_ttl_s)
         openings.grants = PullGrants(tables=tables, leases=leases)

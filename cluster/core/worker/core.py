@@ -91,7 +91,7 @@ class WorkerCore:
         self.decode = decode
         self.pace = pace
         self.draining = False
-        self.reports = BlockReports(openings.tables.cache)
+        self.reports = BlockReports(openings.tables.device)
         self._prefixes = PrefixExchange(openings, confirms=confirms_offers)
         self._steps = StepTurns(
             decode, prefill, pace, most_steps=most_steps, launches_ahead=launches_ahead
@@ -180,7 +180,7 @@ class WorkerCore:
     @property
     def has_news(self) -> bool:
         """Routers have something to hear."""
-        return self._routers.changed or bool(self.tables.cache.changes)
+        return self._routers.changed or bool(self.tables.device.changes)
 
     def report(self, links: tuple[LinkState, ...], now_s: float) -> list[WorkerCommand]:
         """What each router hears of this turn. `links` are those to peers."""

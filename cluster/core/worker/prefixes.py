@@ -7,6 +7,7 @@ from kvpool.core.fetch.client_events import OfferSettled, PrefixFound, SeekPrefi
 from kvpool.core.fetch.openings import Openings
 from kvpool.core.fetch.peer_pull import PullEvent, PullGrants
 from kvpool.core.fetch.pool_fetch import Restored
+from kvpool.core.layout.hashes import NO_NAMES
 from kvpool.core.transfer.commands import FromPeer, PeerLost, SendPeer
 from kvpool.core.transfer.pull import PullBlocks, PullRead, PullWanted
 from kvrelay.types import RequestKey
@@ -52,7 +53,7 @@ class PrefixExchange:
             return
         key = RequestKey(f"offer-{offer}", 0)
         self._confirming[key] = offer
-        self._questions.append(SeekPrefix(key=key, hashes=()))
+        self._questions.append(SeekPrefix(key=key, hashes=NO_NAMES))
 
     def _confirmed(self, offer: int) -> None:
         assert self._openings.write_behind is not None

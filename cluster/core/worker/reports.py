@@ -10,12 +10,13 @@ The line that a worker logs of its activity, and when it stays silent. Pure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from decode_worker.scheduler import DecodeScheduler
 from engine.core.correction import StepPace
-from kvpool.core.blocks.device_cache import DeviceCache
+from kvpool.core.blocks.device_blocks import DeviceBlocks
+from kvpool.core.blocks.news import RunNews
 from kvpool.core.blocks.pool import BlockState
 from kvpool.core.fetch.openings import Openings
 from kvrelay.gc_pauses import PAUSES, GcPauses
@@ -36,49 +37,49 @@ HASHES_MOST = 8192
 
 
 class BlockReports:
-    """`cache.changes` is the reports' own; without it nothing is told."""
+    """`device.changes` belongs to it; without them nothing is told."""
 
-    def __init__(self, cache: DeviceCache) -> None:
-        self._cache = cache
-        self._since_s: dict[bytes, float] = {}
+    def __init__(self, device: DeviceBlocks) -> None:
+        self._device = device
+        self._since_s: dict[int, tuple[float, float]] = {}
+        """# strand |-> when its first and its latest blocks were told"""
 
     def everything(self) -> list[BlockChanges]:
         """For a router that attaches, after `take`."""
-        if self._cache.changes is None:
+        if self._device.changes is None:
             return []
-        return [*_stored([block.hash for block in self._cache.index])]
+        tree = self._device.tree
+        return [*_pages(RunNews(tree, untold=tree.strands()))]
 
     def take(self, now_s: float) -> list[BlockChanges]:
         """What is new since the last call."""
-        if not self._cache.changes:
+        if not self._device.changes:
             return []
-        stored, removed = self._cache.changes.take()
-        self._date(stored, removed, now_s)
-        return [*_stored(stored), *_removed(removed)]
+        found = [*_pages(self._device.changes)]
+        for changes in found:
+            self._date(changes, now_s)
+        return found
 
-    def _date(self, stored: Sequence[bytes], removed: Sequence[bytes], now_s: float) -> None:
-        self._since_s.update(dict.fromkeys(stored, now_s))
-        for block_hash in removed:
-            self._since_s.pop(block_hash, None)
+    def _date(self, changes: BlockChanges, now_s: float) -> None:
+        for stored in changes.stored:
+            first_s, _ = self._since_s.get(stored.number, (now_s, now_s))
+            self._since_s[stored.number] = first_s, now_s
+        for cut in changes.cut:
+            if self._device.tree.strand(cut.number) is None:
+                self._since_s.pop(cut.number, None)
 
-    def age_s(self, block_hash: bytes, now_s: float) -> float:
-        """Since it was named here; 0 for what is newer than the last `take`."""
-        return now_s - self._since_s.get(block_hash, now_s)
-
-
-def _stored(hashes: Sequence[bytes]) -> Iterator[BlockChanges]:
-    for some in _cut(hashes):
-        yield BlockChanges(tier=Tier.DEVICE, stored=some)
-
-
-def _removed(hashes: Sequence[bytes]) -> Iterator[BlockChanges]:
-    for some in _cut(hashes):
-        yield BlockChanges(tier=Tier.DEVICE, removed=some)
+    def ages_s(self, strand: int, now_s: float) -> tuple[float, float]:
+        """Since its first and since its latest blocks were named; 0 for what is newer than the last
+        `take`."""
+        first_s, latest_s = self._since_s.get(strand, (now_s, now_s))
+        return now_s - first_s, now_s - latest_s
 
 
-def _cut(hashes: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
-    for at in range(0, len(hashes), HASHES_MOST):
-        yield tuple(hashes[at : at + HASHES_MOST])
+def _pages(news: RunNews) -> Iterator[BlockChanges]:
+    while news:
+        cut, stored = news.take(HASHES_MOST)
+        if cut or stored:
+            yield BlockChanges(tier=Tier.DEVICE, cut=cut, stored=stored)
 
 
 @dataclass(slots=True)

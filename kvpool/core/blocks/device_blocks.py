@@ -1,4 +1,4 @@
-"""The blocks of a worker's device tier: free ones, held ones, and the tree of cached prefixes. Pure.
+"""The blocks of a worker's device: free ones, held ones, and the tree of cached prefixes. Pure.
 
 A cached block has a part in every layer group: a block id in the run's column of that group. In
 groups without a window the tree holds the parts, and requests hold runs. In groups with a window
@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvpool.core.blocks.block_news import BlockNews
+from kvpool.core.blocks.news import RunNews
 from kvpool.core.blocks.pool import BlockPool, BlockState
 from kvpool.core.blocks.runs import Columns, Run, RunPolicy, RunTree, path
 from kvpool.core.layout.hashes import HASH_BYTES, BlockHash, BlockHashes, Names, TenantRoots
@@ -37,6 +37,14 @@ class NamedBlocks:
     start: int
     end: int
 
+    @property
+    def parent(self) -> BlockHash | None:
+        """The block before the first of them."""
+        for run in path(self.run):
+            if run.start < self.start:
+                return run.at(self.start - 1)
+        return None
+
 
 @dataclass(slots=True)
 class DeviceBlocks:
@@ -50,7 +58,7 @@ class DeviceBlocks:
     count: int
     policy: RunPolicy
     reports: bool = False
-    changes: BlockNews | None = None
+    changes: RunNews | None = None
     roots: TenantRoots = field(default_factory=TenantRoots)
     pools: list[BlockPool] = field(init=False)
     tree: RunTree = field(init=False)
@@ -108,8 +116,10 @@ class DeviceBlocks:
 
     def available(self, group: int) -> int:
         """Blocks that can be taken: free, or cached without a holder."""
-        cached = len(self._faded[group]) if group in self._runs else self.tree.idle
-        return self.pools[group].free + cached
+        return self.pools[group].free + self._cached(group)
+
+    def _cached(self, group: int) -> int:
+        return len(self._faded[group]) if group in self._runs else self.tree.idle
 
     def revived(self, group: int, run: Run | None, table: Sequence[BlockId]) -> int:
         """How many blocks of a table would make room no longer, once its chain is held."""
@@ -173,7 +183,7 @@ class DeviceBlocks:
         if self.reports:
             self._named.append(NamedBlocks(run, start, run.end))
         if self.changes is not None:
-            self.changes.stored(hashes)
+            self.changes.stored(run.number)
         return run
 
     def _join(self, run: Run, columns: Columns) -> list[GroupBlock]:
@@ -210,7 +220,7 @@ class DeviceBlocks:
         if strand is None or strand.end <= named.start:
             return None
         end = min(named.end, strand.end)
-        return NamedBlocks(self.tree.run_before(strand.number, end), named.start, end)
+        return NamedBlocks(self.tree.run_before(named.run.number, end), named.start, end)
 
     # --- room -----------------------------------------------------------------------------------
 
@@ -240,7 +250,7 @@ class DeviceBlocks:
         assert blocks, "nothing is idle"
         for gone in self.tree.evict(blocks):
             if self.changes is not None:
-                self.changes.removed(BlockHashes(gone.hashes))
+                self.changes.cut(gone.number, gone.end)
             for group, column in enumerate(gone.columns):
                 self._free(group, column)
 
@@ -258,11 +268,11 @@ class DeviceBlocks:
     def counts(self, group: int) -> dict[BlockState, int]:
         """# state |-> blocks; the four always add up to `count`"""
         pool = self.pools[group]
-        cached = self.available(group) - pool.free
+        free, leased, cached = pool.free, pool.leased, self._cached(group)
         return {
-            BlockState.FREE: pool.free,
-            BlockState.LEASED: pool.leased,
-            BlockState.ACTIVE: self.count - pool.free - pool.leased - cached,
+            BlockState.FREE: free,
+            BlockState.LEASED: leased,
+            BlockState.ACTIVE: self.count - free - leased - cached,
             BlockState.CACHED: cached,
         }
 

@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from kvpool.core.blocks.news import ROOT, Strand
 from kvpool.core.layout.hashes import HASH_BYTES, BlockHash, Names
 
 Columns = tuple["array[int]", ...]
@@ -123,15 +124,6 @@ class Evicted(NamedTuple):
     hashes: bytes
     columns: Columns
     tenant: str
-
-
-class Strand(NamedTuple):
-    """Blocks from depth `begin` to before `end`; `parent` is 0 at the root."""
-
-    number: int
-    parent: int
-    begin: int
-    end: int
 
 
 class RunTree:
@@ -326,8 +318,8 @@ class RunTree:
         if tail is None:
             return None
         first = self._pieces(tail)[-1]
-        parent = first.parent.number if first.parent is not None else 0
-        return Strand(number, parent, first.start, tail.end)
+        parent = first.parent.number if first.parent is not None else ROOT
+        return Strand(parent, first.start, tail.end)
 
     def run_before(self, number: int, depth: int) -> Run:
         """The run of the strand that has the last block before `depth`."""

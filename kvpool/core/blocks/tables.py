@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import cast
 
-from kvpool.core.blocks.device_blocks import DeviceBlocks, NamedBlocks
+from kvpool.core.blocks.device_blocks import DeviceBlocks, NamedBlocks, pieces
 from kvpool.core.blocks.eviction import DEFAULT_POLICY, open_policy
 from kvpool.core.blocks.holding import Copies, CopyPairs, HeldTables, Holder, Holding, real
 from kvpool.core.blocks.pool import BlockState
@@ -173,13 +172,14 @@ class BlockTables:
         self._extend(entry, tokens, window_tokens)
         return True
 
-    def keep(self, holder: Holder, named: NamedBlocks, columns: Columns, *, now_s: float) -> None:
-        """Holds these named blocks, whose parts are `columns`, unchanged until `release`."""
+    def keep(self, holder: Holder, named: NamedBlocks, *, now_s: float) -> None:
+        """Holds these named blocks unchanged until `release`. In groups without a window their run
+        is held."""
         run = self.device.tree.ending_at(named.run, named.end)
-        windows = [group.window is not None for group in self.layout.groups]
+        found = [columns for _, columns in pieces(named)]
         tables = [
-            cast(list[BlockId], column.tolist()) if window else []
-            for column, window in zip(columns, windows, strict=True)
+            [BlockId(block) for columns in found for block in columns[group]]
+            for group in range(len(self.layout.groups))
         ]
         entry = Holding(
             layout=self.layout, tables=tables, since_s=now_s, leased=False, seen_from=0, run=run
@@ -288,6 +288,8 @@ class BlockTables:
     @property
     def scarcest(self) -> int:
         """The group with the fewest available blocks."""
+        if len(self.layout.groups) == 1:
+            return 0
         return min(range(len(self.layout.groups)), key=self.device.available)
 
     def orphaned(self) -> int:

@@ -82,7 +82,7 @@ class ClientFetches:
 
     def ask(self, number: int, wanted: WantPrefix, now_s: float) -> None:
         self._open[number] = _Fetch(wanted=wanted, asked_s=now_s)
-        message = FetchWanted(request_no=number, hashes=wanted.hashes, skip=wanted.skip)
+        message = FetchWanted(request_no=number, hashes=tuple(wanted.hashes), skip=wanted.skip)
         self.outbox.append(SendPool(message=message))
 
     def fetched(self, fetched: Fetched, *, region: str) -> None:
@@ -157,7 +157,7 @@ class ClientFetches:
 
 def _after(wanted: WantPrefix, blocks: int) -> tuple[BlockHash, ...]:
     """The block behind the first `blocks` fetched ones."""
-    return wanted.hashes[wanted.skip + blocks : wanted.skip + blocks + 1]
+    return tuple(wanted.hashes[wanted.skip + blocks : wanted.skip + blocks + 1])
 
 
 @dataclass(slots=True)
@@ -402,7 +402,7 @@ class PoolClient:
         number = self._next_request()
         self._asked[number] = question, now_s
         if self.connected:
-            self._send(LookupWanted(request_no=number, hashes=question.hashes))
+            self._send(LookupWanted(request_no=number, hashes=tuple(question.hashes)))
         else:
             self._found(number, 0, 0)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpool.core.blocks.eviction import Place
-from kvpool.core.layout.hashes import BlockHash
+from kvpool.core.blocks.device_blocks import Place
+from kvpool.core.layout.hashes import BlockHash, BlockHashes
 from kvpool.core.node.messages import FromPool, PoolWelcome, ToPool
 from kvpool.core.node.tier_blocks import PoolPlace
 from kvrelay.types import RequestKey
@@ -57,7 +57,7 @@ class SeekPrefix:
     """Asks how much of the chain the node has. The answer is PrefixFound."""
 
     key: RequestKey
-    hashes: tuple[BlockHash, ...]
+    hashes: BlockHashes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class WantPrefix:
     """
 
     key: RequestKey
-    hashes: tuple[BlockHash, ...]
+    hashes: BlockHashes
     targets: tuple[Place, ...]
     skip: int = 0
 

@@ -6,7 +6,7 @@ A sequence whose prefix is being fetched holds its blocks and waits for Restored
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvpool.core.blocks.holding import Holder
@@ -21,7 +21,7 @@ from kvpool.core.fetch.client_events import (
 from kvpool.core.fetch.peer_pull import PullEvent, PullGrants, Pulls
 from kvpool.core.fetch.pool_fetch import AskRemote, RemoteFetches, Restored, Restores
 from kvpool.core.fetch.write_behind import WriteBehind
-from kvpool.core.layout.hashes import BlockHash
+from kvpool.core.layout.hashes import BlockHash, BlockHashes
 from kvpool.core.transfer.commands import SendPeer
 from kvpool.core.transfer.pull import PullBlocks
 from kvrelay.messages import PrefixSource
@@ -38,7 +38,7 @@ class _Offer:
     first."""
 
     holder: Holder
-    hashes: tuple[BlockHash, ...]
+    hashes: BlockHashes
     source: PrefixSource
 
 
@@ -63,7 +63,7 @@ class Openings:
         holder: Holder,
         tokens: int,
         *,
-        hashes: Sequence[BlockHash],
+        hashes: BlockHashes,
         ahead_tokens: int,
         now_s: float,
         source: PrefixSource | None = None,
@@ -82,7 +82,7 @@ class Openings:
     def _seek(
         self,
         holder: Holder,
-        hashes: Sequence[BlockHash],
+        hashes: BlockHashes,
         found: int,
         source: PrefixSource | None,
         now_s: float,
@@ -92,7 +92,7 @@ class Openings:
         self._ask(asked)
         if source is None:
             return asked is not None
-        offer = _Offer(holder, tuple(hashes), source)
+        offer = _Offer(holder, hashes, source)
         if asked is not None:
             self._offers[holder.key] = offer
             return True

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -24,7 +23,7 @@ from kvpool.core.blocks.leases import LeaseTable
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.fetch.cost import RestoreCost
 from kvpool.core.fetch.pool_fetch import Restored
-from kvpool.core.layout.hashes import BlockHash
+from kvpool.core.layout.hashes import BlockHashes
 from kvpool.core.transfer.commands import FromPeer, PeerLost, SendPeer
 from kvpool.core.transfer.messages import PeerHello
 from kvpool.core.transfer.piece import piece_blocks, source_side
@@ -62,7 +61,7 @@ class _Pull:
 
     holder: Holder
     source: PrefixSource
-    hashes: tuple[BlockHash, ...]
+    hashes: BlockHashes
     here: int
     since_s: float
     granted_s: float = 0.0
@@ -92,7 +91,7 @@ class Pulls:
 
     def prefers(
         self,
-        hashes: Sequence[BlockHash],
+        hashes: BlockHashes,
         source: PrefixSource,
         here: int,
         host_blocks: int = 0,
@@ -107,13 +106,13 @@ class Pulls:
         is_best = self.cost.prefers(way, more, host_blocks, disk_blocks)
         return is_best or self.cost.tries_again(way, more)
 
-    def _most(self, hashes: Sequence[BlockHash], source: PrefixSource) -> int:
+    def _most(self, hashes: BlockHashes, source: PrefixSource) -> int:
         return min(len(hashes), source.blocks, pull_blocks_most(self.tables.layout))
 
     def begin(
         self,
         holder: Holder,
-        hashes: Sequence[BlockHash],
+        hashes: BlockHashes,
         here: int,
         source: PrefixSource,
         now_s: float,
@@ -124,7 +123,7 @@ class Pulls:
         self._numbers += 1
         wanted = PullWanted(pull=self._numbers, hashes=tuple(hashes[:most]), skip=here)
         self._open[wanted.pull] = _Pull(
-            holder=holder, source=source, hashes=wanted.hashes, here=here, since_s=now_s
+            holder=holder, source=source, hashes=hashes[:most], here=here, since_s=now_s
         )
         send = SendPeer(peer=source.peer, addresses=source.addresses, message=wanted)
         self.outbox.append(send)
@@ -279,7 +278,7 @@ class PullGrants:
         nothing = PullGranted(pull=wanted.pull)
         if reader in self.leases:
             return nothing
-        hashes = wanted.hashes[: pull_blocks_most(self.tables.layout)]
+        hashes = BlockHashes.of(wanted.hashes[: pull_blocks_most(self.tables.layout)])
         holder = _holder(reader)
         blocks = self.tables.keep_prefix(holder, hashes, now_s=now_s)
         if blocks <= wanted.skip:

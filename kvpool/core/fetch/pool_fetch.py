@@ -19,7 +19,6 @@ that are asked for them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvpool.core.blocks.holding import Holder, places
@@ -32,7 +31,7 @@ from kvpool.core.fetch.client_events import (
     WantPrefix,
 )
 from kvpool.core.fetch.cost import RestoreCost
-from kvpool.core.layout.hashes import BlockHash
+from kvpool.core.layout.hashes import BlockHashes
 from kvrelay.messages import PrefixSource
 from kvrelay.types import Incarnation, PrefixOrigin, RequestKey
 
@@ -56,7 +55,7 @@ class Restored:
 @dataclass(slots=True, kw_only=True)
 class _Restore:
     holder: Holder
-    hashes: tuple[BlockHash, ...]
+    hashes: BlockHashes
     here: int  # blocks
     host: int = 0
     disk: int = 0
@@ -80,17 +79,15 @@ class Restores:
         restore = self._by_key.get(holder.key)
         return restore is not None and restore.holder == holder
 
-    def begin(
-        self, holder: Holder, hashes: Sequence[BlockHash], found_tokens: int
-    ) -> SeekPrefix | None:
+    def begin(self, holder: Holder, hashes: BlockHashes, found_tokens: int) -> SeekPrefix | None:
         """Of the chain `hashes`, the first `found_tokens` tokens are on this worker. None: nothing
         to wait for."""
         here = found_tokens // self.tables.layout.block_size
         if len(hashes) <= here or holder.key in self._by_key:
             return None
-        self._by_key[holder.key] = _Restore(holder=holder, hashes=tuple(hashes), here=here)
+        self._by_key[holder.key] = _Restore(holder=holder, hashes=hashes, here=here)
         self.sought_tokens += (len(hashes) - here) * self.tables.layout.block_size
-        return SeekPrefix(key=holder.key, hashes=tuple(hashes))
+        return SeekPrefix(key=holder.key, hashes=hashes)
 
     def drop(self, holder: Holder) -> DropPrefix | None:
         """The request is over. Its blocks stay held until Restored comes."""
@@ -180,7 +177,7 @@ class _Fetch:
 
     holder: Holder
     source: PrefixSource
-    hashes: tuple[BlockHash, ...]
+    hashes: BlockHashes
     here: int
     asked_s: float
 
@@ -202,7 +199,7 @@ class RemoteFetches:
 
     def prefers(
         self,
-        hashes: Sequence[BlockHash],
+        hashes: BlockHashes,
         source: PrefixSource,
         here: int,
         host_blocks: int = 0,
@@ -222,7 +219,7 @@ class RemoteFetches:
     def try_begin(
         self,
         holder: Holder,
-        hashes: Sequence[BlockHash],
+        hashes: BlockHashes,
         here: int,
         source: PrefixSource,
         now_s: float,
@@ -232,7 +229,7 @@ class RemoteFetches:
         tokens = end * self.tables.layout.block_size
         if holder.key in self._by_key or not self.tables.try_grow(holder, tokens, now_s=now_s):
             return None
-        wanted = tuple(hashes[:end])
+        wanted = hashes[:end]
         self._by_key[holder.key] = _Fetch(
             holder=holder, source=source, hashes=wanted, here=here, asked_s=now_s
         )

@@ -6,14 +6,16 @@ wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import cast
 
-from kvpool.core.blocks.eviction import CachedBlock
+from kvpool.core.blocks.device_blocks import NamedBlocks, Place, pieces
 from kvpool.core.blocks.holding import Holder
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.fetch.client_events import OfferBlocks, OfferedBlock
-from kvpool.core.layout.hashes import BlockHash
+from kvpool.core.layout.hashes import BlockHash, BlockHashes
 from kvpool.core.layout.layout import NO_BLOCK
 from kvrelay.types import RequestKey
 
@@ -23,38 +25,51 @@ class WriteBehind:
     tables: BlockTables
     _offers: int = 0
     _pending: dict[int, frozenset[BlockHash]] = field(default_factory=dict)
+    _kept: dict[int, int] = field(default_factory=dict)
+    """# offer |-> its runs, which are held"""
 
     def has_settled(self, hashes: Iterable[BlockHash]) -> bool:
         """None of these is on its way to the node, or still to be offered."""
-        pending = set().union(*self._pending.values())
-        return pending.isdisjoint(hashes) and not self.tables.cache.has_news(hashes)
+        wanted = frozenset(hashes)
+        if any(not wanted.isdisjoint(pending) for pending in self._pending.values()):
+            return False
+        return not self.tables.device.has_named(wanted)
 
     def offer(self, now_s: float) -> OfferBlocks | None:
         """Offers all blocks named since the last call. A block without one of its parts is passed
         over. An empty offer is made all the same, so that waiting callers learn that it is
         settled."""
-        news = self.tables.cache.take_news()
-        if not news:
+        named = self.tables.device.take_named()
+        if not named:
             return None
-        fresh = [block for block in news if NO_BLOCK not in block.place]
         self._offers += 1
-        self._pending[self._offers] = frozenset(block.hash for block in fresh)
-        self.tables.keep(_holder(self._offers), [block.place for block in fresh], now_s=now_s)
-        return OfferBlocks(offer=self._offers, blocks=tuple(map(_offered, fresh)))
+        offered = tuple(chain.from_iterable(map(_offered, named)))
+        self._kept[self._offers] = len(named)
+        for number, one in enumerate(named):
+            self.tables.keep(_holder(self._offers, number), one, now_s=now_s)
+        self._pending[self._offers] = frozenset(block.hash for block in offered)
+        return OfferBlocks(offer=self._offers, blocks=offered)
 
     def settled(self, offer: int) -> None:
         """Its blocks are no longer read."""
-        self.tables.release(_holder(offer))
+        for number in range(self._kept.pop(offer)):
+            self.tables.release(_holder(offer, number))
 
     def confirmed(self, offer: int) -> None:
         """The blocks that the node has taken can now be found there."""
         del self._pending[offer]
 
 
-def _holder(offer: int) -> Holder:
-    return Holder("offer", RequestKey(str(offer), 0))
+def _holder(offer: int, run: int) -> Holder:
+    return Holder("offer", RequestKey(str(offer), 0), run)
 
 
-def _offered(block: CachedBlock) -> OfferedBlock:
-    parent = block.parent.hash if block.parent is not None else None
-    return OfferedBlock(block.hash, parent, block.place, block.tenant)
+def _offered(named: NamedBlocks) -> Iterator[OfferedBlock]:
+    """A block that lacks one of its parts is passed over."""
+    parent = named.parent
+    for hashes, columns in pieces(named):
+        places = cast(Iterator[Place], zip(*columns, strict=True))
+        for block_hash, place in zip(BlockHashes(hashes), places, strict=True):
+            if NO_BLOCK not in place:
+                yield OfferedBlock(block_hash, parent, place, named.run.tenant)
+            parent = block_hash

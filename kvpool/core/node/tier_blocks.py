@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from itertools import chain as chained
 from typing import NewType, Protocol
 
-from kvpool.core.blocks.runs import Evicted, Run, RunPolicy, RunTree, Strand, path
+from kvpool.core.blocks.news import Strand
+from kvpool.core.blocks.runs import Evicted, Run, RunPolicy, RunTree, path
 from kvpool.core.layout.hashes import BlockHash, BlockHashes, Names
 from kvpool.core.node.block_index import BlockAt, BlockIndex
 from kvpool.core.node.tenants import TenantAges
