@@ -257,6 +257,10 @@ async def test_a_large_tier_comes_page_by_page() -> None:
             assert [update.sequence for update in one.updates] == [*range(len(sizes))]
 
 
+SMALL_WINDOW = (("grpc.http2.bdp_probe", 0),)
+"""The connection takes 64 KiB for who does not read; otherwise it takes more and more."""
+
+
 async def _end_of(stream: AsyncIterator[object]) -> None:
     async for _ in stream:
         pass
@@ -269,7 +273,7 @@ async def test_a_router_that_does_not_read_is_dropped_and_begins_anew(
     """Nothing but what is on its way is kept for it then."""
     monkeypatch.setattr(changes, "MOST_WAITING", 1 << 15)
     async with serving() as (served, address), router(address) as reads:
-        async with grpc.aio.insecure_channel(address) as channel:
+        async with grpc.aio.insecure_channel(address, SMALL_WINDOW) as channel:
             stub = pool_node_pb2_grpc.PoolNodeStub(channel)
             slow = aiter(stub.Watch(pb.WatchRequest(wire_version=WIRE_VERSION)))
             assert (await anext(slow)).sequence == 0
