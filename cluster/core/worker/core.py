@@ -158,7 +158,11 @@ class WorkerCore:
         """Keep the device busy, and ask pools and peers. When a pool has answered at once, call it
         again."""
         steps, prefixes = self._steps, self._prefixes
-        commands: list[Any] = [] if steps.stepping is not None else steps.start(now_s)
+        commands: list[Any] = []
+        if self.decode.reservations.awaiting_blocks:
+            commands += self.decode.settle_reservations(now_s)  # offers and pulls free blocks too
+        if steps.stepping is None:
+            commands += steps.start(now_s)
         if prefixes.uses_pools:
             commands += prefixes.take_questions(now_s)
         if steps.launches_ahead:
