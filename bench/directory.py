@@ -158,13 +158,12 @@ def _growth_s() -> float:
 
 def _long() -> list[Row]:
     """A prompt of a million tokens, in the pages in which a worker tells it."""
-    ids = [number % 50_000 for number in range(LONG_TOKENS)]
+    ids = tuple(number % 50_000 for number in range(LONG_TOKENS))
     names = BlockNames(fingerprint="f", physical_format="p")
     chain = names.chain("", LONG_TOKENS, BLOCK_TOKENS)
-    lazy = chain.lazily(ids, LONG_TOKENS)
-    named_s = _took_s(lambda: lazy.at(len(lazy) - 1))
     chain.extend(ids, LONG_TOKENS)
-    hashes = b"".join(chain.full(LONG_TOKENS))
+    named_s = _took_s(lambda: chain.at(LONG_TOKENS // BLOCK_TOKENS - 1))
+    hashes = chain.full(LONG_TOKENS).packed_from(0)
     directory, given = Directory(), _names(hashes)
     for at in range(0, len(given), PAGE_BLOCKS):
         page = hashes[at * HASH_BYTES : (at + PAGE_BLOCKS) * HASH_BYTES]

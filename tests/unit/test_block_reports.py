@@ -26,9 +26,9 @@ def _compute(tables: BlockTables, first: int, blocks: int) -> BlockHashes:
     names, holder = tables.chain("", len(tokens)), Holder("prefill", RequestKey("r", 0))
     names.extend(tokens, len(tokens))
     assert tables.try_grow(holder, len(tokens), now_s=0)
-    tables.fill(holder, names.full(len(tokens)))
+    tables.fill(holder, names.full(len(tokens)).hashes())
     tables.release(holder)
-    return names.full(len(tokens))
+    return names.full(len(tokens)).hashes()
 
 
 def _stored(number: int, hashes: BlockHashes, start: int = 0) -> StoredRun:
@@ -70,7 +70,7 @@ def test_ages_are_those_of_a_strands_first_and_latest_blocks() -> None:
     names.extend(range(4 * BLOCK), 4 * BLOCK)
     assert tables.try_grow(holder, 4 * BLOCK, now_s=0)
     for blocks, now_s in ((1, 10.0), (3, 15.0)):
-        tables.fill(holder, names.full(blocks * BLOCK))
+        tables.fill(holder, names.full(blocks * BLOCK).hashes())
         reports.take(now_s)
     assert reports.ages_s(1, 17.0) == (7.0, 2.0)
     assert reports.ages_s(2, 17.0) == (0.0, 0.0)

@@ -366,10 +366,8 @@ def _names(tokens: tuple[int, ...]) -> tuple[bytes, ...]:
         rope_border_tokens=worker.rope_border_tokens,
     )
     made = names.chain("", len(tokens), worker.block_size)
-    lazy = made.lazily(tokens, len(tokens))
     made.extend(tokens, len(tokens))
-    assert [lazy.at(i) for i in range(len(lazy))] == list(made.full(len(tokens)))
-    return tuple(made.full(len(tokens)))
+    return tuple(made.full(len(tokens)).hashes())
 
 
 def _holds(core: RouterCore, worker: str, hashes: tuple[bytes, ...]) -> None:
