@@ -60,7 +60,8 @@ _PATIENCE_S = 120.0
 
 class Restorer:
     """A worker's pool clients and links over the engine's memory. Blocks `[0, _BLOCKS)` hold the
-    computed prefix, which is stored under two names; restored ones go to `[_BLOCKS, 2 x _BLOCKS)`."""
+    computed prefix, which is stored under two names; restored ones go to
+    `[_BLOCKS, 2 x _BLOCKS)`."""
 
     def __init__(self, engine: Engine, cluster: str, node: PoolNodeStub) -> None:
         self._node = node

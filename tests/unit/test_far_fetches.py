@@ -89,7 +89,7 @@ def test_what_the_far_node_has_is_fetched_named_and_offered_to_the_own_pool() ->
     assert scene.far.tokens == 12 and scene.openings.origins[PrefixOrigin.REMOTE] == 1
     offered = scene.openings.write_behind.offer(3.0)  # type: ignore[union-attr]
     assert offered is not None
-    assert tuple(block.hash for block in offered.blocks) == scene.hashes[:3]
+    assert tuple(block.hash for block in offered.blocks) == tuple(scene.hashes[:3])
 
 
 def test_what_the_worker_has_itself_is_not_fetched() -> None:
