@@ -36,8 +36,8 @@ from kvpool.core.fetch.client_events import (
     ClientCommand,
     NodeEvent,
     OfferBlocks,
+    OfferConfirmed,
     OfferedBlock,
-    OfferSettled,
     PoolAnswer,
     PoolQuestion,
     PrefixFetched,
@@ -89,7 +89,7 @@ class Restorer:
         )
         self._until(lambda answers: self._nodes.own.connected)
         for offer in range(0, _BLOCKS, 64):
-            self._ask(OfferBlocks(offer=offer, blocks=blocks[offer : offer + 64]), OfferSettled)
+            self._ask(OfferBlocks(offer=offer, blocks=blocks[offer : offer + 64]), OfferConfirmed)
         self._stored += len(hashes)
         deadline_s = time.monotonic() + _PATIENCE_S
         while self._on_disk() < self._stored:
@@ -125,11 +125,16 @@ class Restorer:
     def close(self) -> None:
         self._links.close()
 
-    def _ask(self, question: PoolQuestion, answer: type[object]) -> object:
-        answers = self._execute(self._nodes.ask(question, time.monotonic()))
-        self._until(lambda more: bool(answers.extend(more) or answers))  # type: ignore[func-returns-value]
-        assert isinstance(answers[0], answer), answers
-        return answers[0]
+    def _ask(self, question: PoolQuestion, kind: type[object]) -> object:
+        found: list[PoolAnswer] = []
+
+        def has_come(answers: list[PoolAnswer]) -> bool:
+            found.extend(answer for answer in answers if isinstance(answer, kind))
+            return bool(found)
+
+        has_come(self._execute(self._nodes.ask(question, time.monotonic())))
+        self._until(has_come)
+        return found[0]
 
     def _until(self, done: Callable[[list[PoolAnswer]], bool]) -> None:
         deadline_s = time.monotonic() + _PATIENCE_S

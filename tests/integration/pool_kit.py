@@ -24,6 +24,7 @@ from kvpool.core.fetch.client_events import (
     ClientCommand,
     NodeEvent,
     OfferBlocks,
+    OfferConfirmed,
     OfferedBlock,
     OfferSettled,
     PoolAnswer,
@@ -143,6 +144,7 @@ class PoolWorker:
     def store(self, hashes: tuple[BlockHash, ...], first_block: int = 0) -> None:
         offer = self.offer(hashes, first_block)
         assert self.answer() == OfferSettled(offer=offer)
+        assert self.answer() == OfferConfirmed(offer=offer)
 
     def seek(self, hashes: tuple[BlockHash, ...]) -> tuple[int, int]:
         self.ask(SeekPrefix(key=RequestKey("seek", 0), hashes=hashes))

@@ -1,1 +1,1 @@
-"""A worker's links to pool nodes, and the thread that moves blocks over them. It decides nothing."""
+"""A worker's links to pool nodes, and the thread that moves blocks over them."""
