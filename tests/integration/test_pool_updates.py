@@ -129,7 +129,7 @@ async def test_routers_know_a_real_node_from_its_first_life_to_its_next(
             await stored(worker, one)
             await until(lambda: early.knows(one), "it hears of what is stored")
             (told,) = early.directory.pool_nodes.values()
-            assert told.workers == (worker.side._hello.incarnation,)
+            assert told.workers == (worker.links._hello.incarnation,)
             late.nodes.add(node.grpc_address)
             await until(lambda: late.knows(one), "who joins late hears of all there is")
             await stored(worker, two)
@@ -257,10 +257,6 @@ async def test_a_large_tier_comes_page_by_page() -> None:
             assert [update.sequence for update in one.updates] == [*range(len(sizes))]
 
 
-SMALL_WINDOW = (("grpc.http2.bdp_probe", 0),)
-"""The connection takes 64 KiB for who does not read; otherwise it takes more and more."""
-
-
 async def _end_of(stream: AsyncIterator[object]) -> None:
     async for _ in stream:
         pass
@@ -273,7 +269,8 @@ async def test_a_router_that_does_not_read_is_dropped_and_begins_anew(
     """Nothing but what is on its way is kept for it then."""
     monkeypatch.setattr(changes, "MOST_WAITING", 1 << 15)
     async with serving() as (served, address), router(address) as reads:
-        async with grpc.aio.insecure_channel(address, SMALL_WINDOW) as channel:
+        options = [("grpc.http2.bdp_probe", 0)]  # little is on its way
+        async with grpc.aio.insecure_channel(address, options=options) as channel:
             stub = pool_node_pb2_grpc.PoolNodeStub(channel)
             slow = aiter(stub.Watch(pb.WatchRequest(wire_version=WIRE_VERSION)))
             assert (await anext(slow)).sequence == 0

@@ -11,11 +11,13 @@ from kvpool.core.blocks.eviction import open_policy, policies
 from kvpool.core.blocks.runs import path as runs_of
 from kvpool.core.layout.hashes import BlockHash, BlockHashes, TenantBlocks
 from kvpool.core.node import changes
+from kvpool.core.node.block_index import BlockAt
 from kvpool.core.node.changes import Changes
 from kvpool.core.node.events import DropRouter, RouterCall
 from kvpool.core.node.tier_blocks import (
     HeldChain,
     NewChain,
+    StrandPart,
     TierBlocks,
     blocks_of,
     places_of,
@@ -77,7 +79,11 @@ class World:
             places=array("i", places),
             tenant=str(path[0]),
         )
-        new = [*self.tier.adopt(chain, self.now_s)]
+        new = [
+            self.tier.hash_at(BlockAt(strand, depth))
+            for strand, start, end in self.tier.adopt(chain, self.now_s)
+            for depth in range(start, end)
+        ]
         expected = []
         for depth, (name, place) in enumerate(zip(names, places, strict=True)):
             at = path[: start + depth + 1]
@@ -219,6 +225,6 @@ def test_a_block_that_is_elsewhere_ends_the_chain() -> None:
     strange = BlockHashes.of([*hashes_of((7,)), hashes_of((1, 2))[-1], *hashes_of((8,))])
     places = tier.reserve(3, below=())
     chain = NewChain(parent=None, hashes=strange, places=array("i", places))
-    assert tier.adopt(chain, 0.0) == strange[:1]
+    assert tier.adopt(chain, 0.0) == [StrandPart(strand=2, start=0, end=1)]
     tier.validate()
     assert tier.free == 5 and BlockHash(strange.at(2)) not in tier
