@@ -129,7 +129,7 @@ async def test_routers_know_a_real_node_from_its_first_life_to_its_next(
             await stored(worker, one)
             await until(lambda: early.knows(one), "it hears of what is stored")
             (told,) = early.directory.pool_nodes.values()
-            assert told.workers == (worker.side._hello.incarnation,)
+            assert told.workers == (worker.links._hello.incarnation,)
             late.nodes.add(node.grpc_address)
             await until(lambda: late.knows(one), "who joins late hears of all there is")
             await stored(worker, two)

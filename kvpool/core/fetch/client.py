@@ -1,19 +1,21 @@
-"""A worker's side of its host's pool node: its stores and its fetches. Pure.
+"""A worker's side of one pool node: its stores and its fetches. Pure.
 
 Stores are write-behind: a bounded number of blocks waits, more are dropped, and serving never waits
-for them. Offered blocks must keep their content until OfferSettled. The targets of a fetch belong
-to it until PrefixFetched. Both events come exactly once, also when the node is lost or was never
-there.
+for them. Offered blocks must keep their content until OfferSettled. OfferConfirmed follows when the
+node has taken what it wants. The targets of a fetch belong to it until PrefixFetched. All three
+come exactly once, also when the node is lost or was never there.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import assert_never
 
 from kvpool.core.fetch.client_events import (
+    OWN_NODE,
     BlocksFetched,
     BlocksStored,
     ClientCommand,
@@ -23,6 +25,7 @@ from kvpool.core.fetch.client_events import (
     FetchBlocks,
     FromNode,
     OfferBlocks,
+    OfferConfirmed,
     OfferedBlock,
     OfferSettled,
     PoolJoined,
@@ -46,12 +49,13 @@ from kvpool.core.node.messages import (
     PoolRefused,
     PoolWelcome,
     StoreAbandoned,
+    StoreConfirmed,
     Stored,
     StoreGranted,
     StoreWanted,
     ToPool,
 )
-from kvrelay.types import RequestKey
+from kvrelay.types import Incarnation, RequestKey
 
 
 @dataclass(slots=True)
@@ -69,6 +73,7 @@ class _Fetch:
 class ClientFetches:
     """Commands go to `outbox`."""
 
+    node: Incarnation
     outbox: list[ClientCommand]
     fetches: int = 0
     fetched_blocks: int = 0
@@ -83,14 +88,14 @@ class ClientFetches:
     def ask(self, number: int, wanted: WantPrefix, now_s: float) -> None:
         self._open[number] = _Fetch(wanted=wanted, asked_s=now_s)
         message = FetchWanted(request_no=number, hashes=tuple(wanted.hashes), skip=wanted.skip)
-        self.outbox.append(SendPool(message=message))
+        self.outbox.append(SendPool(node=self.node, message=message))
 
     def fetched(self, fetched: Fetched, *, region: str) -> None:
         number = fetched.request_no
         fetch = self._open.get(number)
         if fetch is None:
             if number in self._late and fetched.places:
-                self.outbox.append(SendPool(message=FetchDone(request_no=number)))
+                self.outbox.append(SendPool(node=self.node, message=FetchDone(request_no=number)))
             self._late.discard(number)
             return
         if not fetched.places:
@@ -98,6 +103,7 @@ class ClientFetches:
             return
         fetch.reading = True
         command = FetchBlocks(
+            node=self.node,
             request_no=number,
             region=region,
             places=fetched.places,
@@ -118,7 +124,7 @@ class ClientFetches:
         fetch.void |= late
         if lease_ttl_s is not None:
             message = FetchDone(request_no=done.request_no, damaged=damaged)
-            self.outbox.append(SendPool(message=message))
+            self.outbox.append(SendPool(node=self.node, message=message))
         self._end(done.request_no, done.sound_blocks)
 
     def drop(self, key: RequestKey) -> None:
@@ -160,10 +166,14 @@ def _after(wanted: WantPrefix, blocks: int) -> tuple[BlockHash, ...]:
     return tuple(wanted.hashes[wanted.skip + blocks : wanted.skip + blocks + 1])
 
 
+_Offered = tuple[int, OfferedBlock]
+"""(offer, block)"""
+
+
 @dataclass(slots=True)
 class _Store:
-    blocks: list[tuple[int, OfferedBlock]]  # (offer, block)
-    asked_s: float
+    blocks: list[_Offered]
+    since_s: float
     gathering: bool = False
 
 
@@ -171,15 +181,18 @@ class _Store:
 class ClientStores:
     """Commands go to `outbox`."""
 
+    node: Incarnation
     outbox: list[ClientCommand]
     max_waiting_blocks: int
     batch_blocks: int
     max_stores: int
     stored_blocks: int = 0
     dropped_blocks: int = 0
-    _waiting: deque[tuple[int, OfferedBlock]] = field(init=False, default_factory=deque)
+    _waiting: deque[_Offered] = field(init=False, default_factory=deque)
     _unsettled: dict[int, int] = field(init=False, default_factory=dict)  # offer |-> blocks
+    _unconfirmed: dict[int, int] = field(init=False, default_factory=dict)  # offer |-> blocks
     _open: dict[int, _Store] = field(init=False, default_factory=dict)
+    _told: dict[int, _Store] = field(init=False, default_factory=dict)
     _late: set[int] = field(init=False, default_factory=set)  # given up, not yet answered
 
     @property
@@ -188,14 +201,15 @@ class ClientStores:
 
     def offer(self, offer: OfferBlocks, *, connected: bool) -> None:
         """Blocks without room are dropped."""
-        assert offer.offer not in self._unsettled, f"offer {offer.offer} is open"
+        assert offer.offer not in self._unconfirmed, f"offer {offer.offer} is open"
         room = self.max_waiting_blocks - len(self._waiting) if connected else 0
         taken = offer.blocks[: max(0, room)]
         self.dropped_blocks += len(offer.blocks) - len(taken)
         if not taken:
             self.outbox.append(OfferSettled(offer=offer.offer))
+            self.outbox.append(OfferConfirmed(offer=offer.offer))
             return
-        self._unsettled[offer.offer] = len(taken)
+        self._unsettled[offer.offer] = self._unconfirmed[offer.offer] = len(taken)
         self._waiting.extend((offer.offer, block) for block in taken)
 
     @property
@@ -206,9 +220,9 @@ class ClientStores:
         """Asks to store the blocks that have waited longest."""
         count = min(self.batch_blocks, len(self._waiting))
         blocks = [self._waiting.popleft() for _ in range(count)]
-        self._open[number] = _Store(blocks=blocks, asked_s=now_s)
+        self._open[number] = _Store(blocks=blocks, since_s=now_s)
         wanted = tuple(ChainBlock(block.hash, block.parent, block.tenant) for _, block in blocks)
-        self.outbox.append(SendPool(message=StoreWanted(request_no=number, blocks=wanted)))
+        self._send(StoreWanted(request_no=number, blocks=wanted))
 
     def granted(self, granted: StoreGranted, *, region: str) -> None:
         number = granted.request_no
@@ -217,13 +231,14 @@ class ClientStores:
             self._refuse(granted)
             return
         wanted = set(granted.indices)
-        self._settle(block for i, block in enumerate(store.blocks) if i not in wanted)
+        self._end([block for i, block in enumerate(store.blocks) if i not in wanted])
         store.blocks = [store.blocks[i] for i in granted.indices]
         if not store.blocks:
             del self._open[number]
             return
         store.gathering = True
         command = StoreBlocks(
+            node=self.node,
             request_no=number,
             region=region,
             sources=tuple(block.place for _, block in store.blocks),
@@ -233,49 +248,88 @@ class ClientStores:
 
     def _refuse(self, granted: StoreGranted) -> None:
         if granted.request_no in self._late and granted.indices:
-            self.outbox.append(SendPool(message=StoreAbandoned(request_no=granted.request_no)))
+            self._send(StoreAbandoned(request_no=granted.request_no))
         self._late.discard(granted.request_no)
 
-    def gathered(self, done: BlocksStored, *, tell: bool) -> None:
-        """`tell`: the node that granted the places is still there."""
-        self._settle(self._open.pop(done.request_no).blocks)
-        message: Stored | StoreAbandoned = StoreAbandoned(request_no=done.request_no)
-        if done.error is None:
-            self.stored_blocks += len(done.checksums)
-            message = Stored(request_no=done.request_no, checksums=done.checksums)
-        if tell:
-            self.outbox.append(SendPool(message=message))
+    def gathered(self, done: BlocksStored, now_s: float, *, is_there: bool) -> None:
+        """`is_there`: the node that granted the places."""
+        number = done.request_no
+        store = self._open.pop(number)
+        self._settle(store.blocks)
+        if is_there and done.error is None:
+            store.since_s = now_s
+            self._told[number] = store
+            self._send(Stored(request_no=number, checksums=done.checksums))
+            return
+        self._confirm(store.blocks)
+        if is_there:
+            self._send(StoreAbandoned(request_no=number))
+
+    def confirmed(self, confirmed: StoreConfirmed) -> None:
+        store = self._told.pop(confirmed.request_no, None)
+        if store is not None:
+            self.stored_blocks += len(store.blocks) * confirmed.readable
+            self._confirm(store.blocks)
 
     def lost(self) -> None:
         """Blocks that are being gathered continue to the end; all other stores end now."""
         self._late.clear()
-        self._settle(self._waiting)
+        self._end(self._waiting)
         self._waiting.clear()
         for number in [n for n, store in self._open.items() if not store.gathering]:
-            self._settle(self._open.pop(number).blocks)
+            self._end(self._open.pop(number).blocks)
+        self._give_up(self._told)
 
     def expire(self, asked_before_s: float) -> None:
+        """Ends what the node takes too long to answer."""
         for number, store in list(self._open.items()):
-            if not store.gathering and store.asked_s <= asked_before_s:
+            if not store.gathering and store.since_s <= asked_before_s:
                 self._late.add(number)
-                self._settle(self._open.pop(number).blocks)
+                self._end(self._open.pop(number).blocks)
+        self._give_up(n for n, store in self._told.items() if store.since_s <= asked_before_s)
 
-    def _settle(self, blocks: Iterable[tuple[int, OfferedBlock]]) -> None:
+    def _give_up(self, told: Iterable[int]) -> None:
+        for number in list(told):
+            self._confirm(self._told.pop(number).blocks)
+
+    def _send(self, message: ToPool) -> None:
+        self.outbox.append(SendPool(node=self.node, message=message))
+
+    def _end(self, blocks: Collection[_Offered]) -> None:
+        """The node does not get these blocks."""
+        self._settle(blocks)
+        self._confirm(blocks)
+
+    def _settle(self, blocks: Collection[_Offered]) -> None:
         """These blocks are no longer read."""
-        for offer, _ in blocks:
-            self._unsettled[offer] -= 1
-            if not self._unsettled[offer]:
-                del self._unsettled[offer]
-                self.outbox.append(OfferSettled(offer=offer))
+        for offer in _count_down(self._unsettled, blocks):
+            self.outbox.append(OfferSettled(offer=offer))
+
+    def _confirm(self, blocks: Collection[_Offered]) -> None:
+        for offer in _count_down(self._unconfirmed, blocks):
+            self.outbox.append(OfferConfirmed(offer=offer))
 
     def validate(self) -> None:
         """Every unsettled block is waiting or in exactly one store."""
-        counts: dict[int, int] = {}
-        for offer, _ in (*self._waiting, *(b for s in self._open.values() for b in s.blocks)):
-            counts[offer] = counts.get(offer, 0) + 1
-        assert counts == self._unsettled
+        assert _per_offer(self._waiting, self._open) == self._unsettled
+        assert _per_offer(self._waiting, self._open | self._told) == self._unconfirmed
         assert len(self._waiting) <= self.max_waiting_blocks
         assert not self._late & self._open.keys()
+        assert not self._open.keys() & self._told.keys()
+
+
+def _count_down(open_blocks: dict[int, int], blocks: Collection[_Offered]) -> Iterator[int]:
+    """Takes these blocks away. Yields the offers that have none left."""
+    for offer, count in Counter(offer for offer, _ in blocks).items():
+        open_blocks[offer] -= count
+        if not open_blocks[offer]:
+            del open_blocks[offer]
+            yield offer
+
+
+def _per_offer(waiting: Iterable[_Offered], stores: Mapping[int, _Store]) -> dict[int, int]:
+    blocks = chain(waiting, *(store.blocks for store in stores.values()))
+    return dict(Counter(offer for offer, _ in blocks))
 
 
 class PoolClient:
@@ -284,19 +338,22 @@ class PoolClient:
 
     def __init__(
         self,
+        node: Incarnation = OWN_NODE,
         *,
         max_waiting_blocks: int = 512,
         batch_blocks: int = 64,
         max_stores: int = 2,
         patience_s: float = 5.0,
     ) -> None:
+        self.node = node
         self._patience_s = patience_s
         self._welcome: PoolWelcome | None = None
         self._requests = 0
         self._commands: list[ClientCommand] = []
         self._asked: dict[int, tuple[SeekPrefix, float]] = {}
-        self.fetches = ClientFetches(outbox=self._commands)
+        self.fetches = ClientFetches(node=node, outbox=self._commands)
         self.stores = ClientStores(
+            node=node,
             outbox=self._commands,
             max_waiting_blocks=max_waiting_blocks,
             batch_blocks=batch_blocks,
@@ -338,7 +395,7 @@ class PoolClient:
             case DropPrefix(key=key):
                 self.fetches.drop(key)
             case BlocksStored():
-                self.stores.gathered(event, tell=self._is_at(event.region))
+                self.stores.gathered(event, now_s, is_there=self._is_at(event.region))
             case BlocksFetched():
                 self.fetches.scattered(event, now_s, lease_ttl_s=self._lease_ttl_s(event.region))
             case ClientTick():
@@ -350,6 +407,8 @@ class PoolClient:
         match message:
             case StoreGranted():
                 self.stores.granted(message, region=region)
+            case StoreConfirmed():
+                self.stores.confirmed(message)
             case Fetched():
                 self.fetches.fetched(message, region=region)
             case LookedUp(request_no=number):
@@ -360,7 +419,7 @@ class PoolClient:
                 assert_never(message)
 
     def _send(self, message: ToPool) -> None:
-        self._commands.append(SendPool(message=message))
+        self._commands.append(SendPool(node=self.node, message=message))
 
     def _next_request(self) -> int:
         self._requests += 1
