@@ -15,7 +15,7 @@ COUNTED_BY = (3, 11)
 SLACK = 1.02
 BUDGET: dict[Callable[[], Calls], Counts] = {
     plain_request: Counts(files=80, calls=2288, across=1300),
-    hard_request: Counts(files=80, calls=8378, across=4448),
+    hard_request: Counts(files=80, calls=8383, across=4448),
 }
 CALLS_PER_TOKEN = 132.0
 
