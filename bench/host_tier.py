@@ -44,7 +44,7 @@ from kvpool.core.fetch.client_events import (
     WantPrefix,
 )
 from kvpool.core.fetch.pool_nodes import PoolNodes
-from kvpool.core.layout.hashes import BlockHash, block_hashes, cache_salt, token_bytes
+from kvpool.core.layout.hashes import BlockHash, block_hashes, cache_salt
 from kvpool.core.layout.layout import BlockId
 from kvrelay.types import Incarnation, RequestKey
 from kvrelay.v1.pool_node_pb2 import PoolReportRequest
@@ -175,7 +175,7 @@ def pool_node(cluster: str, folder: Path, memory_bytes: int) -> Iterator[PoolNod
 
 
 def _chain(name: int) -> tuple[BlockHash, ...]:
-    return tuple(block_hashes(None, token_bytes([name] * _BLOCKS), 1, _SALT))
+    return tuple(block_hashes([name] * _BLOCKS, block_size=1, salt=_SALT))
 
 
 def _drop_file_cache(folder: Path) -> None:

@@ -179,7 +179,9 @@ class Handoffs:
 
     def _is_stored(self, job: PrefillJob) -> bool:
         """With `pool`: the decode worker can fetch it from there."""
-        return self.mode is not HandoffMode.POOL or self.jobs.lookup.is_stored(job.filled)
+        if self.mode is not HandoffMode.POOL:
+            return True
+        return self.jobs.lookup.is_stored(job.filled.hashes())
 
 
 PrefillEvent = Prefill | Abort | StepWanted | StepDone | Restored | OutgoingEvent

@@ -228,7 +228,7 @@ def test_what_a_stray_writer_leaves_is_never_served() -> None:
     for seed in range(5):
         world = World(seed=seed, roles="2p2d", layout="plain", places=(16,))
         host = world.cluster.pools.hosts["h0"]
-        for i in range(200):
+        for i in range(600):
             world.cluster.after(f"stray {i}", lambda w=world, h=host: w.stray_write(h), 4.0)
         world.run_in_peace()
         damaged += world.carried()["damaged"]

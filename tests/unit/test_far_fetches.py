@@ -42,7 +42,7 @@ class Scene:
         self.lookup = PrefixLookup(tables=self.tables, cost=self.cost, pool=self.pool)
         names = self.tables.chain("", len(PROMPT))
         names.extend(PROMPT, len(PROMPT))
-        self.hashes = names.full(len(PROMPT) - 1)
+        self.hashes = names.full(len(PROMPT) - 1).hashes()
 
     def open(self, holder: Holder, blocks: int) -> None:
         """NODE seems to have so much; the host's pool is asked first."""
@@ -88,7 +88,7 @@ def test_what_the_far_node_has_is_fetched_named_and_offered_to_the_own_pool() ->
     assert scene.pool.remote.tokens == 12 and scene.lookup.origins[PrefixOrigin.REMOTE] == 1
     offered = scene.pool.write_behind.offer(3.0)
     assert offered is not None
-    assert tuple(block.hash for block in offered.blocks) == tuple(scene.hashes[:3])
+    assert [block.hash for block in offered.blocks] == [*scene.hashes[:3]]
 
 
 def test_what_the_worker_has_itself_is_not_fetched() -> None:

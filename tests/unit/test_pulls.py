@@ -107,7 +107,7 @@ class Worker:
     def compute(self, tokens: list[int], now_s: float = 0) -> bool:
         """A prompt that comes, is computed and goes."""
         names, holder = self.chain(tokens), self.holder()
-        hashes = names.full(len(tokens))
+        hashes = names.full(len(tokens)).hashes()
         found = self.tables.try_open(holder, len(tokens), hashes=hashes, now_s=now_s)
         if found is None:
             return False
@@ -222,7 +222,7 @@ def test_a_prefix_comes_whole_and_is_named_here_too(windows: tuple[int | None, .
     assert (puller.peers.tokens, puller.cost.peer.seconds) == (20, pytest.approx(2 / 5))
     puller.tables.release(holder)
     puller.validate()
-    hashes = puller.chain(PROMPT).full(20)
+    hashes = puller.chain(PROMPT).full(20).hashes()
     assert puller.tables.try_open(puller.holder(), 22, hashes=hashes, now_s=4) == 20
 
 
@@ -368,7 +368,7 @@ def test_a_long_prefix_comes_in_pages(windows: tuple[int | None, ...]) -> None:
     assert restored == [Restored(holder=holder, tokens=20, origin=PrefixOrigin.PEER)]
     puller.tables.release(holder)
     puller.validate()
-    hashes = puller.chain(PROMPT).full(20)
+    hashes = puller.chain(PROMPT).full(20).hashes()
     assert puller.tables.try_open(puller.holder(), 22, hashes=hashes, now_s=4) == 20
 
 
@@ -434,7 +434,7 @@ def test_a_long_pull_fits_into_its_messages() -> None:
     for end in range(SIZE, len(tokens) + 1, SIZE):
         assert owner.tables.try_grow(kept, end, now_s=0)
         assert owner.tables.try_grow(owner.holder(), SIZE, now_s=0)  # takes the block between
-    owner.tables.fill(kept, names.full(len(tokens)))
+    owner.tables.fill(kept, names.full(len(tokens)).hashes())
     puller.lookup.on_peer(FromPeer(peer=H, message=owner.hello), 0)
     holder = puller.open(tokens, count)
     assert holder is not None

@@ -53,10 +53,10 @@ class Scene:
         self.names = _names(self.tables)
 
     def open(self, found: int = 0) -> None:
-        hashes = self.names.full(19)
-        assert self.lookup.try_open(A, 20, hashes=hashes, ahead_tokens=SIZE, now_s=0) == found
+        names = self.names.full(19)
+        assert self.lookup.try_open(A, 20, hashes=names, ahead_tokens=SIZE, now_s=0) == found
         assert self.lookup.is_fetching(A)
-        assert self.questions() == [SeekPrefix(key=A.key, hashes=hashes)]
+        assert self.questions() == [SeekPrefix(key=A.key, hashes=names.hashes())]
 
     def questions(self) -> list[PoolQuestion]:
         return self.pool.take_questions(0)
@@ -81,21 +81,21 @@ def test_what_is_there_is_fetched_and_named() -> None:
     scene = Scene(None)
     scene.open()
     want = scene.wanted(2, 1)
-    assert want.hashes == scene.names.full(12)
+    assert want.hashes == scene.names.full(12).hashes()
     assert [place[0] for place in want.targets] == list(scene.tables.tables(A)[0][:3])
     assert scene.lookup.is_fetching(A)
     assert scene.fetched(3) == [Restored(holder=A, tokens=12, origin=PrefixOrigin.DISK)]
     assert not scene.lookup.is_fetching(A)
     assert scene.fetched(3) == [], "it ends once"
     assert (scene.pool.own.host_tokens, scene.pool.own.disk_tokens) == (8, 4)
-    assert scene.tables.try_open(B, 20, hashes=scene.names.full(19), now_s=2) == 12
+    assert scene.tables.try_open(B, 20, hashes=scene.names.full(19).hashes(), now_s=2) == 12
     scene.tables.validate()
 
 
 def test_what_the_worker_has_is_not_fetched() -> None:
     scene = Scene(None)
     assert scene.tables.try_grow(B, 8, now_s=0)
-    scene.tables.fill(B, scene.names.full(8))
+    scene.tables.fill(B, scene.names.full(8).hashes())
     scene.open(found=8)
     want = scene.wanted(4)
     assert (want.skip, len(want.targets)) == (2, 2)
@@ -158,11 +158,11 @@ def test_an_offer_keeps_its_blocks_until_it_is_settled() -> None:
     tables.device.reports = True
     behind, names = WriteBehind(tables), _names(tables)
     assert tables.try_grow(A, 12, now_s=0)
-    tables.fill(A, names.full(12))
+    tables.fill(A, names.full(12).hashes())
     offer = behind.offer(1.0)
     assert offer is not None
-    assert [block.hash for block in offer.blocks] == list(names.full(12))
-    assert [block.parent for block in offer.blocks] == [None, *names.full(8)]
+    assert [block.hash for block in offer.blocks] == list(names.full(12).hashes())
+    assert [block.parent for block in offer.blocks] == [None, *names.full(8).hashes()]
     assert behind.offer(1.0) is None
     tables.release(A)
     tables.validate()
@@ -179,10 +179,10 @@ def test_what_a_window_has_passed_is_not_offered() -> None:
     behind, names = WriteBehind(tables), _names(tables)
     assert tables.try_open(A, 21, seen_from=20, leased=True, now_s=0) == 0
     tables.activate(A)
-    tables.fill(A, names.full(20))
+    tables.fill(A, names.full(20).hashes())
     offer = behind.offer(1.0)
     assert offer is not None
-    assert [block.hash for block in offer.blocks] == list(names.full(20))[4:]
+    assert [block.hash for block in offer.blocks] == list(names.full(20).hashes())[4:]
 
 
 def test_an_end_is_heard_also_of_blocks_that_are_all_passed_over() -> None:
@@ -192,12 +192,12 @@ def test_an_end_is_heard_also_of_blocks_that_are_all_passed_over() -> None:
     behind, names = WriteBehind(tables), _names(tables)
     assert tables.try_open(A, 8, seen_from=7, leased=True, now_s=0) == 0
     tables.activate(A)
-    tables.fill(A, names.full(4))
-    assert not behind.has_settled(names.full(4))
+    tables.fill(A, names.full(4).hashes())
+    assert not behind.has_settled(names.full(4).hashes())
     offer = behind.offer(1.0)
     assert offer is not None
     assert offer.blocks == ()
     behind.settled(offer.offer)
     behind.confirmed(offer.offer)
-    assert behind.has_settled(names.full(4))
+    assert behind.has_settled(names.full(4).hashes())
     tables.validate()

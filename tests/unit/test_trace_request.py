@@ -14,8 +14,8 @@ COUNTED_BY = (3, 11)
 """Other versions of Python make other calls, for example none for what they inline."""
 SLACK = 1.02
 BUDGET: dict[Callable[[], Calls], Counts] = {
-    plain_request: Counts(files=80, calls=2224, across=1277),
-    hard_request: Counts(files=80, calls=8124, across=4447),
+    plain_request: Counts(files=80, calls=2280, across=1290),
+    hard_request: Counts(files=80, calls=8340, across=4415),
 }
 CALLS_PER_TOKEN = 131.0
 

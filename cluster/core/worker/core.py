@@ -157,7 +157,11 @@ class WorkerCore:
     def proceed(self, now_s: float) -> list[WorkerCommand]:
         """Keep the device busy, and ask pools and peers."""
         steps, prefixes = self._steps, self.prefixes
-        commands: list[Any] = [] if steps.stepping is not None else steps.start(now_s)
+        commands: list[Any] = []
+        if self.decode.reservations.awaiting_blocks:
+            commands += self.decode.settle_reservations(now_s)  # offers and pulls free blocks too
+        if steps.stepping is None:
+            commands += steps.start(now_s)
         if prefixes.nodes is not None:
             commands += self._ask_pools(now_s)
         if steps.launches_ahead:

@@ -17,7 +17,7 @@ from kvpool.core.fetch.fetches import PrefixFetches, Restored
 from kvpool.core.fetch.peer_pull import PeerSource, PullEvent, PullGrants
 from kvpool.core.fetch.pool_sources import OwnPoolSource, RemotePoolSource
 from kvpool.core.fetch.write_behind import WriteBehind
-from kvpool.core.layout.hashes import BlockHash, BlockHashes
+from kvpool.core.layout.hashes import BlockHash, FullNames
 from kvrelay.messages import PrefixSource
 from kvrelay.types import PrefixOrigin
 
@@ -79,7 +79,7 @@ class PrefixLookup:
         holder: Holder,
         tokens: int,
         *,
-        hashes: BlockHashes,
+        hashes: FullNames,
         ahead_tokens: int,
         now_s: float,
         hint: PrefixSource | None = None,
@@ -91,10 +91,22 @@ class PrefixLookup:
         )
         if found is None:
             return None
-        here = found // self.tables.layout.block_size
-        if not self.fetches.begin(holder, hashes, here, hint, now_s):
+        if not self._try_fetch(holder, hashes, found, hint, now_s):
             self._ended(Restored.found_here(holder, found))
         return found
+
+    def _try_fetch(
+        self,
+        holder: Holder,
+        names: FullNames,
+        found: int,
+        hint: PrefixSource | None,
+        now_s: float,
+    ) -> bool:
+        if self.pool is None and hint is None:
+            return False
+        here = found // self.tables.layout.block_size
+        return self.fetches.begin(holder, names.hashes(), here, hint, now_s)
 
     def is_fetching(self, holder: Holder) -> bool:
         """None of the sequence's blocks may be used or freed."""

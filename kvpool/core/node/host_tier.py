@@ -192,7 +192,9 @@ class HostTier:
         if key in self._stores:
             return self._drop(key[0], f"request {key[1]} is open already")
         wanted = [] if self.draining else self._storable.choose(blocks)
-        places = self._host.reserve(len(wanted), below=[blocks[i].parent for i in wanted])
+        new = {blocks[i].hash for i in wanted}
+        below = [blocks[i].parent for i in wanted if blocks[i].parent not in new]
+        places = self._host.reserve(len(wanted), below=below)
         wanted = wanted[: len(places)]
         if wanted:
             taken = tuple(blocks[i] for i in wanted)
