@@ -393,6 +393,18 @@ def test_a_peer_that_loses_the_second_page_spoils_the_first() -> None:
     assert not puller.tables.device.tree.blocks
 
 
+def test_a_peer_that_grants_no_second_page_gives_nothing() -> None:
+    puller, owner = _pair(None, pages=(2, 2))
+    owner.compute(PROMPT)
+    holder = puller.open(PROMPT, 5)
+    assert holder is not None
+    assert not _copy_page(puller, owner, _named(puller, owner), 1).over
+    settled = PullSettled(pull=1, held=True)
+    restored = puller.lookup.on_peer(FromPeer(peer=H, message=settled), 2)
+    assert restored == [Restored.found_here(holder, 0)]
+    puller.validate()
+
+
 def test_the_lease_begins_anew_with_each_page() -> None:
     puller, owner = _pair(None, pages=(2, 2))
     owner.compute(PROMPT)
