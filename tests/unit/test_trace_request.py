@@ -15,7 +15,7 @@ COUNTED_BY = (3, 11)
 SLACK = 1.02
 BUDGET: dict[Callable[[], Calls], Counts] = {
     plain_request: Counts(files=80, calls=2280, across=1290),
-    hard_request: Counts(files=80, calls=8340, across=4415),
+    hard_request: Counts(files=80, calls=8346, across=4419),
 }
 CALLS_PER_TOKEN = 131.0
 
