@@ -1,4 +1,4 @@
-"""Chained block hashes: equal exactly when the tokens so far and the salt are equal."""
+"""Names of blocks: equal exactly when the tokens so far and the salt are equal."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ beginning.
 A holder of a block holds its whole chain. So a parent is never idle before its children, never used
 less often, and outlives them: eviction takes leaves first without searching for one.
 
-Hashes are chained: where the hash at one depth is equal, all blocks before are equal. So runs are
-compared by their last hash. A block's depth is its index in its chain.
+A hash covers all tokens up to its block's end: where it is equal at one depth, all blocks before
+are equal. So runs are compared at few depths. A block's depth is its index in its chain.
 
 A *strand* is what was appended in one go, and grew at its end: the pieces of a split run share its
 number. Since leaves go first, a strand is always one range of depths, and only its end moves.

@@ -1,9 +1,10 @@
 """Which prefixes are known, and which holder's tier has them: one tree of runs. Pure.
 
-A run is an edge of the tree: consecutive blocks, split where sequences diverge. Hashes are chained:
-if two sequences have the same hash at some depth, all hashes before it are the same too. The depth
-of a block is its index in its sequence. A holder's tier is a bit. It has all of a run, or only its
-beginning, or nothing; and if it has some of a run, it has all of the run's parent.
+A run is an edge of the tree: consecutive blocks, split where sequences diverge. A hash covers all
+tokens up to its block's end: if two sequences have the same hash at some depth, all hashes before
+it are the same too. The depth of a block is its index in its sequence. A holder's tier is a bit. It
+has all of a run, or only its beginning, or nothing; and if it has some of a run, it has all of the
+run's parent.
 
     on a split the upper part is a new run; the lower part is the run that was there
 
