@@ -102,7 +102,9 @@ def test_density_falls_with_idle_time_and_rises_with_uses(
 
 
 def test_a_run_that_goes_in_parts_is_remembered_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = RunTree(LeastReuseDensity())
+    policy, told = LeastReuseDensity(), list[tuple[int, int]]()
+    monkeypatch.setattr(policy.history, "saw_reuse", lambda level, _, n: told.append((level, n)))
+    tree = RunTree(policy)
     hashes = b"".join(name.to_bytes(32, "big") for name in range(9))
     for _ in range(2):
         run = tree.append(None, hashes, (array("i", range(9)),))
@@ -111,6 +113,7 @@ def test_a_run_that_goes_in_parts_is_remembered_whole(monkeypatch: pytest.Monkey
             tree.evict(blocks)
     run = tree.append(None, hashes, (array("i", range(9)),))
     assert run.uses == 3
+    assert told == [(1, 9), (2, 9)]
     tree.validate()
 
 
