@@ -437,7 +437,7 @@ def test_a_next_page_that_does_not_follow_is_refused(blocks: int, end: int) -> N
 
 
 def test_a_long_pull_fits_into_its_messages() -> None:
-    """However scattered the blocks: 64,000 tokens of 8."""
+    """However scattered the blocks: several messages of names and of places."""
     layout, count = _layout(None, 64), 8000
     owner, puller = (Worker(name, layout, blocks=3 * count) for name in (H, P))
     tokens = [*range(count * SIZE)]
