@@ -28,7 +28,8 @@ from engine.core.step_times import StepTimes
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.fetch.prefix_lookup import PrefixLookup
 from kvpool.core.layout.layout import Tables
-from kvrelay.types import PrefixOrigin, RequestSpec
+from kvrelay.messages import Generate
+from kvrelay.types import PrefixOrigin
 
 Taken = Ordered[tuple[Sequence, int]]
 """sequence, its tokens in the step"""
@@ -164,9 +165,11 @@ class Batch:
 
     # --- coming ---------------------------------------------------------------------------------
 
-    def try_enqueue(self, spec: RequestSpec, now_s: float) -> bool:
+    def try_enqueue(self, asked: Generate, now_s: float) -> bool:
         """To be prefilled here; False and nothing changed when its blocks have run out."""
+        spec = asked.spec
         sequence = self.running_set.sequence(spec, self.tables.names_of(spec))
+        sequence.hint = asked.prefix_source
         if not self.running_set.try_open(sequence, sequence.length + 1, self.chunk_tokens, now_s):
             return False
         sequence.cached = sequence.computed
@@ -189,6 +192,7 @@ class Batch:
             self.advance(whole, spec.context_tokens)
             self._part(whole, ids, arrived.finished, now_s)
             return
+        whole.hint = arrived.hint
         for choice, begun in zip(whole.choices, ids, strict=True):
             if choice not in arrived.finished:
                 self.running_set.wait(whole.part(choice, begun))

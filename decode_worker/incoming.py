@@ -31,7 +31,7 @@ from kvpool.core.transfer.messages import (
 )
 from kvpool.core.transfer.piece import Piece
 from kvpool.core.transfer.write import SlabWrite
-from kvrelay.messages import Reserve
+from kvrelay.messages import PrefixSource, Reserve
 from kvrelay.types import Incarnation, RequestKey, RequestSpec
 
 
@@ -190,6 +190,7 @@ class IncomingHandoff:
             spec=self.message.spec,
             names=self.names,
             source=self.sender,
+            hint=self.message.prefix_source,
             first_token_ids=self.commit.first_token_ids,
             resumed_ids=self.commit.resumed_ids,
             finished=frozenset(self.commit.finished_choices) | self.stopped,
@@ -214,12 +215,14 @@ _BUSY = (HandoffState.CHECKING, HandoffState.DRAINING)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived:
-    """A request whose KV is here. `finished` choices need no decoding. A request that was moved
-    here may have several tokens instead of its first one: `resumed_ids`."""
+    """A request whose KV is here, or can be fetched from a pool; `hint` is who else may have it.
+    `finished` choices need no decoding. A request that was moved here may have several tokens
+    instead of its first one: `resumed_ids`."""
 
     spec: RequestSpec
     names: HashChain
     source: Incarnation
+    hint: PrefixSource | None
     first_token_ids: tuple[int, ...]
     resumed_ids: tuple[int, ...]
     finished: frozenset[int]

@@ -146,17 +146,19 @@ class RunningSet:
         )
 
     def try_open(self, sequence: Sequence, tokens: int, ahead_tokens: int, now_s: float) -> bool:
-        """Room for `tokens` tokens; what is cached of them counts as computed."""
+        """Room for `tokens` tokens; what is cached of them counts as computed. The rest is sought
+        where its hint says, once: what it knows would be old if the sequence comes again."""
         found = self.lookup.try_open(
             sequence.holder,
             tokens,
             hashes=sequence.reusable,
             ahead_tokens=ahead_tokens,
             now_s=now_s,
+            hint=sequence.hint,
         )
         if found is None:
             return False
-        sequence.computed = found
+        sequence.computed, sequence.hint = found, None
         return True
 
     def expect(self, key: RequestKey) -> None:

@@ -153,7 +153,7 @@ class DecodeScheduler:
             return None if held_tokens is None else self._taken(key, now_s, held_tokens)
         if self._waits_behind(message):
             return None
-        return self._taken(key, now_s) if self.batch.try_enqueue(message.spec, now_s) else None
+        return self._taken(key, now_s) if self.batch.try_enqueue(message, now_s) else None
 
     def _waits_behind(self, message: Ask) -> bool:
         """Prompts that were computed elsewhere get blocks first."""

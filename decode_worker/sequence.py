@@ -21,7 +21,7 @@ from engine.core.step import (
 from kvpool.core.blocks.holding import Holder
 from kvpool.core.layout.block_names import ChainNames, HashChain
 from kvpool.core.layout.layout import Tables
-from kvrelay.messages import Lifetime, LifetimeMoment, Tokens
+from kvrelay.messages import Lifetime, LifetimeMoment, PrefixSource, Tokens
 from kvrelay.types import FinishReason, PrefixOrigin, RequestKey, RequestSpec
 
 
@@ -29,7 +29,7 @@ from kvrelay.types import FinishReason, PrefixOrigin, RequestKey, RequestSpec
 class Sequence:
     """`arrival` orders sequences: the newest is preempted first. `choices` share all tokens so far;
     those `stopped` end with the token at which the choices part. Of the `computed` tokens the first
-    `cached` were found when it began.
+    `cached` were found when it began. `hint`: who may have more of them, until it was asked.
 
     A sequence that decodes may have to pause for others: for `paused_s` so far, and now since
     `paused_since_s`. `preempted`: it also lost its slot or its blocks. While others may hold it up,
@@ -42,6 +42,7 @@ class Sequence:
     names: HashChain
     arrival: int
     emitted: list[int] = field(default_factory=list)
+    hint: PrefixSource | None = None
     cached: int = 0
     origin: PrefixOrigin = PrefixOrigin.COMPUTED
     computed: int = 0
@@ -94,6 +95,7 @@ class Sequence:
             emitted=[*self.emitted, *token_ids],
             computed=self.computed,
             joined=self.joined,
+            hint=self.hint,
         )
 
     def __getitem__(self, positions: slice) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from kvpool.core.blocks.pool import BlockState
 from kvpool.core.layout.block_names import BlockNames
 from kvpool.core.layout.layout import KvLayout
 from kvpool.core.transfer.commands import FromPeer, LinkMeasured, PeerLost, SendPeer
-from kvpool.core.transfer.messages import PeerHello
+from kvpool.core.transfer.messages import HandoffMode, PeerHello
 from kvpool.core.transfer.pool_map import KvFacts
 from kvpool.core.transfer.slabs import SlabId, SlabState, Staging, plan_staging
 from kvrelay.messages import WorkerHello
@@ -200,6 +200,7 @@ class SimWorker:
             prefill_chunk_tokens=settings.own_chunk_tokens,
             vocab_size=2**32,
             step_times=self.hardware.told,
+            handoff_by_pool=settings.handoff == HandoffMode.POOL,
             physical_format=self.hardware.layout.physical_format(),
             kv_token_bytes=self.hardware.layout.bytes_per_block // self.hardware.layout.block_size,
         )

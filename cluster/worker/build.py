@@ -31,7 +31,7 @@ from engine.device.threads import nvtx, use_threads
 from engine.runner import Engine
 from kvpool.core.layout.block_names import BlockNames
 from kvpool.core.transfer.codec_choice import CodecOffer
-from kvpool.core.transfer.messages import PeerHello
+from kvpool.core.transfer.messages import HandoffMode, PeerHello
 from kvpool.core.transfer.pool_map import KvFacts
 from kvpool.core.transfer.slabs import Staging, plan_staging
 from kvpool.memory.probe import measure_copies
@@ -283,4 +283,5 @@ def _hello(
         rope_border_tokens=names.rope_border_tokens,
         step_times=times,
         kv_token_bytes=engine.layout.bytes_per_block // engine.layout.block_size,
+        handoff_by_pool=settings.handoff == HandoffMode.POOL,
     )

@@ -27,27 +27,29 @@ from kvrelay.types import (
 # --- router -> worker ---------------------------------------------------------------------------
 
 
-@value
-class Reserve:
-    """To the decode worker: hold blocks until the KV arrives from `source`. None: from whoever
-    comes with it first, as long as the router that asks is here. The router has judged its pace,
-    and what of so many sequences will be there by then (`counted`), or promises none, however many
-    there are; None: it has not."""
-
-    spec: RequestSpec
-    source: Incarnation | None
-    counted: int | None = None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixSource:
     """A worker, or the pool node of another host, that seems to have the KV of the prompt's first
-    `blocks` blocks."""
+    `blocks` blocks, or will have it when the prompt is computed."""
 
     peer: Incarnation
     addresses: tuple[str, ...]
     blocks: int
     is_pool_node: bool = False
+
+
+@value
+class Reserve:
+    """To the decode worker: hold blocks until the KV arrives from `source`. None: from whoever
+    comes with it first, as long as the router that asks is here. The router has judged its pace,
+    and what of so many sequences will be there by then (`counted`), or promises none, however many
+    there are; None: it has not. Where handoffs go through the pool, the worker fetches the KV from
+    `prefix_source`, unless its host's pool node has as much."""
+
+    spec: RequestSpec
+    source: Incarnation | None
+    counted: int | None = None
+    prefix_source: PrefixSource | None = None
 
 
 @value
@@ -69,9 +71,11 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generate:
-    """To a worker that decodes: prefill here too. Its first token is due `within_s` of now."""
+    """To a worker that decodes: prefill here too. `prefix_source` has more of the KV than the
+    worker itself. Its first token is due `within_s` of now."""
 
     spec: RequestSpec
+    prefix_source: PrefixSource | None = None
     within_s: float | None = None
 
 
@@ -106,7 +110,8 @@ ToWorker = Reserve | Prefill | Generate | Preload | Abort | Stop
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerHello:
     """`physical_format` and `rope_border_tokens`, with the fingerprint, name its blocks;
-    `kv_token_bytes` is the KV of one token; `cpus`, such as 0-3, are its own, if it has any."""
+    `kv_token_bytes` is the KV of one token; `cpus`, such as 0-3, are its own, if it has any.
+    `handoff_by_pool`: prompts that are computed elsewhere come to it through the pool."""
 
     name: str
     incarnation: Incarnation
@@ -127,6 +132,7 @@ class WorkerHello:
     rope_border_tokens: int | None = None
     kv_token_bytes: int = 0
     cpus: str = ""
+    handoff_by_pool: bool = False
 
 
 @value

@@ -108,10 +108,10 @@ def ask(
     if state.dispatch.expect(request, demand, admitted):
         request.prefill_worker = None
         request.story.note(Moment.ASKED, now_s, request.worker_names[-1:])
-        return [ask_to_reserve(demand.spec, candidate.decode, None, admitted.counted)]
+        return [ask_to_reserve(state, demand, candidate.decode, None, admitted.counted)]
     book_prefill(demand, candidate.prefiller, prompt, now_s)
     request.story.note(Moment.ASKED, now_s, request.worker_names)
-    return [ask_for_slot(demand.spec, admitted, request.within_s(now_s))]
+    return [ask_for_slot(state, demand, admitted, request.within_s(now_s))]
 
 
 def wait(
@@ -412,23 +412,35 @@ def end_attempt(state: RouterState, request: Request, now_s: float, *, freed: bo
 # --- messages to workers --------------------------------------------------------------------------
 
 
-def ask_for_slot(spec: RequestSpec, admitted: Admitted, within_s: float | None) -> Send:
+def ask_for_slot(
+    state: RouterState, demand: Demand, admitted: Admitted, within_s: float | None
+) -> Send:
     """Asks the decode worker for a slot. A worker that prefills too begins at once, and so does
     the worker that computes a prompt of which no token is wanted."""
-    candidate = admitted.candidate
+    spec, candidate = demand.spec, admitted.candidate
     decode = candidate.decode.incarnation
     if not spec.sampling.max_tokens:
         alone = Prefill(spec=spec, target_addresses=(), target=None, within_s=within_s)
         return Send(worker=decode, message=alone)
     if candidate.prefill is None:
-        return Send(worker=decode, message=Generate(spec=spec, within_s=within_s))
-    return ask_to_reserve(spec, candidate.decode, candidate.prefill.incarnation, admitted.counted)
+        generate = Generate(spec=spec, prefix_source=candidate.source, within_s=within_s)
+        return Send(worker=decode, message=generate)
+    return ask_to_reserve(state, demand, candidate.decode, candidate.prefill, admitted.counted)
 
 
 def ask_to_reserve(
-    spec: RequestSpec, decode: WorkerView, source: Incarnation | None, counted: int | None = None
+    state: RouterState,
+    demand: Demand,
+    decode: WorkerView,
+    prefill: WorkerView | None,
+    counted: int | None,
 ) -> Send:
-    message = Reserve(spec=spec, source=source, counted=counted)
+    message = Reserve(
+        spec=demand.spec,
+        source=None if prefill is None else prefill.incarnation,
+        counted=counted,
+        prefix_source=demand.held.handoff_source(state.workers, prefill, decode),
+    )
     return Send(worker=decode.incarnation, message=message)
 
 

@@ -179,7 +179,7 @@ class Moving:
         )
         book_decode(demand, admitted, now_s)
         book_prefill(demand, source, prediction.prompt, now_s)
-        return [lifecycle.ask_for_slot(spec, admitted, None)]
+        return [lifecycle.ask_for_slot(state, demand, admitted, None)]
 
     def answered(self, state: RouterState, event: WorkerEvent, now_s: float) -> list[Command]:
         """Nothing changes where the target refuses, or the request went on otherwise."""

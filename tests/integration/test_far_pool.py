@@ -173,3 +173,75 @@ def test_a_node_with_another_secret_is_left_alone(
         assert metric(cluster, "pool_remote_hits", "prefill-1") == 0
         assert nodes[0].text.count("joined (") == 1
         cluster.assert_clean()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_handoff_between_hosts_comes_from_the_pool_node_of_the_prefill_worker(
+    family: str, tmp_path: Path, hosts: tuple[WorkerHost, WorkerHost]
+) -> None:
+    """Each worker uses its own host's node. Of a prompt of whole blocks all is fetched."""
+    folder = random_checkpoint(tmp_path, family)
+    model = load_model(open_checkpoint(str(folder)), device="cpu", dtype="float32")
+    with handoff_between_hosts(tmp_path, folder, hosts) as (cluster, nodes):
+        for tokens in (1, 16, 100, 144):
+            ids = prompt(tokens, tokens)
+            answer = cluster.completion(ids, max_tokens=TOKENS, temperature=0, ignore_eos=True)
+            expected = generate_reference(model, ids, tokens=TOKENS)
+            assert_same_tokens(expected, answer["choices"][0]["token_ids"])
+        there = 16 + 96 + 144
+        wait_until(lambda: from_afar(cluster) == there, "all came from the other host")
+        assert metric(cluster, "pool_remote_hits", "decode-0") > 0
+        assert metric(cluster, "kv_transfers", "decode-0") == 0
+        nodes[0].kill()
+        ids = prompt(7)
+        answer = cluster.completion(ids, max_tokens=TOKENS, temperature=0, ignore_eos=True)
+        expected = generate_reference(model, ids, tokens=TOKENS)
+        assert_same_tokens(expected, answer["choices"][0]["token_ids"])
+        cluster.assert_clean()
+
+
+def from_afar(cluster: Cluster) -> float:
+    """Tokens that the decode worker fetched from there, or found but had sooner otherwise."""
+    declined = metric(cluster, "pool_declined", "decode-0")
+    return metric(cluster, "pool_remote_hits", "decode-0") + declined
+
+
+@contextmanager
+def handoff_between_hosts(
+    folder: Path, model: Path, hosts: tuple[WorkerHost, WorkerHost]
+) -> Iterator[tuple[Cluster, list[Node]]]:
+    """prefill-0 at the first node, decode-0 at the second."""
+    pools = [f"far-{uuid4().hex[:8]}" for _ in range(2)]
+    options = ("--host-memory", "64MiB", "--transport", "nixl", "--set", f"network.secret={SECRET}")
+    nodes = [Node(folder / pool, pool, *options) for pool in pools]
+    roles = {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
+    settings = [
+        worker_settings(
+            name,
+            role,
+            model,
+            pool_address=host_pool_address(pool),
+            transports=("shm", "nixl"),
+            handoff="pool",
+            secret=SECRET,
+        )
+        for (name, role), pool in zip(roles.items(), pools, strict=True)
+    ]
+    try:
+        with running_cluster(model, [*zip(hosts, settings, strict=True)]) as cluster:
+            wait_until(lambda: all("joined" in node.text for node in nodes), "all have joined")
+            for node in nodes:
+                cluster.add_pool_node(node.grpc_address)
+            wait_until(lambda: knows_both(cluster), "the router knows both nodes")
+            yield cluster, nodes
+    finally:
+        for node in nodes:
+            if node.is_alive:
+                node.stop()
+
+
+def knows_both(cluster: Cluster) -> bool:
+    directory: Directory = cluster.router.process.dispatcher.core.state.directory
+    return cluster.router.read(
+        lambda: sum(bool(node.workers) for node in directory.pool_nodes.values()) == 2
+    )

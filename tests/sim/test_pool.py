@@ -245,6 +245,20 @@ def test_prefixes_come_from_every_tier() -> None:
     assert carried["preemptions"] > 0, carried
 
 
+@pytest.mark.parametrize(("roles", "mode"), [("1p1d", HandoffMode.POOL), ("2b", HandoffMode.PUSH)])
+def test_workers_that_decode_pull_from_others(roles: str, mode: HandoffMode) -> None:
+    """The pool of the other host can't be reached from theirs."""
+    tokens = 0
+    for seed in range(3):
+        world = World(seed=seed, roles=roles, mode=mode, hosts=2)
+        world.run_in_peace()
+        for worker in world.cluster.workers.values():
+            if worker.shape.role is not Role.PREFILL:
+                assert worker.core.lookup.peers is not None
+                tokens += worker.core.lookup.peers.tokens
+    assert tokens > 20
+
+
 @pytest.mark.parametrize("mode", HandoffMode)
 def test_every_buffer_full_at_once(mode: HandoffMode) -> None:
     """LMCache#1215: chunks of several prompts fill the receiver's buffers; the sender waits for

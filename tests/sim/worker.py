@@ -367,6 +367,7 @@ class Worker:
             vocab_size=50,
             physical_format=NAMES.physical_format,
             step_times=TIMES,
+            handoff_by_pool=self.shape.mode is HandoffMode.POOL,
             kv_token_bytes=layout.bytes_per_token,
         )
 

@@ -47,7 +47,14 @@ STEP_TIMES = StepCoefficients(
 )
 
 
-def hello(name: str, role: Role, *, places: int = 4, max_model_len: int = 64) -> WorkerHello:
+def hello(
+    name: str,
+    role: Role,
+    *,
+    places: int = 4,
+    max_model_len: int = 64,
+    handoff_by_pool: bool = False,
+) -> WorkerHello:
     return WorkerHello(
         name=name,
         incarnation=Incarnation(name),
@@ -68,6 +75,7 @@ def hello(name: str, role: Role, *, places: int = 4, max_model_len: int = 64) ->
         rope_border_tokens=4096,
         kv_token_bytes=1_000_000,
         cpus="0-1",
+        handoff_by_pool=handoff_by_pool,
     )
 
 

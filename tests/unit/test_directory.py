@@ -16,15 +16,26 @@ from kvrelay.errors import PeerError
 from kvrelay.messages import (
     BlockChanges,
     Counters,
+    Generate,
     PoolUpdate,
     Prefill,
     PrefixSource,
+    Reserve,
     StoredRun,
 )
 from kvrelay.types import Incarnation, Role, Tier
 from kvrelay.wire import decode_changes, encode_batch
 from router.core.core import RouterCore
-from router.core.events import PoolNodeLost, PoolNodeSaid, Send, Submitted, WorkerLost, WorkerSaid
+from router.core.events import (
+    Aborted,
+    PoolNodeLost,
+    PoolNodeSaid,
+    Send,
+    Submitted,
+    WorkerJoined,
+    WorkerLost,
+    WorkerSaid,
+)
 from router.core.load.prefill_queue import Ahead
 from router.core.state.directory import Directory
 from router.core.state.known_runs import KnownRun
@@ -579,6 +590,75 @@ def test_the_last_token_is_always_computed() -> None:
     core.handle(Submitted(request=replace(request(), prompt_ids=prompt)), 1)
     (order,) = [c.message for c in says(core, "d", reserved()) if _is_prefill(c)]
     assert order.prefix_source == _of("d", 1)
+
+
+# --- what it tells a decode worker --------------------------------------------------------------
+
+
+def _by_pool(*prefills: str) -> RouterCore:
+    """Handoffs go through the pool; nobody has told of a block yet."""
+    core = RouterCore()
+    for name in prefills:
+        core.handle(WorkerJoined(hello=hello(name, Role.PREFILL)), 0)
+    core.handle(WorkerJoined(hello=hello("d", Role.DECODE, handoff_by_pool=True)), 0)
+    return core
+
+
+def _asked(core: RouterCore, tokens: tuple[int, ...] = LONG) -> Reserve | Generate:
+    """What the decode worker is asked."""
+    (ask,) = core.handle(Submitted(request=replace(request(), prompt_ids=tokens)), 1)
+    assert isinstance(ask, Send) and isinstance(ask.message, Reserve | Generate)
+    return ask.message
+
+
+def test_what_will_be_computed_is_fetched_from_the_pool_node_of_that_host() -> None:
+    core = _by_pool("p")
+    _pooled(core, "p", ())
+    assert _asked(core).prefix_source == _in_node(2)
+
+
+def test_full_blocks_are_fetched_with_the_last_token_and_shorter_prompts_computed() -> None:
+    core = _by_pool("p")
+    _pooled(core, "p", ())
+    assert _asked(core, LONG[:8]).prefix_source == _in_node(2)
+    core.handle(Aborted(request_id="r"), 1)
+    assert _asked(core, LONG[:3]).prefix_source is None
+
+
+def test_the_pool_node_of_its_own_host_is_asked_anyway() -> None:
+    core = _by_pool("p")
+    update = PoolUpdate(
+        sequence=0,
+        node=NODE,
+        addresses=("nixl:far",),
+        workers=(Incarnation("p"), Incarnation("d")),
+    )
+    core.handle(PoolNodeSaid(update=update), 0)
+    _pooled(core, "q", _names(LONG), node=Incarnation("other"), addresses=("nixl:other",))
+    assert _asked(core).prefix_source is None
+
+
+def test_where_that_node_can_not_be_reached_who_has_it_now_is_named() -> None:
+    core = _by_pool("p")
+    _pooled(core, "p", (), addresses=())
+    _holds(core, "p", _names(LONG))
+    assert _asked(core).prefix_source == _of("p", 2)
+
+
+def test_a_decode_worker_that_is_sent_the_blocks_is_told_of_no_source() -> None:
+    core = core_with(p=Role.PREFILL, d=Role.DECODE)
+    _pooled(core, "p", _names(LONG))
+    assert _asked(core).prefix_source is None
+
+
+@pytest.mark.parametrize("near", [0, 1, 2])
+def test_one_that_computes_the_prompt_itself_is_told_who_has_more(near: int) -> None:
+    core = core_with(b=Role.BOTH)
+    _pooled(core, "q", _names(LONG))
+    _holds(core, "b", _names(LONG)[:near])
+    asked = _asked(core)
+    assert isinstance(asked, Generate)
+    assert asked.prefix_source == (_in_node(2) if near < 2 else None)
 
 
 def _is_prefill(command: object) -> bool:

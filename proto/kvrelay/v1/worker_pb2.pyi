@@ -136,14 +136,16 @@ class RouterHello(_message.Message):
     def __init__(self, wire_version: _Optional[int] = ..., router_incarnation: _Optional[str] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("spec", "source", "counted")
+    __slots__ = ("spec", "source", "counted", "prefix_source")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     COUNTED_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_SOURCE_FIELD_NUMBER: _ClassVar[int]
     spec: RequestSpec
     source: str
     counted: int
-    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., source: _Optional[str] = ..., counted: _Optional[int] = ...) -> None: ...
+    prefix_source: PrefixSource
+    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., source: _Optional[str] = ..., counted: _Optional[int] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ...) -> None: ...
 
 class Prefill(_message.Message):
     __slots__ = ("spec", "target_addresses", "target", "held_tokens", "prefix_source", "within_s")
@@ -174,12 +176,14 @@ class PrefixSource(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., blocks: _Optional[int] = ..., is_pool_node: _Optional[bool] = ...) -> None: ...
 
 class Generate(_message.Message):
-    __slots__ = ("spec", "within_s")
+    __slots__ = ("spec", "within_s", "prefix_source")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     WITHIN_S_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_SOURCE_FIELD_NUMBER: _ClassVar[int]
     spec: RequestSpec
     within_s: float
-    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., within_s: _Optional[float] = ...) -> None: ...
+    prefix_source: PrefixSource
+    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., within_s: _Optional[float] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ...) -> None: ...
 
 class Preload(_message.Message):
     __slots__ = ("spec",)
@@ -216,7 +220,7 @@ class FromWorker(_message.Message):
     def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., counters: _Optional[_Union[_counters_pb2.Counters, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[_pool_node_pb2.BlockChanges, _Mapping]]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("wire_version", "name", "incarnation", "role", "device", "transfer_addresses", "fingerprint", "block_size", "total_blocks", "max_model_len", "max_running_requests", "vocab_size", "transport", "architecture", "prefill_chunk_tokens", "physical_format", "rope_border_tokens", "kv_token_bytes", "step_times", "cpus")
+    __slots__ = ("wire_version", "name", "incarnation", "role", "device", "transfer_addresses", "fingerprint", "block_size", "total_blocks", "max_model_len", "max_running_requests", "vocab_size", "transport", "architecture", "prefill_chunk_tokens", "physical_format", "rope_border_tokens", "kv_token_bytes", "step_times", "cpus", "handoff_by_pool")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -237,6 +241,7 @@ class WorkerHello(_message.Message):
     KV_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     STEP_TIMES_FIELD_NUMBER: _ClassVar[int]
     CPUS_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_BY_POOL_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     name: str
     incarnation: str
@@ -257,7 +262,8 @@ class WorkerHello(_message.Message):
     kv_token_bytes: int
     step_times: _inference_pb2.StepTimes
     cpus: str
-    def __init__(self, wire_version: _Optional[int] = ..., name: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., transfer_addresses: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., vocab_size: _Optional[int] = ..., transport: _Optional[str] = ..., architecture: _Optional[str] = ..., prefill_chunk_tokens: _Optional[int] = ..., physical_format: _Optional[str] = ..., rope_border_tokens: _Optional[int] = ..., kv_token_bytes: _Optional[int] = ..., step_times: _Optional[_Union[_inference_pb2.StepTimes, _Mapping]] = ..., cpus: _Optional[str] = ...) -> None: ...
+    handoff_by_pool: bool
+    def __init__(self, wire_version: _Optional[int] = ..., name: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., transfer_addresses: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., vocab_size: _Optional[int] = ..., transport: _Optional[str] = ..., architecture: _Optional[str] = ..., prefill_chunk_tokens: _Optional[int] = ..., physical_format: _Optional[str] = ..., rope_border_tokens: _Optional[int] = ..., kv_token_bytes: _Optional[int] = ..., step_times: _Optional[_Union[_inference_pb2.StepTimes, _Mapping]] = ..., cpus: _Optional[str] = ..., handoff_by_pool: _Optional[bool] = ...) -> None: ...
 
 class Event(_message.Message):
     __slots__ = ("key", "age_s", "reserved", "reserve_refused", "lifetime", "tokens", "failed", "released", "prompt_logprobs")

@@ -12,9 +12,9 @@ from router.core.state.quarantine import Pair, Placement
 from router.core.state.worker_view import WorkerView
 
 Way = tuple[Incarnation, Incarnation | None, Incarnation | None]
-"""Who decodes, who prefills, and whom that one may pull a prefix from."""
+"""Who decodes, who prefills, and whom that one may fetch a prefix from."""
 PromptWay = tuple[Incarnation, bool, Incarnation | None]
-"""Who prefills, whether it decodes too, and whom it may pull a prefix from."""
+"""Who prefills, whether it decodes too, and whom it may fetch a prefix from."""
 
 
 @value

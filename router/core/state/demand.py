@@ -1,8 +1,8 @@
 """What a request asks of the workers, as placement and admission see it. Pure.
 
-Who has a prompt's first blocks, and where a prefill worker could get them from. Pure.
+Who has a prompt's first blocks, and where a worker could get them from. Pure.
 
-The prefill worker decides whether pulling is worth it, and asks its host's pool node by itself. So
+The worker decides whether fetching is worth it, and asks its host's pool node by itself. So
 prefixes that are asked for at several workers end up at all of them, and in their pool nodes.
 """
 
@@ -91,22 +91,37 @@ class HeldPrefixes:
                 self.blocks(worker)
         return [found[w.naming].get(w.incarnation, 0) * w.hello.block_size for w in workers]
 
-    def source(self, workers: _WorkerViews, prefill: WorkerView) -> PrefixSource | None:
+    def source(self, workers: _WorkerViews, asked: WorkerView) -> PrefixSource | None:
         """The worker, or pool node of another host, with most of the prompt: of several a worker,
-        and of these the least busy. None if `prefill` has as much itself."""
-        held = self.blocks(prefill)
+        and of these the least busy. None if `asked` has as much itself."""
+        held = self.blocks(asked)
         if not held:
             return None
-        best = self._worker(workers, prefill)
-        for far in self._far(prefill) if self.directory.pool_nodes else ():
+        best = self._worker(workers, asked)
+        for far in self._far(asked) if self.directory.pool_nodes else ():
             best = far if best is None or far.blocks > best.blocks else best
-        own = held.get(prefill.incarnation, 0)
+        own = held.get(asked.incarnation, 0)
         return best if best is not None and best.blocks > own else None
 
-    def _worker(self, workers: _WorkerViews, prefill: WorkerView) -> PrefixSource | None:
-        if prefill.naming not in self._best:
-            self._best[prefill.naming] = _most(self.blocks(prefill), workers)
-        return self._best[prefill.naming]
+    def handoff_source(
+        self, workers: _WorkerViews, prefill: WorkerView | None, decode: WorkerView
+    ) -> PrefixSource | None:
+        """Where `decode` finds what `prefill` computes, if that comes through the pool: at the pool
+        node of that one's host, if it is another host. None for `prefill`: it isn't chosen yet."""
+        if not decode.hello.handoff_by_pool:
+            return None
+        node = None if prefill is None else self.directory.node_of(prefill.incarnation)
+        if node is not None and decode.incarnation in node.workers:
+            return None
+        if node is None or not node.addresses:
+            return self.source(workers, decode)
+        blocks = self.spec.context_tokens // decode.hello.block_size
+        return _in_node(node, blocks) if blocks else None
+
+    def _worker(self, workers: _WorkerViews, asked: WorkerView) -> PrefixSource | None:
+        if asked.naming not in self._best:
+            self._best[asked.naming] = _most(self.blocks(asked), workers)
+        return self._best[asked.naming]
 
     def _near(self, worker: WorkerView) -> int:
         """What its host's pool node has."""
@@ -118,14 +133,16 @@ class HeldPrefixes:
         held, nodes = self.blocks(worker), self.directory.pool_nodes
         return [(node, held[name]) for name, node in nodes.items() if name in held]
 
-    def _far(self, prefill: WorkerView) -> Iterator[PrefixSource]:
+    def _far(self, asked: WorkerView) -> Iterator[PrefixSource]:
         """Pool nodes that have more than the one of its own host."""
-        near = self._near(prefill)
-        for node, blocks in self._nodes(prefill):
+        near = self._near(asked)
+        for node, blocks in self._nodes(asked):
             if blocks > near and node.addresses:
-                yield PrefixSource(
-                    peer=node.node, addresses=node.addresses, blocks=blocks, is_pool_node=True
-                )
+                yield _in_node(node, blocks)
+
+
+def _in_node(node: PoolUpdate, blocks: int) -> PrefixSource:
+    return PrefixSource(peer=node.node, addresses=node.addresses, blocks=blocks, is_pool_node=True)
 
 
 def _most(held: Held, workers: _WorkerViews) -> PrefixSource | None:

@@ -158,6 +158,10 @@ class Directory:
             self._strands -= len(tier.strands)
             self._places[tier.bit.bit_length() - 1] = None
 
+    def node_of(self, worker: Incarnation) -> PoolUpdate | None:
+        """The pool node of its host."""
+        return next((node for node in self.pool_nodes.values() if worker in node.workers), None)
+
     # --- its bound ------------------------------------------------------------------------------
 
     def _drop_oldest(self) -> None:

@@ -1,0 +1,153 @@
+"""A decode worker fetches from where a router says: what it prefills itself, and what comes to it
+through the pool."""
+
+from __future__ import annotations
+
+from decode_worker.batch import Batch
+from decode_worker.running_set import TierShares
+from decode_worker.scheduler import DecodeScheduler
+from engine.core.step import StepWanted
+from kvpool.core.blocks.holding import Holder
+from kvpool.core.fetch.client_events import (
+    PoolQuestion,
+    PrefixFetched,
+    PrefixFound,
+    SeekPrefix,
+    WantPrefix,
+)
+from kvpool.core.fetch.cost import RestoreCost
+from kvpool.core.fetch.fetches import Restored
+from kvpool.core.fetch.prefix_lookup import PoolUse, PrefixLookup
+from kvpool.core.transfer.messages import Commit, HandoffMode
+from kvrelay.messages import Abort, Generate, PrefixSource, Reserve
+from kvrelay.types import Incarnation, PrefixOrigin, RequestSpec
+from tests.unit.worker_kit import (
+    BLOCK,
+    P,
+    done,
+    from_p,
+    key,
+    names,
+    reservations,
+    spec,
+    the_step,
+)
+
+NODE = Incarnation("node")
+A = Holder("decode", key("a"))
+
+
+class Scene:
+    """A decode worker; its host's pool has nothing."""
+
+    def __init__(self, *, blocks: int = 16) -> None:
+        owner = reservations(blocks=blocks, mode=HandoffMode.POOL)
+        owner.tables.device.reports = True
+        self.pool = PoolUse(owner.tables, cost := RestoreCost(BLOCK))
+        self.lookup = PrefixLookup(tables=owner.tables, cost=cost, pool=self.pool)
+        batch = Batch(lookup=self.lookup, chunk_tokens=32, shares=TierShares(slots=4))
+        self.decode = DecodeScheduler(reservations=owner, batch=batch)
+
+    def taken(self) -> list[PoolQuestion]:
+        questions = self.pool.questions.copy()
+        self.pool.questions.clear()
+        return questions
+
+    def wanted(self, holder: Holder = A) -> WantPrefix:
+        """What it wants, once its host's pool has answered."""
+        (sought,) = self.taken()
+        assert isinstance(sought, SeekPrefix) and sought.key == holder.key
+        found = PrefixFound(key=holder.key, host_blocks=0, disk_blocks=0)
+        assert self.lookup.on_pool_answer(found, 1) == []
+        (wanted,) = self.taken()
+        assert isinstance(wanted, WantPrefix)
+        return wanted
+
+    def fetched(self, blocks: int) -> Restored:
+        (end,) = self.lookup.on_pool_answer(PrefixFetched(key=A.key, blocks=blocks), 2)
+        self.decode.handle(end, 2)
+        return end
+
+    def step(self) -> tuple[int, int]:
+        """Of the one sequence in the next step: where it begins, and its tokens."""
+        (one,) = the_step(self.decode.handle(StepWanted(), 2)).batch.slices
+        return one.start, len(one.token_ids)
+
+    def reserved(self, request: RequestSpec, blocks: int) -> None:
+        """Its prompt is computed, and was stored; NODE has so much of it."""
+        source = _node(blocks)
+        self.decode.handle(Reserve(spec=request, source=P, prefix_source=source), 0)
+        commit = Commit(key=request.key, pieces=0, first_token_ids=(7,) * request.sampling.n)
+        self.decode.handle(from_p(commit), 0)
+        self.decode.handle(StepWanted(), 0)
+
+
+def _node(blocks: int) -> PrefixSource:
+    return PrefixSource(peer=NODE, addresses=("x:1",), blocks=blocks, is_pool_node=True)
+
+
+def test_a_prompt_that_it_prefills_itself_is_fetched_from_the_node_that_was_named() -> None:
+    scene = Scene()
+    prompt = spec("a", 3 * BLOCK + 2)
+    assert names(scene.decode.handle(Generate(spec=prompt, prefix_source=_node(3)), 0)) == [
+        "Reserved"
+    ]
+    wanted = scene.wanted()
+    assert (wanted.node, wanted.addresses, len(wanted.hashes)) == (NODE, ("x:1",), 3)
+    assert scene.decode.handle(StepWanted(), 1) == []
+    restored = scene.fetched(2)
+    assert restored == Restored(holder=A, tokens=2 * BLOCK, origin=PrefixOrigin.REMOTE)
+    assert scene.step() == (2 * BLOCK, BLOCK + 2)
+
+
+def test_a_prompt_that_comes_through_the_pool_is_fetched_from_the_node_that_was_named() -> None:
+    scene = Scene()
+    scene.reserved(spec("a", 3 * BLOCK), 3)
+    wanted = scene.wanted()
+    assert (wanted.node, len(wanted.hashes)) == (NODE, 3)
+    scene.fetched(3)
+    assert scene.step() == (3 * BLOCK, 1)
+
+
+def test_one_choice_fetches_for_all() -> None:
+    scene = Scene()
+    scene.reserved(spec("a", 3 * BLOCK, n=2), 3)
+    assert scene.wanted().node == NODE
+
+
+def test_without_a_source_only_the_own_pool_is_asked() -> None:
+    scene = Scene()
+    scene.decode.handle(Generate(spec=spec("a", 9)), 0)
+    (sought,) = scene.taken()
+    assert isinstance(sought, SeekPrefix)
+    found = PrefixFound(key=A.key, host_blocks=0, disk_blocks=0)
+    assert scene.lookup.on_pool_answer(found, 1) == [Restored.found_here(A, 0)]
+    assert scene.taken() == []
+
+
+def test_a_source_is_asked_once_and_not_when_the_sequence_comes_again() -> None:
+    """It is preempted for blocks; by then the source may be gone."""
+    scene = Scene()
+    scene.decode.handle(Generate(spec=spec("a", 9), prefix_source=_node(2)), 0)
+    assert scene.wanted().node == NODE
+    scene.fetched(0)
+    assert scene.step() == (0, 9)
+    done(scene.decode, (5,))
+    (sequence,) = scene.decode.batch.running_set.running
+    scene.decode.batch.running_set.preempt(sequence)
+    scene.decode.handle(StepWanted(), 3)
+    assert sequence.hint is None
+    questions = [one for one in scene.taken() if isinstance(one, WantPrefix)]
+    assert questions == []
+
+
+def test_one_that_ends_while_it_is_fetched_keeps_its_blocks_until_then() -> None:
+    scene = Scene()
+    scene.decode.handle(Generate(spec=spec("a", 9), prefix_source=_node(2)), 0)
+    scene.wanted()
+    assert names(scene.decode.handle(Abort(key=key("a")), 1)) == []
+    (dropped,) = scene.taken()
+    assert getattr(dropped, "node", None) == NODE
+    (end,) = scene.lookup.on_pool_answer(PrefixFetched(key=A.key, blocks=2), 2)
+    assert names(scene.decode.handle(end, 2)) == ["Released"]
+    scene.decode.validate()
