@@ -76,7 +76,7 @@ class Cluster(PeerNet):
     ) -> None:
         super().__init__(seed)
         self.core = begin(Beginning(seed=seed, policies=policies, tiers=TIERS))
-        self.pools = PoolNet(self)
+        self.pools = PoolNet(self, self.to_router)
         self._on_command = on_command
         self._attached: dict[Incarnation, Stream] = {}  # the router's view
         self._lives = count()

@@ -1,23 +1,28 @@
-"""A simulated worker's link to its host's pool, and a thread that carries blocks in batches, half
-by half, so that it can be overtaken at any point. What is carried is checked block by block."""
+"""A simulated worker's links to pool nodes, and a thread that carries blocks in batches, half by
+half, so that it can be overtaken at any point. What is carried is checked block by block."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvpool.core.blocks.device_blocks import Place
 from kvpool.core.fetch.client_events import (
+    OWN_NODE,
     BlocksFetched,
     BlocksStored,
     ClientCommand,
-    ClientEvent,
+    CloseNode,
+    ConnectNode,
     FetchBlocks,
     FromNode,
+    NodeEvent,
     NodeOrder,
     OfferBlocks,
     PoolJoined,
     PoolLost,
+    PoolQuestion,
     PrefixFetched,
     SendPool,
     StoreBlocks,
@@ -25,7 +30,7 @@ from kvpool.core.fetch.client_events import (
 )
 from kvpool.core.layout.hashes import BlockHash
 from kvpool.core.node.messages import FromPool, PoolWelcome, ToPool
-from kvrelay.types import RequestKey
+from kvrelay.types import Incarnation, RequestKey
 from tests.sim.contents import Content, checksum, put_block, stands_for, take_block, torn
 from tests.sim.pool_node import PoolNode
 from tests.sim.worker import Worker
@@ -33,10 +38,11 @@ from tests.sim.worker import Worker
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """A connection to one life of a node, as the worker's end has it."""
+    """A connection to one life of a node, as the worker's end has it. It calls the node `name`."""
 
     number: int
     node: PoolNode
+    name: Incarnation = OWN_NODE
     joined: bool = False
     broken: bool = False
 
@@ -49,18 +55,25 @@ class Counts:
     damaged: int = 0
 
 
+class Wires(Protocol):
+    def send(self, link: Link, message: ToPool) -> None: ...
+
+    def reach(self, side: SimulatedPoolLinks, node: Incarnation) -> None:
+        """Links to the node of another host, or tells that it can't."""
+
+
 class SimulatedPoolLinks:
     """Implements cluster.worker.loop.Pools."""
 
-    def __init__(self, worker: Worker, send: Callable[[Link, ToPool], None]) -> None:
+    def __init__(self, worker: Worker, wires: Wires) -> None:
         self._simulation = worker.net
         self._memory = worker.memory
         self._on_news = worker.post
-        self._send = send
+        self._wires = wires
         self._staging = worker.shape.staging_blocks
         self.incarnation = worker.incarnation
         self.host = worker.shape.host
-        self.link: Link | None = None
+        self.links: dict[Incarnation, Link] = {}
         self.counts = Counts()
         self._offered: dict[Place, BlockHash] = {}
         self._wants: dict[RequestKey, WantPrefix] = {}
@@ -69,49 +82,70 @@ class SimulatedPoolLinks:
         nodes = worker.core.prefixes.nodes
         assert nodes is not None
         self.client = nodes.own
-        self._handle = nodes.own.handle
-        nodes.own.handle = self._watched  # type: ignore[method-assign]
+        self._ask, self._handle, self._tick = nodes.ask, nodes.handle, nodes.tick
+        nodes.ask = self._asked  # type: ignore[method-assign]
+        nodes.handle = self._handled  # type: ignore[method-assign]
+        nodes.tick = self._ticked  # type: ignore[method-assign]
+
+    @property
+    def link(self) -> Link | None:
+        """To the node of its host."""
+        return self.links.get(OWN_NODE)
 
     def execute(self, order: NodeOrder) -> None:
         match order:
-            case SendPool(message=message):
-                if self.link is not None and self.link.joined:
-                    self._send(self.link, message)
+            case SendPool(message=message, node=node):
+                link = self.links.get(node)
+                if link is not None and link.joined:
+                    self._wires.send(link, message)
             case StoreBlocks() | FetchBlocks():
                 self._jobs.append(order)
                 self._work()
-            case _:
-                raise AssertionError(f"{order}: routers name no other node here")
+            case ConnectNode(node=node):
+                self._wires.reach(self, node)
+            case CloseNode(node=node):
+                assert node not in self.links, "it was told that the link is lost"
 
-    def _watched(self, event: ClientEvent, now_s: float) -> list[ClientCommand]:
-        """The client of the core; whatever it offers or has fetched is what its name says."""
-        match event:
+    # Whatever the clients of the core offer or have fetched is what its name says.
+
+    def _asked(self, question: PoolQuestion, now_s: float) -> list[ClientCommand]:
+        match question:
             case OfferBlocks(blocks=blocks):
                 for block in blocks:
                     self._offered[block.place] = block.hash
                     self._check(block.place, block.hash)
             case WantPrefix(key=key):
                 assert key not in self._wants
-                self._wants[key] = event
-        commands = self._handle(event, now_s)
+                self._wants[key] = question
+        return self._watched(self._ask(question, now_s))
+
+    def _handled(self, event: NodeEvent, now_s: float) -> list[ClientCommand]:
+        return self._watched(self._handle(event, now_s))
+
+    def _ticked(self, now_s: float) -> list[ClientCommand]:
+        return self._watched(self._tick(now_s))
+
+    def _watched(self, commands: list[ClientCommand]) -> list[ClientCommand]:
         for command in commands:
             if isinstance(command, PrefixFetched):
                 self._check_fetched(command)
         return commands
 
-    def heard(self, message: FromPool) -> None:
-        assert self.link is not None
+    def heard(self, link: Link, message: FromPool) -> None:
         if isinstance(message, PoolWelcome):
-            self.link.joined = True
-            self._on_news(PoolJoined(welcome=message))
+            link.joined = True
+            self._on_news(PoolJoined(welcome=message, node=link.name))
         else:
-            assert self.link.joined
-            self._on_news(FromNode(message=message))
+            assert link.joined
+            self._on_news(FromNode(message=message, node=link.name))
 
-    def lost(self) -> None:
-        link, self.link = self.link, None
-        if link is not None and link.joined:
-            self._on_news(PoolLost(reason="lost"))
+    def lost(self, link: Link) -> None:
+        del self.links[link.name]
+        if link.joined or link.name != OWN_NODE:
+            self.unreachable(link.name)
+
+    def unreachable(self, node: Incarnation) -> None:
+        self._on_news(PoolLost(reason="lost", node=node))
 
     def _check_fetched(self, event: PrefixFetched) -> None:
         wanted = self._wants.pop(event.key)
@@ -130,7 +164,7 @@ class SimulatedPoolLinks:
             return
         job = min(self._jobs, key=lambda job: isinstance(job, StoreBlocks))
         self._jobs.remove(job)
-        link = self.link
+        link = self.links.get(job.node)
         self._is_moving = True
         if link is None or not link.joined or link.node.region != job.region:
             self._later(lambda: self._over(job, [], "no such region"))
@@ -146,7 +180,7 @@ class SimulatedPoolLinks:
 
     def _cut_off(self, link: Link) -> bool:
         """Memory that is mapped may be read and written still."""
-        return self.link is not link and self._simulation.random.random() < 0.5
+        return self.links.get(link.name) is not link and self._simulation.random.random() < 0.5
 
     def _store(self, job: StoreBlocks, link: Link, sums: list[int]) -> None:
         """The next batch: gather, sum, write."""
@@ -212,6 +246,7 @@ class SimulatedPoolLinks:
                 region=job.region,
                 checksums=() if error else tuple(sums),
                 error=error,
+                node=job.node,
             )
         )
 
@@ -226,6 +261,7 @@ class SimulatedPoolLinks:
                 sound_blocks=sound,
                 damaged=damaged,
                 error=error,
+                node=job.node,
             )
         )
 

@@ -1,4 +1,4 @@
-"""The pool nodes of the simulated hosts and their workers' links to them.
+"""The pool nodes of the simulated hosts, their links to workers and their streams to the router.
 
 Nodes die and come back with what is on their disk, stop for a while, and links break at any moment;
 each end notices in its own time.
@@ -6,16 +6,23 @@ each end notices in its own time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 
+from kvpool.core.fetch.client_events import OWN_NODE
 from kvpool.core.node.events import (
+    DropRouter,
     DropWorker,
     FromPoolWorker,
     PoolCommand,
     PoolTick,
     PoolWorkerJoined,
     PoolWorkerLost,
+    RouterCall,
+    RouterCalled,
+    RouterTook,
+    TellRouter,
     TellWorker,
 )
 from kvpool.core.node.messages import (
@@ -27,7 +34,9 @@ from kvpool.core.node.messages import (
     ToPool,
 )
 from kvpool.wire.pool import Assembler, encode
+from kvrelay.messages import PoolUpdate
 from kvrelay.types import WIRE_VERSION, Incarnation
+from router.core.events import Event, PoolNodeLost, PoolNodeSaid
 from tests.sim.contents import GARBAGE
 from tests.sim.pool_links import Link, SimulatedPoolLinks
 from tests.sim.pool_node import Host, PoolNode
@@ -36,8 +45,9 @@ from tests.sim.worker import Worker
 
 
 class PoolNet:
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: Simulation, to_router: Callable[[Event], None]) -> None:
         self._simulation = simulation
+        self._to_router = to_router
         self.hosts: dict[str, Host] = {}
         self.sides: dict[Incarnation, SimulatedPoolLinks] = {}
         self._links: dict[int, tuple[Link, SimulatedPoolLinks]] = {}
@@ -54,6 +64,9 @@ class PoolNet:
         for side in self.sides.values():
             if side.host == host.name:
                 self._connect_later(side)
+        called = RouterCalled(router=RouterCall(1))
+        name = node.incarnation
+        self._simulation.by(name, f"router calls {name}", lambda: node.decide(called), 0.2)
 
     def kill_node(self, host: Host) -> None:
         """It comes back, before or after its workers have noticed."""
@@ -64,18 +77,20 @@ class PoolNet:
         for link, _ in list(self._links.values()):
             if link.node is node:
                 self.cut(link)
+        lost = partial(self._to_router, PoolNodeLost(node=node.incarnation))
+        self._simulation.after(f"{node.incarnation} to the router", lost, 0.2)
         restart = partial(self.start_node, host)
         self._simulation.after(f"restart {node.incarnation}", restart, 0.5)
 
     def join(self, worker: Worker) -> SimulatedPoolLinks:
-        side = self.sides[worker.incarnation] = SimulatedPoolLinks(worker, self.send)
+        side = self.sides[worker.incarnation] = SimulatedPoolLinks(worker, self)
         self._connect_later(side)
         return side
 
     def worker_died(self, incarnation: Incarnation) -> None:
         side = self.sides.pop(incarnation, None)
-        if side is not None and side.link is not None:
-            self.cut(side.link)
+        for link in [] if side is None else [*side.links.values()]:
+            self.cut(link)
 
     def tick(self) -> None:
         for host in self.hosts.values():
@@ -110,22 +125,36 @@ class PoolNet:
 
     def _connect(self, side: SimulatedPoolLinks) -> None:
         node = self.hosts[side.host].node
-        if side.link is not None or node is None:
-            return
-        side.link = Link(next(self._numbers), node)
-        self._links[side.link.number] = side.link, side
+        if side.link is None and node is not None:
+            self._open(side, node, OWN_NODE)
+
+    def reach(self, side: SimulatedPoolLinks, node: Incarnation) -> None:
+        def connect() -> None:
+            found = [host.node for host in self.hosts.values() if host.node is not None]
+            there = next((one for one in found if one.incarnation == node), None)
+            if there is None:
+                side.unreachable(node)
+            else:
+                self._open(side, there, node)
+
+        self._simulation.by(side.incarnation, f"connect {side.incarnation} {node}", connect, 0.2)
+
+    def _open(self, side: SimulatedPoolLinks, node: PoolNode, name: Incarnation) -> None:
+        link = side.links[name] = Link(next(self._numbers), node, name)
+        self._links[link.number] = link, side
         hello = PoolHello(
             wire_version=WIRE_VERSION,
             incarnation=side.incarnation,
             format=PoolFormat(fingerprint="f", physical_format="float32", block_bytes=1),
-            looks_up=True,
+            looks_up=name == OWN_NODE,
         )
-        self.send(side.link, hello)
+        self.send(link, hello)
 
     def _worker_lost(self, side: SimulatedPoolLinks, link: Link) -> None:
-        if side.link is link:
-            side.lost()
-            self._connect_later(side)
+        if side.links.get(link.name) is link:
+            side.lost(link)
+            if link.name == OWN_NODE:
+                self._connect_later(side)
 
     def send(self, link: Link, message: ToPool) -> None:
         sent, node = _over_the_wire(message), link.node
@@ -143,8 +172,8 @@ class PoolNet:
         sent = _over_the_wire(message)
 
         def arrive() -> None:
-            if side.link is link and not link.broken:
-                side.heard(sent)  # type: ignore[arg-type]
+            if side.links.get(link.name) is link and not link.broken:
+                side.heard(link, sent)  # type: ignore[arg-type]
 
         self._simulation.by(side.incarnation, f"down {number}", arrive)
 
@@ -161,6 +190,8 @@ class PoolNet:
     def _greeted(self, node: PoolNode, link: Link, hello: PoolHello) -> None:
         before = node.link_of.get(hello.incarnation)
         if before is not None:
+            if before in self._links:
+                self.cut(self._links[before][0])
             self._node_lost(node, before)
         node.worker_of[link.number] = hello.incarnation
         node.link_of[hello.incarnation] = link.number
@@ -184,8 +215,27 @@ class PoolNet:
             case TellWorker(worker=worker, message=message):
                 if worker in node.link_of:
                     self._tell(node.link_of[worker], message)
-            case DropWorker(reason=reason):
-                raise AssertionError(f"an honest worker is dropped: {reason}")
+            case TellRouter():
+                self._update(node, command)
+            case DropWorker(reason=reason) | DropRouter(reason=reason):
+                raise AssertionError(f"an honest one is dropped: {reason}")
+
+    def _update(self, node: PoolNode, told: TellRouter) -> None:
+        """The router hears it as long as it hasn't noticed that the node died."""
+        update = PoolUpdate(
+            sequence=told.sequence,
+            node=node.incarnation,
+            addresses=(f"sim:{node.incarnation}",),
+            workers=told.workers,
+            blocks=told.blocks,
+        )
+
+        def arrive() -> None:
+            self._to_router(PoolNodeSaid(update=update))
+            took = RouterTook(router=told.router)
+            self._simulation.let(node.incarnation, lambda: node.decide(took))
+
+        self._simulation.after(f"{node.incarnation} to the router", arrive)
 
     def validate(self) -> None:
         for host in self.hosts.values():

@@ -246,17 +246,20 @@ def test_prefixes_come_from_every_tier() -> None:
 
 
 @pytest.mark.parametrize(("roles", "mode"), [("1p1d", HandoffMode.POOL), ("2b", HandoffMode.PUSH)])
-def test_workers_that_decode_pull_from_others(roles: str, mode: HandoffMode) -> None:
-    """The pool of the other host can't be reached from theirs."""
-    tokens = 0
+def test_workers_that_decode_fetch_from_other_hosts(roles: str, mode: HandoffMode) -> None:
+    """From the pool nodes there, and from the workers."""
+    nodes, peers = 0, 0
     for seed in range(3):
-        world = World(seed=seed, roles=roles, mode=mode, hosts=2)
+        world = World(seed=seed, roles=roles, mode=mode, hosts=2, places=(40,))
         world.run_in_peace()
         for worker in world.cluster.workers.values():
+            lookup = worker.core.lookup
             if worker.shape.role is not Role.PREFILL:
-                assert worker.core.lookup.peers is not None
-                tokens += worker.core.lookup.peers.tokens
-    assert tokens > 20
+                assert lookup.pool is not None and lookup.peers is not None
+                nodes += lookup.pool.remote.tokens
+                peers += lookup.peers.tokens
+    assert nodes > (20 if mode is HandoffMode.POOL else 0), (nodes, peers)
+    assert mode is HandoffMode.POOL or peers > 20, (nodes, peers)
 
 
 @pytest.mark.parametrize("mode", HandoffMode)

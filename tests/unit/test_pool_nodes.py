@@ -153,3 +153,23 @@ def test_the_node_of_this_host_and_another_are_kept_apart() -> None:
     assert worker.hear(PoolLost(reason="")) != [], "the own node's question ends"
     assert worker.hear(read(1, 2))[-1] == fetched(2), "the read from the other goes on"
     assert worker.ask(want("x", OTHER)) == [ConnectNode(node=OTHER, addresses=("x:1",))]
+
+
+def test_the_node_of_its_own_host_is_asked_over_the_link_that_there_is() -> None:
+    """A router named it, which doesn't know yet whose host it is on."""
+    nodes = PoolNodes()
+    welcome = joined().welcome
+    nodes.handle(PoolJoined(welcome=welcome), 0)
+    assert nodes.ask(want(), 0) == [SendPool(message=asks(1).message)]
+    assert nodes.ask(drop(), 1)[-1] == fetched(0)
+    other = nodes.ask(want("s", OTHER), 1)
+    assert other == [ConnectNode(node=OTHER, addresses=("x:1",))]
+    nodes.validate()
+
+
+def test_a_link_that_it_has_to_the_node_already_is_used_to_its_end() -> None:
+    nodes = PoolNodes()
+    assert nodes.ask(want(), 0) == [CONNECT]
+    nodes.handle(PoolJoined(welcome=joined().welcome), 1)
+    assert nodes.ask(drop(), 1) == [fetched(0)]
+    nodes.validate()

@@ -4,6 +4,9 @@ Pure.
 A node of another host is linked to when it is first asked. Questions wait for the link, within
 limits. A node that is lost, refuses or can't be reached is left alone for a while. Every question
 is answered once.
+
+A router may not know yet that this worker is on a node's host, and name that node too. It is asked
+over the link that there is.
 """
 
 from __future__ import annotations
@@ -48,20 +51,26 @@ class PoolNodes:
     def __init__(self, own: PoolClient | None = None) -> None:
         """`own` is the client of this host's node; None: one with the usual limits."""
         self.own = PoolClient() if own is None else own
+        self._own_node = OWN_NODE
         self._remotes: dict[Incarnation, _Remote] = {}
         self._left_alone: dict[Incarnation, float] = {}
 
     def ask(self, question: PoolQuestion, now_s: float) -> list[ClientCommand]:
         match question:
-            case WantPrefix(node=node) if node != OWN_NODE:
+            case WantPrefix(node=node) if not self._is_own(node):
                 return self._want(question, now_s)
-            case DropPrefix(node=node) if node != OWN_NODE:
+            case DropPrefix(node=node) if not self._is_own(node):
                 return self._drop(question, now_s)
             case _:
                 return self.own.handle(question, now_s)
 
+    def _is_own(self, node: Incarnation) -> bool:
+        return node in (OWN_NODE, self._own_node) and node not in self._remotes
+
     def handle(self, event: NodeEvent, now_s: float) -> list[ClientCommand]:
         if event.node == OWN_NODE:
+            if isinstance(event, PoolJoined):
+                self._own_node = event.welcome.incarnation
             return self.own.handle(event, now_s)
         remote = self._remotes.get(event.node)
         if remote is None:
