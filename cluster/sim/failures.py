@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cluster.config.simulation import FailureSection
-from cluster.sim.clock import Clock
+from cluster.sim.machines.clock import Clock
 from cluster.sim.router import SimRouter
 from cluster.sim.worker import SimWorker
 from kvpool.core.transfer.commands import PeerLost

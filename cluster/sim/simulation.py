@@ -10,9 +10,9 @@ from cluster.config.schema import Config
 from cluster.config.simulation import SimulatedPool, Simulation
 from cluster.core.plan import router_settings, worker_settings
 from cluster.core.resolve import Site, resolve, worker_names
-from cluster.sim.clock import Clock
+from cluster.sim.machines.clock import Clock
 from cluster.sim.failures import Failures, check_failures
-from cluster.sim.links import Fabric, Post
+from cluster.sim.machines.links import Fabric, Post
 from cluster.sim.profiles.load import HardwareProfile, read_profile, told_times
 from cluster.sim.router import Clients, SimRouter
 from cluster.sim.timeline import LOOKS, Timeline, TimelinePoint

@@ -10,9 +10,9 @@ from cluster.core.settings import WorkerSettings
 from cluster.core.worker.build import build_worker_core
 from cluster.core.worker.core import WorkerCore
 from cluster.core.worker.events import CoreEvent, SendToRouter, WorkerCommand
-from cluster.sim.clock import Clock
+from cluster.sim.machines.clock import Clock
 from cluster.sim.device import SimDevice
-from cluster.sim.links import Fabric, Post, SimLinks, SimMover
+from cluster.sim.machines.links import Fabric, Post, SimLinks, SimMover
 from cluster.sim.trace import Answers
 from engine.core.step import RunStep
 from engine.core.step_times import LinearTimes, StepTimes
