@@ -27,19 +27,23 @@ from bench.engine import EngineRun, Load
 from bench.models import SMOLLM_135M, write_random_llama
 from bench.report import Reading, Row, print_table, write_json
 from cluster.core.plan import host_pool_address
-from cluster.worker.pool.side import PoolSide
+from cluster.worker.pool.links import PoolLinks
 from engine.core.sizing import EngineLimits
 from engine.load import load_engine
 from engine.model.checkpoint import open_checkpoint
 from engine.runner import Engine
 from kvpool.core.fetch.client_events import (
-    ClientEvent,
+    ClientCommand,
+    NodeEvent,
     OfferBlocks,
     OfferedBlock,
     OfferSettled,
+    PoolAnswer,
+    PoolQuestion,
     PrefixFetched,
     WantPrefix,
 )
+from kvpool.core.fetch.pool_nodes import PoolNodes
 from kvpool.core.layout.hashes import BlockHash, block_hashes, cache_salt, token_bytes
 from kvpool.core.layout.layout import BlockId
 from kvrelay.types import Incarnation, RequestKey
@@ -55,15 +59,16 @@ _PATIENCE_S = 120.0
 
 
 class Restorer:
-    """A worker's pool side over the engine's memory. Blocks `[0, _BLOCKS)` hold the computed
-    prefix, which is stored under two names; restored ones go to `[_BLOCKS, 2 x _BLOCKS)`."""
+    """A worker's pool clients and links over the engine's memory. Blocks `[0, _BLOCKS)` hold the
+    computed prefix, which is stored under two names; restored ones go to `[_BLOCKS, 2 x _BLOCKS)`."""
 
     def __init__(self, engine: Engine, cluster: str, node: PoolNodeStub) -> None:
         self._node = node
         self._memory = engine.memory
-        self._inbox: queue.SimpleQueue[ClientEvent | BaseException] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[NodeEvent | BaseException] = queue.SimpleQueue()
         self._stored = 0
-        self.side = PoolSide(
+        self._nodes = PoolNodes()
+        self._links = PoolLinks(
             engine.memory,
             address=host_pool_address(cluster),
             incarnation=Incarnation(uuid4().hex),
@@ -72,7 +77,7 @@ class Restorer:
             post=self._inbox.put,
             crashed=self._inbox.put,
         )
-        self.side.start()
+        self._links.start()
 
     def store(self, hashes: tuple[BlockHash, ...]) -> None:
         """Into memory, and from there to disk."""
@@ -81,7 +86,7 @@ class Restorer:
             OfferedBlock(name, parent, (BlockId(i),))
             for i, (name, parent) in enumerate(zip(hashes, parents, strict=False))
         )
-        self._until(lambda answers: self.side.client.connected)
+        self._until(lambda answers: self._nodes.own.connected)
         for offer in range(0, _BLOCKS, 64):
             self._ask(OfferBlocks(offer=offer, blocks=blocks[offer : offer + 64]), OfferSettled)
         self._stored += len(hashes)
@@ -116,20 +121,32 @@ class Restorer:
             assert torch.equal(plane[:, :slots], plane[:, slots : 2 * slots]), "wrong KV"
             plane[:, slots : 2 * slots].zero_()
 
-    def _ask(self, event: ClientEvent, answer: type[object]) -> object:
-        answers = self.side.handle(event)
+    def close(self) -> None:
+        self._links.close()
+
+    def _ask(self, question: PoolQuestion, answer: type[object]) -> object:
+        answers = self._execute(self._nodes.ask(question, time.monotonic()))
         self._until(lambda more: bool(answers.extend(more) or answers))  # type: ignore[func-returns-value]
         assert isinstance(answers[0], answer), answers
         return answers[0]
 
-    def _until(self, done: Callable[[list[object]], bool]) -> None:
+    def _until(self, done: Callable[[list[PoolAnswer]], bool]) -> None:
         deadline_s = time.monotonic() + _PATIENCE_S
-        answers: list[object] = []
+        answers: list[PoolAnswer] = []
         while not done(answers):
             event = self._inbox.get(timeout=max(0.0, deadline_s - time.monotonic()))
             if isinstance(event, BaseException):
                 raise event
-            answers = list(self.side.handle(event))
+            answers = self._execute(self._nodes.handle(event, time.monotonic()))
+
+    def _execute(self, commands: list[ClientCommand]) -> list[PoolAnswer]:
+        answers: list[PoolAnswer] = []
+        for command in commands:
+            if isinstance(command, PoolAnswer):
+                answers.append(command)
+            else:
+                self._links.execute(command)
+        return answers
 
 
 @contextmanager
@@ -211,7 +228,7 @@ def measure(threads: int, repeats: int) -> list[Row]:
                     found[tier].append(restorer.restore(chains[number % 2]))
                     restorer.check()
                 found["memcpy"].append(copy())
-            restorer.side.close()
+            restorer.close()
     return _rows({key: Reading(values=tuple(v)) for key, v in found.items()}, nbytes, threads)
 
 

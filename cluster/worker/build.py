@@ -24,7 +24,7 @@ from cluster.worker.events import Crashed, Incoming
 from cluster.worker.loop import WorkerLoop
 from cluster.worker.mover import Mover
 from cluster.worker.peers import PeerLinks
-from cluster.worker.pool.side import PoolSide
+from cluster.worker.pool.links import PoolLinks
 from engine.core.activity import ReportActivity, unheard
 from engine.core.step_times import LinearTimes
 from engine.device.threads import nvtx, use_threads
@@ -117,6 +117,7 @@ class WorkerParts:
     device: WorkerDevice
     links: PeerLinks
     mover: Mover
+    pools: PoolLinks | None
     hello: WorkerHello
     opened: ExitStack
 
@@ -187,6 +188,7 @@ def _build_around(
         device=device,
         links=links,
         mover=mover,
+        pools=pools,
         hello=_hello(settings, engine, links, core.tables.names, times, pinned),
         opened=opened.pop_all(),
     )
@@ -233,10 +235,10 @@ def _pools(
     engine: Engine,
     links: PeerLinks,
     inbox: queue.SimpleQueue[Incoming],
-) -> PoolSide | None:
+) -> PoolLinks | None:
     if settings.pool_address is None:
         return None
-    side = PoolSide(
+    pools = PoolLinks(
         engine.memory,
         address=settings.pool_address,
         incarnation=links.incarnation,
@@ -248,8 +250,8 @@ def _pools(
         options=endpoint_options(settings),
         require=[LinkKind(kind) for kind in settings.require],
     )
-    side.start()
-    return side
+    pools.start()
+    return pools
 
 
 def _hello(

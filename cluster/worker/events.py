@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.core.worker.events import CoreEvent
-from cluster.worker.pool.news import PoolNews
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,4 +27,4 @@ class Close:
     pass
 
 
-Incoming = CoreEvent | PoolNews | RunOnLoop | Crashed | Close
+Incoming = CoreEvent | RunOnLoop | Crashed | Close

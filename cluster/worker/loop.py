@@ -7,31 +7,19 @@ from __future__ import annotations
 
 import queue
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, get_args
+from typing import Any, NoReturn, Protocol, get_args
 
 from cluster.core.worker.core import WorkerCore
-from cluster.core.worker.events import (
-    AskPool,
-    CoreEvent,
-    MoveJob,
-    PoolAnswer,
-    SendToRouter,
-    WorkerCommand,
-)
+from cluster.core.worker.events import CoreEvent, MoveJob, SendToRouter, WorkerCommand
 from cluster.process.trace import NO_TRACE, Trace
 from cluster.worker.events import Close, Crashed, Incoming, RunOnLoop
-from cluster.worker.pool.news import PoolNews
 from engine.core.step import RunStep
-from kvpool.core.fetch.client_events import ClientTick
+from kvpool.core.fetch.client_events import NodeOrder
 from kvpool.core.transfer.commands import FromPeer, SendPeer
 from kvpool.core.transfer.messages import Commit
 from kvrelay.messages import LinkState
-
-if TYPE_CHECKING:
-    from cluster.worker.pool.side import PoolLinkEvent
 
 TICK_S = 0.5
 
@@ -58,9 +46,9 @@ class MoveQueue(Protocol):
 
 
 class Pools(Protocol):
-    """The pool nodes of this host and of others."""
+    """To the pool nodes of this host and of others; what comes of it comes back as events."""
 
-    def handle(self, event: PoolLinkEvent) -> Iterable[PoolAnswer]: ...
+    def execute(self, order: NodeOrder) -> None: ...
 
 
 class WorkerLoop:
@@ -79,10 +67,8 @@ class WorkerLoop:
         self.core = core
         self.inbox = inbox
         self._links = links
-        self._pools = pools
         self._now = clock
         self._trace = trace
-        self._answers: deque[PoolAnswer] = deque()
         self._next_tick_s = 0.0
         self._closing = False
         self._move = mover.put
@@ -96,8 +82,8 @@ class WorkerLoop:
             Crashed: _die,
             Close: self._close,
         }
-        self._executors |= dict.fromkeys(get_args(AskPool), self._ask)
-        self._own_events |= dict.fromkeys(get_args(PoolNews), self._ask_and_settle)
+        if pools is not None:
+            self._executors |= dict.fromkeys(get_args(NodeOrder), pools.execute)
         if trace is not NO_TRACE:
             self._own_events[FromPeer] = self._traced
 
@@ -131,33 +117,16 @@ class WorkerLoop:
         now_s = self._now()
         self._next_tick_s = now_s + TICK_S
         self._execute(self.core.tick(self._links.states(), now_s))
-        if self._pools is not None:
-            self._ask_and_settle(ClientTick())
 
     def _act(self) -> None:
         """Keep the device busy, ask pools and peers, and tell routers."""
         self._execute(self.core.proceed(self._now()))
-        while self._answers:
-            self._settle_answers()
-            self._execute(self.core.proceed(self._now()))
         if self.core.has_news:
             self._execute(self.core.report(self._links.states(), self._now()))
-
-    def _settle_answers(self) -> None:
-        while self._answers:
-            self._tell_core(self._answers.popleft())
 
     def _execute(self, commands: Iterable[WorkerCommand]) -> None:
         for command in commands:
             self._executors.get(type(command), self._move)(command)
-
-    def _ask(self, event: PoolLinkEvent) -> None:
-        assert self._pools is not None, "there is no pool"
-        self._answers += self._pools.handle(event)
-
-    def _ask_and_settle(self, event: PoolLinkEvent) -> None:
-        self._ask(event)
-        self._settle_answers()
 
     def _traced(self, event: FromPeer) -> None:
         if not isinstance(event.message, Commit):

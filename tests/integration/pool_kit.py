@@ -19,20 +19,22 @@ from uuid import uuid4
 import torch
 
 from cluster.cli import main as cli
-from cluster.core.worker.events import PoolAnswer
-from cluster.worker.pool.side import PoolLinkEvent, PoolSide
+from cluster.worker.pool.links import PoolLinks
 from kvpool.core.fetch.client_events import (
-    ClientTick,
+    ClientCommand,
+    NodeEvent,
     OfferBlocks,
     OfferedBlock,
     OfferSettled,
+    PoolAnswer,
     PoolJoined,
+    PoolQuestion,
     PrefixFetched,
     PrefixFound,
     SeekPrefix,
     WantPrefix,
 )
-from kvpool.core.fetch.pool_fetch import AskRemote
+from kvpool.core.fetch.pool_nodes import PoolNodes
 from kvpool.core.layout.hashes import BlockHash, block_hashes, cache_salt, token_bytes
 from kvpool.core.layout.layout import BlockId, KvLayout, LayerGroup, Plane
 from kvpool.memory.kv_memory import KvMemory
@@ -75,10 +77,11 @@ class PoolWorker:
         generator = torch.Generator().manual_seed(seed)
         for plane in self.memory.planes[0]:
             plane.copy_(torch.randn(plane.shape, generator=generator))
-        self.inbox: queue.SimpleQueue[PoolLinkEvent | BaseException] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[NodeEvent | BaseException] = queue.SimpleQueue()
         self.answers: list[PoolAnswer] = []
         self._numbers = 0
-        self.side = PoolSide(
+        self.nodes = PoolNodes()
+        self.links = PoolLinks(
             self.memory,
             address=address,
             incarnation=Incarnation(uuid4().hex),
@@ -89,26 +92,34 @@ class PoolWorker:
             options=EndpointOptions(secret=secret),
             far_transports=far_transports,
         )
-        self.side.start()
+        self.links.start()
 
     def pump(self, timeout_s: float = 0.05) -> None:
         """Settle what has come in."""
         try:
             event = self.inbox.get(timeout=timeout_s)
         except queue.Empty:
-            event = ClientTick()
+            self._execute(self.nodes.tick(time.monotonic()))
+            return
         if isinstance(event, BaseException):
             raise event
-        self.tell(event)
-
-    def tell(self, event: PoolLinkEvent) -> None:
-        self.answers += self.side.handle(event)
         if isinstance(event, PoolJoined):
             self.node = event.welcome.incarnation
+        self._execute(self.nodes.handle(event, time.monotonic()))
+
+    def ask(self, question: PoolQuestion) -> None:
+        self._execute(self.nodes.ask(question, time.monotonic()))
+
+    def _execute(self, commands: list[ClientCommand]) -> None:
+        for command in commands:
+            if isinstance(command, PoolAnswer):
+                self.answers.append(command)
+            else:
+                self.links.execute(command)
 
     def await_connected(self, wanted: bool = True) -> None:
         deadline_s = time.monotonic() + PATIENCE_S
-        while self.side.client.connected != wanted:
+        while self.nodes.own.connected != wanted:
             assert time.monotonic() < deadline_s, "the pool node did not come or go"
             self.pump()
 
@@ -126,7 +137,7 @@ class PoolWorker:
             OfferedBlock(name, parent, (BlockId(first_block + i),))
             for i, (name, parent) in enumerate(zip(hashes, parents, strict=False))
         )
-        self.tell(OfferBlocks(offer=self._numbers, blocks=blocks))
+        self.ask(OfferBlocks(offer=self._numbers, blocks=blocks))
         return self._numbers
 
     def store(self, hashes: tuple[BlockHash, ...], first_block: int = 0) -> None:
@@ -134,14 +145,14 @@ class PoolWorker:
         assert self.answer() == OfferSettled(offer=offer)
 
     def seek(self, hashes: tuple[BlockHash, ...]) -> tuple[int, int]:
-        self.tell(SeekPrefix(key=RequestKey("seek", 0), hashes=hashes))
+        self.ask(SeekPrefix(key=RequestKey("seek", 0), hashes=hashes))
         found = self.answer()
         assert isinstance(found, PrefixFound)
         return found.host_blocks, found.disk_blocks
 
     def want(self, hashes: tuple[BlockHash, ...], first_block: int) -> None:
         targets = tuple((BlockId(first_block + i),) for i in range(len(hashes)))
-        self.tell(WantPrefix(key=RequestKey("want", 0), hashes=hashes, targets=targets))
+        self.ask(WantPrefix(key=RequestKey("want", 0), hashes=hashes, targets=targets))
 
     def fetch(self, hashes: tuple[BlockHash, ...], first_block: int = 0) -> int:
         """Blocks that were fetched, into blocks `first_block` and on."""
@@ -155,8 +166,10 @@ class PoolWorker:
     ) -> int:
         """From the node of another host, into blocks `first_block` and on."""
         targets = tuple((BlockId(first_block + i),) for i in range(len(hashes)))
-        want = WantPrefix(key=RequestKey("far", 0), hashes=hashes, targets=targets)
-        self.answers += self.side.handle(AskRemote(node=node, addresses=(address,), question=want))
+        key = RequestKey("far", 0)
+        self.ask(
+            WantPrefix(key=key, hashes=hashes, targets=targets, node=node, addresses=(address,))
+        )
         found = self.answer()
         assert isinstance(found, PrefixFetched)
         return found.blocks
@@ -166,7 +179,7 @@ class PoolWorker:
         return [plane[:, first * size : (first + count) * size] for plane in self.memory.planes[0]]
 
     def close(self) -> None:
-        self.side.close()
+        self.links.close()
 
 
 @contextmanager
@@ -247,7 +260,7 @@ def _run_command(log: Path, options: tuple[str, ...]) -> None:
 
 def hang_when_granted(address: str) -> None:
     worker = PoolWorker(address)
-    worker.side._mover.put = lambda job: print("granted", flush=True)  # type: ignore[method-assign]
+    worker.links._mover.put = lambda job: print("granted", flush=True)  # type: ignore[method-assign]
     worker.await_connected()
     worker.offer(chain(1, 8))
     while True:

@@ -129,8 +129,8 @@ def test_a_node_killed_while_a_worker_fetches_is_a_clean_loss(start: Start) -> N
         answers = [worker.answer(), worker.answer()]
         assert PrefixFetched(key=RequestKey("want", 0), blocks=0) in answers
         assert [a.offer for a in answers if not isinstance(a, PrefixFetched)] == [offer]
-        assert worker.side.client.idle
-        assert not worker.side.client.connected
+        assert worker.nodes.own.idle
+        assert not worker.nodes.own.connected
         worker.store(chain(3, 8))  # dropped at once
         node = start(*_host(32))
         worker.await_connected()
@@ -145,13 +145,13 @@ def test_a_node_that_hangs_holds_up_no_one(start: Start) -> None:
     with pool_worker(start.address) as worker:
         worker.await_connected()
         worker.store(chain(1, 8))
-        patience_s, worker.side.client._patience_s = worker.side.client._patience_s, 0.5
+        patience_s, worker.nodes.own._patience_s = worker.nodes.own._patience_s, 0.5
         node.suspend()
         assert worker.fetch(chain(1, 8), first_block=20) == 0
         assert worker.seek(chain(1, 8)) == (0, 0)
         worker.store(chain(2, 8))
         node.signal(signal.SIGCONT)
-        worker.side.client._patience_s = patience_s
+        worker.nodes.own._patience_s = patience_s
         assert until(lambda: worker.seek(chain(1, 8)) == (8, 0))
         assert worker.fetch(chain(1, 8), first_block=20) == 8
     node.stop()
@@ -236,7 +236,7 @@ def test_another_model_is_refused_and_an_old_ones_disk_is_replaced(
         with pool_worker(address, kv=layout(dim=32)) as stranger:
             until(lambda: "refused: its blocks are bfloat16/block16" in node.text)
             until(lambda: "refuses this worker: its blocks are" in caplog.text)
-            assert not stranger.side.client.connected
+            assert not stranger.nodes.own.connected
             worker.store(chain(2, 4))
     node.stop()
     node = start(*options)
@@ -289,7 +289,7 @@ def test_only_workers_that_know_the_secret_come_over_nixl(
         friend.await_connected()
         refusal = "refused: its cluster has another secret"
         until(lambda: refusal in caplog.text)
-        assert not stranger.side.client.connected
+        assert not stranger.nodes.own.connected
     node.stop()
 
 

@@ -6,23 +6,26 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import grpc
 import pytest
-from kvpool.core.node.checked_blocks import BlockOrigins, Changes
 
 from cluster.core.plan import host_pool_address
 from cluster.pool_node.service import LineOpened, PoolNodeService, RouterLine
 from cluster.process.net import bind_port, grpc_server
-from kvpool.core.layout.hashes import BlockHash
-from kvpool.core.node import checked_blocks
+from kvpool.core.blocks.eviction import open_policy
+from kvpool.core.layout.hashes import HASH_BYTES, BlockHash, BlockHashes
+from kvpool.core.node import changes
+from kvpool.core.node.changes import Changes
 from kvpool.core.node.events import DropRouter, RouterCall, RouterHungUp, RouterTook, TellRouter
-from kvpool.core.node.messages import PoolTier
+from kvpool.core.node.tier_blocks import NewChain, TierBlocks
 from kvrelay.messages import PoolUpdate
 from kvrelay.types import WIRE_VERSION, Incarnation, Tier
 from kvrelay.v1 import pool_node_pb2 as pb
@@ -126,7 +129,7 @@ async def test_routers_know_a_real_node_from_its_first_life_to_its_next(
             await stored(worker, one)
             await until(lambda: early.knows(one), "it hears of what is stored")
             (told,) = early.directory.pool_nodes.values()
-            assert told.workers == (worker.side._hello.incarnation,)
+            assert told.workers == (worker.links._hello.incarnation,)
             late.nodes.add(node.grpc_address)
             await until(lambda: late.knows(one), "who joins late hears of all there is")
             await stored(worker, two)
@@ -168,19 +171,16 @@ async def test_a_router_that_is_told_of_no_node_any_more_forgets_it(
 # --- the service alone, over a real core ---------------------------------------------------------
 
 
-class Blocks(dict[BlockHash, None]):
-    """As much of TierBlocks as `Changes` asks for."""
-
-    def serves(self, block_hash: BlockHash) -> bool:
-        return block_hash in self
+def name_of(number: int) -> BlockHash:
+    return BlockHash(blake2b(number.to_bytes(8, "big"), digest_size=HASH_BYTES).digest())
 
 
 class Served:
-    """A PoolNodeService over `Changes`, without workers and memory."""
+    """A PoolNodeService over `Changes` and a tier, without workers and memory."""
 
     def __init__(self) -> None:
-        self.changes = Changes(BlockOrigins())
-        self.blocks, self.nothing = Blocks(), Blocks()
+        self.blocks = TierBlocks(200_000, open_policy("lru"))
+        self.changes = Changes(host=self.blocks, disk=TierBlocks(0, open_policy("lru")))
         self.incarnation = Incarnation(uuid4().hex)
         self.lines: dict[RouterCall, RouterLine] = {}
         self.drops: list[str] = []
@@ -190,7 +190,7 @@ class Served:
         match event:
             case LineOpened(line=line):
                 self.lines[line.call] = line
-                self.changes.called(line.call, host=self.blocks, disk=self.nothing)  # type: ignore[arg-type]
+                self.changes.called(line.call)
             case RouterTook(router=call):
                 self.changes.took(call)
             case RouterHungUp(router=call):
@@ -198,10 +198,17 @@ class Served:
                 self.changes.hung_up(call)
         self.flush()
 
-    def store(self, numbers: range) -> None:
-        hashes = [BlockHash(number.to_bytes(32, "big")) for number in numbers]
-        self.blocks.update(dict.fromkeys(hashes))
-        self.changes.stored(PoolTier.HOST, hashes)
+    def store(self, numbers: range, length: int = 10) -> None:
+        """Chains of so many blocks."""
+        for first in numbers[::length]:
+            part = range(first, min(first + length, numbers.stop))
+            places = self.blocks.reserve(len(part), below=())
+            chain = NewChain(
+                parent=None,
+                hashes=BlockHashes.of(map(name_of, part)),
+                places=array("i", places),
+            )
+            self.blocks.adopt(chain, 0.0)
         self.flush()
 
     def flush(self) -> None:
@@ -233,6 +240,10 @@ async def serving() -> AsyncIterator[tuple[Served, str]]:
         await server.stop(grace=None)
 
 
+def stored_blocks(update: PoolUpdate) -> int:
+    return sum(len(run.hashes) // HASH_BYTES for told in update.blocks for run in told.stored)
+
+
 @in_loop
 async def test_a_large_tier_comes_page_by_page() -> None:
     async with serving() as (served, address):
@@ -241,11 +252,8 @@ async def test_a_large_tier_comes_page_by_page() -> None:
             await until(lambda: one.blocks == 100_000, "it knows all")
             served.store(range(100_000, 100_010))
             await until(lambda: one.blocks == 100_010, "and what is new")
-            sizes = [
-                sum(len(run.hashes) // 32 for c in update.blocks for run in c.stored)
-                for update in one.updates
-            ]
-            assert max(sizes) == checked_blocks.PAGE_BLOCKS
+            sizes = [stored_blocks(update) for update in one.updates]
+            assert max(sizes) == changes.PAGE_BLOCKS
             assert [update.sequence for update in one.updates] == [*range(len(sizes))]
 
 
@@ -255,25 +263,28 @@ async def _end_of(stream: AsyncIterator[object]) -> None:
 
 
 @in_loop
-async def test_a_router_that_does_not_read_is_dropped_and_begins_anew() -> None:
+async def test_a_router_that_does_not_read_is_dropped_and_begins_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Nothing but what is on its way is kept for it then."""
+    monkeypatch.setattr(changes, "MOST_WAITING", 1 << 15)
     async with serving() as (served, address), router(address) as reads:
         async with grpc.aio.insecure_channel(address) as channel:
             stub = pool_node_pb2_grpc.PoolNodeStub(channel)
             slow = aiter(stub.Watch(pb.WatchRequest(wire_version=WIRE_VERSION)))
             assert (await anext(slow)).sequence == 0
-            step = checked_blocks.PAGE_BLOCKS
-            for count in range(2 * checked_blocks.MOST_WAITING // step):
-                served.store(range(count * step, (count + 1) * step))
+            step = 4096
+            for count in range(2 * changes.MOST_WAITING // step):
+                served.store(range(count * step, (count + 1) * step), length=1)
                 await until(lambda n=count: reads.blocks == (n + 1) * step, "the other reads on")  # type: ignore[misc]
                 if served.drops:
                     break
             assert len(served.drops) == 1
-            assert count * step > checked_blocks.MOST_WAITING / 2
+            assert count * step > changes.MOST_WAITING / 2
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await _end_of(slow)
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert "changes wait for it" in str(caught.value.details())
+            assert "strands wait for it" in str(caught.value.details())
         await until(lambda: len(served.lines) == 1, "its line is closed")
         async with router(address) as again:
             await until(lambda: known(again.directory) == known(reads.directory), "it begins anew")

@@ -17,7 +17,6 @@ from typing import Any, assert_never
 import uvloop
 
 from cluster.core.settings import WorkerSettings
-from cluster.worker.pool.side import PoolSide
 from cluster.worker.process import WorkerProcess
 from kvpool.core.blocks.device_blocks import Place
 from kvpool.core.layout.layout import NO_BLOCK, Tables
@@ -94,7 +93,7 @@ async def start(worker: WorkerProcess, workers: dict[str, WorkerProcess]) -> str
 def damage(worker: WorkerProcess, pieces: int) -> None:
     """Behind the back of the product: its transfer thread's last move leaves wrong bytes."""
     assert worker._parts is not None
-    mover, pools = worker._parts.mover, worker._parts.loop._pools
+    mover, pools = worker._parts.mover, worker._parts.pools
     left = iter(range(pieces))
 
     def spoiling(move: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -107,7 +106,6 @@ def damage(worker: WorkerProcess, pieces: int) -> None:
         return spoil
 
     if pools is not None:
-        assert isinstance(pools, PoolSide)
         spoil_fetches(pools._mover._blocks, left)
     mover._scatter = spoiling(type(mover)._scatter.__get__(mover))  # type: ignore[method-assign]
     mover._fetch = spoiling(type(mover)._fetch.__get__(mover))  # type: ignore[method-assign]

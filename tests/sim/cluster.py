@@ -31,8 +31,8 @@ from router.core.policy.choice import DEFAULT_POLICIES, Policies
 from router.core.start import Beginning, begin
 from tests.sim.model import TIERS
 from tests.sim.peers import PeerNet
+from tests.sim.pool_links import SimulatedPoolLinks
 from tests.sim.pool_net import PoolNet
-from tests.sim.pool_side import PoolSide
 from tests.sim.worker import Shape, Worker
 
 
@@ -95,7 +95,7 @@ class Cluster(PeerNet):
     def start_worker(self, name: str, shape: Shape) -> None:
         self.attach(self.add_worker(name, next(self._lives), shape).incarnation)
 
-    def open_pool(self, worker: Worker) -> PoolSide | None:
+    def open_pool(self, worker: Worker) -> SimulatedPoolLinks | None:
         return self.pools.join(worker) if worker.shape.host else None
 
     def attach(self, incarnation: Incarnation) -> None:

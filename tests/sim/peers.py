@@ -17,7 +17,7 @@ from tests.sim.simulation import Simulation
 from tests.sim.worker import Shape, Worker
 
 if TYPE_CHECKING:
-    from tests.sim.pool_side import PoolSide
+    from tests.sim.pool_links import SimulatedPoolLinks
 
 
 class PeerNet(Simulation):
@@ -33,7 +33,7 @@ class PeerNet(Simulation):
     def next_id(self) -> int:
         return next(self._ids)
 
-    def open_pool(self, worker: Worker) -> PoolSide | None:
+    def open_pool(self, worker: Worker) -> SimulatedPoolLinks | None:
         return None
 
     def add_worker(self, name: str, life: int, shape: Shape) -> Worker:

@@ -29,8 +29,8 @@ from kvpool.core.node.messages import (
 from kvpool.wire.pool import Assembler, encode
 from kvrelay.types import WIRE_VERSION, Incarnation
 from tests.sim.contents import GARBAGE
+from tests.sim.pool_links import Link, SimulatedPoolLinks
 from tests.sim.pool_node import Host, PoolNode
-from tests.sim.pool_side import Link, PoolSide
 from tests.sim.simulation import LEASE_S, Simulation
 from tests.sim.worker import Worker
 
@@ -39,8 +39,8 @@ class PoolNet:
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self.hosts: dict[str, Host] = {}
-        self.sides: dict[Incarnation, PoolSide] = {}
-        self._links: dict[int, tuple[Link, PoolSide]] = {}
+        self.sides: dict[Incarnation, SimulatedPoolLinks] = {}
+        self._links: dict[int, tuple[Link, SimulatedPoolLinks]] = {}
         self._numbers = count(1)
 
     # --- lives ----------------------------------------------------------------------------------
@@ -67,8 +67,8 @@ class PoolNet:
         restart = partial(self.start_node, host)
         self._simulation.after(f"restart {node.incarnation}", restart, 0.5)
 
-    def join(self, worker: Worker) -> PoolSide:
-        side = self.sides[worker.incarnation] = PoolSide(worker, self.send)
+    def join(self, worker: Worker) -> SimulatedPoolLinks:
+        side = self.sides[worker.incarnation] = SimulatedPoolLinks(worker, self.send)
         self._connect_later(side)
         return side
 
@@ -104,11 +104,11 @@ class PoolNet:
             node.incarnation, f"node notices {number}", lambda: self._node_lost(node, number), 0.2
         )
 
-    def _connect_later(self, side: PoolSide) -> None:
+    def _connect_later(self, side: SimulatedPoolLinks) -> None:
         name = side.incarnation
         self._simulation.by(name, f"connect {name}", lambda: self._connect(side), 0.2)
 
-    def _connect(self, side: PoolSide) -> None:
+    def _connect(self, side: SimulatedPoolLinks) -> None:
         node = self.hosts[side.host].node
         if side.link is not None or node is None:
             return
@@ -122,7 +122,7 @@ class PoolNet:
         )
         self.send(side.link, hello)
 
-    def _worker_lost(self, side: PoolSide, link: Link) -> None:
+    def _worker_lost(self, side: SimulatedPoolLinks, link: Link) -> None:
         if side.link is link:
             side.lost()
             self._connect_later(side)
@@ -191,8 +191,6 @@ class PoolNet:
         for host in self.hosts.values():
             if host.node is not None:
                 host.node.validate()
-        for side in self.sides.values():
-            side.client.validate()
 
 
 def _over_the_wire(message: PoolMessage) -> PoolMessage:

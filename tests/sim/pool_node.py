@@ -23,7 +23,8 @@ from kvpool.core.node.events import (
     WriteSlots,
 )
 from kvpool.core.node.host_tier import HostTier
-from kvpool.core.node.tier_blocks import PoolPlace, RestoredBlock, TierBlocks
+from kvpool.core.node.restored import RestoredBlock, restore
+from kvpool.core.node.tier_blocks import PoolPlace, TierBlocks
 from kvrelay.types import Incarnation
 from tests.sim.contents import GARBAGE, Content, checksum, stands_for
 from tests.sim.simulation import LEASE_S, Simulation
@@ -71,9 +72,12 @@ class PoolNode:
         self._writing: tuple[WriteSlots, list[SlotOutcome]] | None = None
         self._disk_is_busy = False
         disk = TierBlocks(host.disk_slots, open_policy(host.policy))
-        disk.restore(
-            RestoredBlock(hash=slot.hash, parent=slot.parent, place=place, written=slot.written)
-            for place, slot in host.slots.items()
+        restore(
+            disk,
+            (
+                RestoredBlock(hash=slot.hash, parent=slot.parent, place=place, written=slot.written)
+                for place, slot in host.slots.items()
+            ),
         )
         memory = TierBlocks(host.places, open_policy(host.policy))
         self.core = HostTier(memory, disk, lease_ttl_s=LEASE_S)
@@ -159,10 +163,13 @@ class PoolNode:
     def validate(self) -> None:
         """No block is where its checksum is right and its content isn't."""
         self.core.validate()
-        blocks, sums = self.core._host, self.core._blocks.checksums
+        blocks = self.core._host
         for block_hash in blocks:
-            content = self.places[blocks.place(block_hash)]
-            if blocks.serves(block_hash) and checksum(content) == sums[block_hash]:
+            at = blocks.find(block_hash)
+            assert at is not None
+            place = blocks.place(at)
+            content = self.places[place]
+            if blocks.serves(block_hash) and checksum(content) == self.core.checksums[place]:
                 assert stands_for(content, block_hash, self.host.block_size), "a wrong block"
         for slot in self.host.slots.values():
             if checksum(slot.content) == slot.checksum:

@@ -24,6 +24,7 @@ from decode_worker.scheduler import DecodeScheduler
 from engine.core.step import RunStep, Sampled, SequenceSlice, StepDone, StepOutcome
 from engine.core.step_times import LinearTimes
 from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.fetch.client import PoolClient
 from kvpool.core.layout.layout import KvLayout
 from kvpool.core.transfer.commands import (
     FetchPiece,
@@ -58,7 +59,7 @@ from tests.sim.simulation import LEASE_S
 
 if TYPE_CHECKING:
     from tests.sim.peers import PeerNet
-    from tests.sim.pool_side import PoolSide
+    from tests.sim.pool_links import SimulatedPoolLinks
 
 MAX_RUNNING = 8
 CHUNK_TOKENS = 12
@@ -315,7 +316,7 @@ class Worker:
         self.core = self._core(name, life, regions)
         self.hello = self._hello(name)
         self.device, self.mover = Device(self), Mover(self)
-        self.pool: PoolSide | None = net.open_pool(self)
+        self.pool: SimulatedPoolLinks | None = net.open_pool(self)
         self._inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         self._turn_is_due = self._is_valid = False
         self.loop = WorkerLoop(
@@ -341,6 +342,9 @@ class Worker:
             regions,
             max_model_len=shape.longest_tokens,
             cost=AnyWorth(shape.layout.block_size, rng=Random(life)),
+            pool_client=PoolClient(
+                max_waiting_blocks=16, batch_blocks=4, max_stores=2, patience_s=5.0
+            ),
             launches_ahead=shape.launches_ahead,
         )
 

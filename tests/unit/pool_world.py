@@ -59,7 +59,8 @@ from kvpool.core.node.events import (
 )
 from kvpool.core.node.host_tier import HostTier
 from kvpool.core.node.messages import FromPool, PoolWelcome, ToPool
-from kvpool.core.node.tier_blocks import PoolPlace, RestoredBlock, TierBlocks
+from kvpool.core.node.restored import RestoredBlock, restore
+from kvpool.core.node.tier_blocks import PoolPlace, TierBlocks
 from kvrelay.messages import PoolUpdate
 from kvrelay.types import Incarnation, RequestKey, Tier
 from router.core.state.directory import Directory
@@ -71,6 +72,16 @@ PATIENCE_S = 5.0
 
 def checksum_of(content: BlockHash | None) -> int:
     return int.from_bytes((content or b"")[:8], "little")
+
+
+def _is_served(blocks: TierBlocks, block_hash: BlockHash) -> bool:
+    """With its whole chain."""
+    name: BlockHash | None = block_hash
+    while name is not None and blocks.serves(name):
+        at = blocks.find(name)
+        assert at is not None
+        name = blocks.parent(at)
+    return name is None
 
 
 @dataclass(slots=True)
@@ -132,7 +143,7 @@ class World:
             RestoredBlock(hash=name, parent=parent, place=slot, written=written)
             for written, (slot, (name, parent, _)) in enumerate(self.disk.items())
         ]
-        self.restored = disk.restore(found)
+        self.restored = restore(disk, found)
         host = TierBlocks(self._places, open_policy(self._policy))
         self.node = HostTier(host, disk, lease_ttl_s=LEASE_TTL_S)
         self.node.validate()
@@ -221,7 +232,10 @@ class World:
     def held(self) -> dict[Tier, set[BlockHash]]:
         """What the node would serve."""
         tiers = {Tier.HOST: self.node.books.host, Tier.DISK: self.node.books.disk.blocks}
-        return {tier: set(filter(blocks.serves, blocks)) for tier, blocks in tiers.items()}
+        return {
+            tier: {block_hash for block_hash in blocks if _is_served(blocks, block_hash)}
+            for tier, blocks in tiers.items()
+        }
 
     def deliver_to_node(self, worker: Worker) -> None:
         if worker.to_node:

@@ -11,7 +11,8 @@ import pytest
 import xxhash
 
 from kvpool.core.node.messages import PoolFormat
-from kvpool.core.node.tier_blocks import PoolPlace, RestoredBlock
+from kvpool.core.node.restored import RestoredBlock
+from kvpool.core.node.tier_blocks import PoolPlace
 from kvpool.disk.files import DiskFiles
 from kvpool.disk.slots import FILE_HEADER_BYTES, SLOT_HEADER_BYTES, SlotHeader
 from kvrelay.errors import ConfigError

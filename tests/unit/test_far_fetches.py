@@ -15,7 +15,7 @@ from kvpool.core.fetch.client_events import (
 )
 from kvpool.core.fetch.cost import RestoreCost
 from kvpool.core.fetch.openings import Openings
-from kvpool.core.fetch.pool_fetch import AskRemote, RemoteFetches, Restored, Restores
+from kvpool.core.fetch.pool_fetch import RemoteFetches, Restored, Restores
 from kvpool.core.fetch.write_behind import WriteBehind
 from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
 from kvrelay.messages import PrefixSource
@@ -63,9 +63,9 @@ class Scene:
         found = PrefixFound(key=holder.key, host_blocks=blocks, disk_blocks=0)
         return self.openings.answer(found, now_s)
 
-    def asked(self) -> AskRemote:
+    def asked(self) -> WantPrefix:
         (asked,) = self.openings.take_outbox()
-        assert isinstance(asked, AskRemote)
+        assert isinstance(asked, WantPrefix) and asked.node == NODE
         return asked
 
     def timed(self, token_s: float, far_s: float) -> None:
@@ -79,10 +79,9 @@ def test_what_the_far_node_has_is_fetched_named_and_offered_to_the_own_pool() ->
     scene.open(A, 3)
     assert scene.in_pool(A, 0) is None
     asked = scene.asked()
-    assert (asked.node, asked.addresses) == (NODE, ("x:1",))
-    assert isinstance(asked.question, WantPrefix)
-    assert asked.question.hashes == scene.hashes[:3]
-    assert [place[0] for place in asked.question.targets] == list(scene.tables.tables(A)[0][:3])
+    assert asked.addresses == ("x:1",)
+    assert asked.hashes == scene.hashes[:3]
+    assert [place[0] for place in asked.targets] == list(scene.tables.tables(A)[0][:3])
     assert scene.openings.waits(A)
     done = scene.openings.answer(PrefixFetched(key=A.key, blocks=3), 2.0)
     assert done == Restored(holder=A, tokens=12, origin=PrefixOrigin.REMOTE)
@@ -99,8 +98,7 @@ def test_what_the_worker_has_itself_is_not_fetched() -> None:
     scene.tables.fill(B, scene.hashes[:2])
     scene.open(A, 4)
     assert scene.in_pool(A, 0) is None
-    question = scene.asked().question
-    assert isinstance(question, WantPrefix)
+    question = scene.asked()
     assert (question.skip, len(question.targets)) == (2, 2)
     done = scene.openings.answer(PrefixFetched(key=A.key, blocks=1), 2.0)
     assert done == Restored(holder=A, tokens=12, origin=PrefixOrigin.REMOTE)
@@ -123,7 +121,7 @@ def test_untimed_the_one_with_more_is_asked(far: int, near: int, chosen: str) ->
     scene.open(A, far)
     assert scene.in_pool(A, near) is None
     (asked,) = scene.openings.take_outbox()
-    assert isinstance(asked, AskRemote) == (chosen == "far")
+    assert isinstance(asked, WantPrefix) and (asked.node == NODE) == (chosen == "far")
 
 
 def test_slower_than_computing_is_declined_and_counted() -> None:
@@ -152,7 +150,7 @@ def test_a_dropped_request_keeps_its_blocks_until_the_node_has_answered() -> Non
     scene.in_pool(A, 0)
     scene.asked()
     assert scene.openings.drop(A)
-    assert scene.asked().question == DropPrefix(key=A.key)
+    assert scene.openings.take_outbox() == [DropPrefix(key=A.key, node=NODE)]
     assert scene.openings.waits(A)
     scene.far.validate()
     done = scene.openings.answer(PrefixFetched(key=A.key, blocks=0), 2.0)

@@ -39,7 +39,7 @@ from kvpool.core.node.messages import (
     ToPool,
 )
 from kvpool.core.node.tier_blocks import PoolPlace, TierBlocks
-from kvrelay.messages import BlockChanges
+from kvrelay.messages import BlockChanges, CutRun, StoredRun
 from kvrelay.types import Incarnation, Tier
 from tests.unit.naive_tree import hashes_of
 
@@ -256,14 +256,14 @@ def test_routers_hear_what_there_is_and_every_change() -> None:
     node = Node(places=2)
     node.store(CHAIN[0])
     router = RouterCall(7)
-    held = BlockChanges(tier=Tier.HOST, stored=(A,))
+    held = BlockChanges(tier=Tier.HOST, stored=(StoredRun(number=1, parent=0, start=0, hashes=A),))
     assert node.handle(RouterCalled(router=router)) == [told(router, 0, held)]
     assert node.handle(RouterTook(router=router)) == []
-    new = BlockChanges(tier=Tier.HOST, stored=(B,))
+    new = BlockChanges(tier=Tier.HOST, stored=(StoredRun(number=1, parent=1, start=1, hashes=B),))
     assert node.store(CHAIN[1], number=2) == [told(router, 1, new)]
     granted = StoreGranted(request_no=3, indices=(0,), places=(P1,))
     assert node.say(StoreWanted(request_no=3, blocks=(LONE,))) == [granted]
-    gone = BlockChanges(tier=Tier.HOST, removed=(B,))
+    gone = BlockChanges(tier=Tier.HOST, cut=(CutRun(number=1, end=1),))
     assert node.handle(RouterTook(router=router)) == [told(router, 2, gone)]
 
 

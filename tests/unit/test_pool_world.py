@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpool.core.blocks.eviction import policies
-from kvpool.core.node import checked_blocks
+from kvpool.core.node import changes
 from tests.unit.directory_kit import known
 from tests.unit.pool_world import World
 
@@ -50,9 +50,9 @@ def test_random_schedules(seed: int, policy: str) -> None:
 def test_routers_know_what_the_node_holds_however_slowly_they_read(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages of two blocks; with more than four changes waiting a router is dropped."""
-    monkeypatch.setattr(checked_blocks, "PAGE_BLOCKS", 2)
-    monkeypatch.setattr(checked_blocks, "MOST_WAITING", 4)
+    """Pages of two blocks; a router is dropped if more strands wait than when it called."""
+    monkeypatch.setattr(changes, "PAGE_BLOCKS", 2)
+    monkeypatch.setattr(changes, "MOST_WAITING", 0)
     world, was_full = World(seed), False
     for step in range(_STEPS):
         world.step()

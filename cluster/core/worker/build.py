@@ -13,10 +13,12 @@ from engine.core.step_times import StepTimes
 from kvpool.core.blocks.leases import LeaseTable
 from kvpool.core.blocks.news import RunNews
 from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.fetch.client import PoolClient
 from kvpool.core.fetch.cost import RestoreCost
 from kvpool.core.fetch.openings import Openings
 from kvpool.core.fetch.peer_pull import PullGrants, Pulls
 from kvpool.core.fetch.pool_fetch import RemoteFetches, Restores
+from kvpool.core.fetch.pool_nodes import PoolNodes
 from kvpool.core.fetch.write_behind import WriteBehind
 from kvpool.core.layout.block_names import BlockNames
 from kvpool.core.layout.layout import KvLayout
@@ -38,13 +40,15 @@ def build_worker_core(
     *,
     max_model_len: int,
     cost: RestoreCost | None = None,
+    pool_client: PoolClient | None = None,
     offer: CodecOffer = NO_CODEC,
     ranks: int = 1,
     most_steps: int = 1,
     launches_ahead: bool = False,
 ) -> WorkerCore:
     """`regions` names each staging slab's memory, as peers are told. `cost` says what is worth
-    fetching; None: as it is measured. `ranks` share the heads of each block."""
+    fetching; None: as it is measured. `pool_client` None: with the usual limits. `ranks` share the
+    heads of each block."""
     tables = BlockTables(
         layout, blocks, names=names, caching=settings.prefix_caching, policy=settings.eviction
     )
@@ -66,6 +70,7 @@ def build_worker_core(
         DecodeScheduler(reservations=reservations, batch=_batch(settings, openings, pace)),
         pace,
         max_model_len=max_model_len,
+        nodes=None if settings.pool_address is None else PoolNodes(pool_client),
         confirms_offers=settings.handoff == HandoffMode.POOL,
         most_steps=most_steps,
         launches_ahead=launches_ahead,

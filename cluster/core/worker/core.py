@@ -25,10 +25,11 @@ from decode_worker.scheduler import DecodeScheduler
 from engine.core.correction import StepPace
 from engine.core.step import Command, Emit, StepDone, Tick
 from kvpool.core.blocks.tables import BlockTables
-from kvpool.core.fetch.client_events import OfferSettled, PrefixFetched, PrefixFound
+from kvpool.core.fetch.client_events import NodeEvent
 from kvpool.core.fetch.openings import Openings
 from kvpool.core.fetch.peer_pull import PullEvent
 from kvpool.core.fetch.pool_fetch import Restored
+from kvpool.core.fetch.pool_nodes import PoolNodes
 from kvpool.core.transfer.commands import (
     FromPeer,
     LayersWritten,
@@ -80,19 +81,20 @@ class WorkerCore:
         pace: StepPace,
         *,
         max_model_len: int,
+        nodes: PoolNodes | None = None,
         confirms_offers: bool = False,
         most_steps: int = 1,
         launches_ahead: bool = False,
     ) -> None:
-        """`most_steps` and `launches_ahead` are those of StepTurns, `confirms_offers` is that of
-        PrefixExchange."""
+        """`most_steps` and `launches_ahead` are those of StepTurns, `nodes` and `confirms_offers`
+        those of PrefixExchange."""
         self.openings = openings
         self.prefill = prefill
         self.decode = decode
         self.pace = pace
         self.draining = False
         self.reports = BlockReports(openings.tables.device)
-        self._prefixes = PrefixExchange(openings, confirms=confirms_offers)
+        self.prefixes = PrefixExchange(openings, nodes, confirms=confirms_offers)
         self._steps = StepTurns(
             decode, prefill, pace, most_steps=most_steps, launches_ahead=launches_ahead
         )
@@ -104,11 +106,10 @@ class WorkerCore:
     def _all_handlers(self) -> dict[type, Handler]:
         """# event, or the message in it |-> who hears it"""
         prefill, decode = self.prefill.handle, self.decode.handle
-        pool_answers: tuple[type, ...] = (OfferSettled, PrefixFound, PrefixFetched)
         handlers: dict[type, Handler] = dict.fromkeys(get_args(PeerMessage), decode)
         handlers |= dict.fromkeys(TO_PREFILL, prefill)
         handlers |= dict.fromkeys(get_args(PullMessage), self._pulled)
-        handlers |= dict.fromkeys(pool_answers, self._answered)
+        handlers |= dict.fromkeys(get_args(NodeEvent), self._pool_node)
         handlers |= dict.fromkeys((Reserve, Generate, Prefill), self._asked)
         handlers |= dict.fromkeys((PieceFetched, SlabScattered, SlabReplaced), decode)
         return handlers | {
@@ -155,25 +156,33 @@ class WorkerCore:
         return self._without_events(commands, now_s) if commands else commands
 
     def proceed(self, now_s: float) -> list[WorkerCommand]:
-        """Keep the device busy, and ask pools and peers. When a pool has answered at once, call it
-        again."""
-        steps, prefixes = self._steps, self._prefixes
+        """Keep the device busy, and ask pools and peers."""
+        steps, prefixes = self._steps, self.prefixes
         commands: list[Any] = [] if steps.stepping is not None else steps.start(now_s)
-        if prefixes.uses_pools:
-            commands += prefixes.take_questions(now_s)
+        if prefixes.nodes is not None:
+            commands += self._ask_pools(now_s)
         if steps.launches_ahead:
             commands += steps.start_overlapped(now_s)
         if steps.stepping is None:
             self.pace.idle()
-        if prefixes.answers or (prefixes.pulls is not None and prefixes.pulls.outbox):
+        if prefixes.outbox or (prefixes.pulls is not None and prefixes.pulls.outbox):
             commands += prefixes.take_commands()
         return self._without_events(commands, now_s) if commands else commands
+
+    def _ask_pools(self, now_s: float) -> list[Command]:
+        """An answer at once may give the device a step."""
+        commands: list[Command] = []
+        while outcomes := self.prefixes.ask_pools(now_s):
+            commands += self._restored(outcomes, now_s)
+            if self._steps.stepping is None:
+                commands += self._steps.start(now_s)
+        return commands
 
     def tick(self, links: tuple[LinkState, ...], now_s: float) -> list[WorkerCommand]:
         """Time has passed: leases may have ended. Every router hears that the worker lives."""
         commands = self._both(Tick(), now_s)
         self._totals.orphaned_blocks = self.tables.orphaned()
-        commands += self._restored(self._prefixes.expire(now_s), now_s)
+        commands += self._restored(self.prefixes.tick(now_s), now_s)
         kept = self._without_events(commands, now_s)
         return [*kept, *self._routers.heartbeats(self.counters(links))]
 
@@ -270,10 +279,10 @@ class WorkerCore:
         return [*self._both(event, now_s), *self._pulled(event, now_s)]
 
     def _pulled(self, event: PullEvent, now_s: float) -> list[Command]:
-        return self._restored(self._prefixes.pulled(event, now_s), now_s)
+        return self._restored(self.prefixes.pulled(event, now_s), now_s)
 
-    def _answered(self, event: Any, now_s: float) -> list[Command]:
-        return self._restored(self._prefixes.answered(event, now_s), now_s)
+    def _pool_node(self, event: NodeEvent, now_s: float) -> list[Command]:
+        return self._restored(self.prefixes.on_node(event, now_s), now_s)
 
     def _restored(self, outcomes: Iterable[PrefixOutcome], now_s: float) -> list[Command]:
         commands: list[Command] = []
@@ -312,7 +321,6 @@ class WorkerCore:
 
     def validate(self) -> None:
         """The conservation laws."""
-        if self.openings.restores is not None:
-            self.openings.restores.validate()
+        self.prefixes.validate()
         self.prefill.validate()
         self.decode.validate()

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from engine.core.step import KvMove, RunStep, StepDone
-from kvpool.core.fetch.client_events import OfferBlocks, OfferSettled, PrefixFetched, PrefixFound
-from kvpool.core.fetch.openings import PoolQuestion
+from kvpool.core.fetch.client_events import NodeEvent, NodeOrder
 from kvpool.core.transfer.commands import (
     FromPeer,
     LayersWritten,
@@ -48,8 +47,6 @@ class RouterLost(NamedTuple):
     stream: RouterStream
 
 
-PoolAnswer = OfferSettled | PrefixFound | PrefixFetched
-
 CoreEvent = (
     FromRouter
     | RouterJoined
@@ -65,7 +62,7 @@ CoreEvent = (
     | BlocksPulled
     | LayersWritten
     | StepDone
-    | PoolAnswer
+    | NodeEvent
 )
 
 
@@ -81,7 +78,4 @@ class SendToRouter(NamedTuple):
 MoveJob = KvMove | PullBlocks
 """What a worker's transfer thread does; the outcome of each job comes back as an event."""
 
-AskPool = PoolQuestion | OfferBlocks
-"""What a pool is asked; each answer comes back as a PoolAnswer."""
-
-WorkerCommand = RunStep | SendPeer | MoveJob | AskPool | SendToRouter
+WorkerCommand = RunStep | SendPeer | MoveJob | NodeOrder | SendToRouter

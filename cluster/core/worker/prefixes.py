@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from cluster.core.worker.events import AskPool, PoolAnswer
-from kvpool.core.fetch.client_events import OfferSettled, PrefixFound, SeekPrefix
+from collections.abc import Iterable, Iterator
+
+from kvpool.core.fetch.client_events import (
+    ClientCommand,
+    NodeEvent,
+    NodeOrder,
+    OfferSettled,
+    PoolAnswer,
+    PoolQuestion,
+    PrefixFound,
+    SeekPrefix,
+)
 from kvpool.core.fetch.openings import Openings
 from kvpool.core.fetch.peer_pull import PullEvent, PullGrants
 from kvpool.core.fetch.pool_fetch import Restored
+from kvpool.core.fetch.pool_nodes import PoolNodes
 from kvpool.core.layout.hashes import NO_NAMES
 from kvpool.core.transfer.commands import FromPeer, PeerLost, SendPeer
 from kvpool.core.transfer.pull import PullBlocks, PullRead, PullWanted
@@ -17,23 +28,54 @@ PrefixOutcome = Restored | OfferSettled
 
 
 class PrefixExchange:
-    """With `confirms` the schedulers hear that an offer is settled once the pool node can be asked
-    for it. The node hears what one worker says in order. So the answer to an empty question, asked
-    behind the store, tells."""
+    """`nodes` None: no pool is used. With `confirms` the schedulers hear that an offer is settled
+    once the pool node can be asked for it. The node hears what one worker says in order. So the
+    answer to an empty question, asked behind the store, tells."""
 
-    def __init__(self, openings: Openings, *, confirms: bool) -> None:
+    def __init__(self, openings: Openings, nodes: PoolNodes | None, *, confirms: bool) -> None:
         self._openings = openings
         self._confirms = confirms
         self._confirming: dict[RequestKey, int] = {}  # question |-> offer
-        self._questions: list[AskPool] = []
-        self.answers: list[SendPeer] = []  # to what peers ask
+        self._questions: list[PoolQuestion] = []
+        self.outbox: list[NodeOrder | SendPeer] = []
+        self.nodes = nodes
         self.pulls = openings.pulls
-        self.uses_pools = openings.write_behind is not None
 
     # --- pools ----------------------------------------------------------------------------------
 
-    def answered(self, event: PoolAnswer, now_s: float) -> list[PrefixOutcome]:
-        match event:
+    def ask_pools(self, now_s: float) -> list[PrefixOutcome]:
+        """Questions of the worker's sequences, and what it has named since the last call."""
+        assert self.nodes is not None
+        outcomes: list[PrefixOutcome] = []
+        while questions := [*self._take_questions(now_s)]:
+            for question in questions:
+                outcomes += self._answered(self.nodes.ask(question, now_s), now_s)
+        return outcomes
+
+    def _take_questions(self, now_s: float) -> Iterator[PoolQuestion]:
+        assert self._openings.write_behind is not None
+        questions, self._questions = self._questions, []
+        yield from questions
+        yield from self._openings.take_outbox()
+        if (offer := self._openings.write_behind.offer(now_s)) is not None:
+            yield offer
+
+    def on_node(self, event: NodeEvent, now_s: float) -> list[PrefixOutcome]:
+        assert self.nodes is not None
+        return self._answered(self.nodes.handle(event, now_s), now_s)
+
+    def _answered(self, commands: Iterable[ClientCommand], now_s: float) -> list[PrefixOutcome]:
+        """Orders wait in the outbox."""
+        outcomes: list[PrefixOutcome] = []
+        for command in commands:
+            if isinstance(command, PoolAnswer):
+                outcomes += self._answer(command, now_s)
+            else:
+                self.outbox.append(command)
+        return outcomes
+
+    def _answer(self, answer: PoolAnswer, now_s: float) -> list[PrefixOutcome]:
+        match answer:
             case OfferSettled(offer=offer):
                 self._settled(offer)
                 return []
@@ -42,7 +84,7 @@ class PrefixExchange:
                 self._confirmed(offer)
                 return [OfferSettled(offer=offer)]
             case _:
-                restored = self._openings.answer(event, now_s)
+                restored = self._openings.answer(answer, now_s)
                 return [] if restored is None else [restored]
 
     def _settled(self, offer: int) -> None:
@@ -59,20 +101,12 @@ class PrefixExchange:
         assert self._openings.write_behind is not None
         self._openings.write_behind.confirmed(offer)
 
-    def take_questions(self, now_s: float) -> list[AskPool]:
-        """Questions of the worker's sequences, and what it has named since the last call."""
-        assert self._openings.write_behind is not None
-        questions, self._questions = self._questions, []
-        questions += self._openings.take_outbox()
-        offer = self._openings.write_behind.offer(now_s)
-        return questions if offer is None else [*questions, offer]
-
     # --- peers ----------------------------------------------------------------------------------
 
     def pulled(self, event: PullEvent, now_s: float) -> list[Restored]:
         grants = self._openings.grants
         if grants is not None:
-            self.answers += self._grant(grants, event, now_s)
+            self.outbox += self._grant(grants, event, now_s)
         return self._openings.pulled(event, now_s)
 
     @staticmethod
@@ -86,12 +120,22 @@ class PrefixExchange:
                 grants.lost(peer)
         return []
 
-    def expire(self, now_s: float) -> list[Restored]:
+    def tick(self, now_s: float) -> list[PrefixOutcome]:
+        """Time has passed: leases and patience may have ended."""
         if self._openings.grants is not None:
             self._openings.grants.expire(now_s)
-        return self._openings.expire(now_s)
+        outcomes: list[PrefixOutcome] = [*self._openings.expire(now_s)]
+        if self.nodes is not None:
+            outcomes += self._answered(self.nodes.tick(now_s), now_s)
+        return outcomes
 
-    def take_commands(self) -> list[SendPeer | PullBlocks]:
+    def take_commands(self) -> list[NodeOrder | SendPeer | PullBlocks]:
         """To be executed in order."""
-        answers, self.answers = self.answers, []
-        return [*answers, *self._openings.take_pulls()]
+        commands, self.outbox = self.outbox, []
+        return [*commands, *self._openings.take_pulls()]
+
+    def validate(self) -> None:
+        if self._openings.restores is not None:
+            self._openings.restores.validate()
+        if self.nodes is not None:
+            self.nodes.validate()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from cluster.process.outbox import Outbox
-from kvpool.core.fetch.client_events import FromNode, PoolJoined, PoolLost
+from kvpool.core.fetch.client_events import OWN_NODE, FromNode, PoolJoined, PoolLost
 from kvpool.core.node.messages import FromPool, PoolHello, PoolRefused, PoolWelcome, ToPool
 from kvpool.transport.endpoints import EndpointOptions, Endpoints, SharedRegion
 from kvpool.transport.link_kind import LinkKind
@@ -94,9 +94,9 @@ REFUSED_RETRY_S = 30.0
 
 
 class PoolLink:
-    """Posts PoolJoined, FromNode and PoolLost; PoolJoined and PoolLost alternate. With `expects`,
-    the incarnation of another host's node, it connects once. Then one PoolLost reports its end,
-    even if it never joined. Thread safe."""
+    """Posts PoolJoined, FromNode and PoolLost; PoolJoined and PoolLost alternate. To the `node` of
+    another host it connects once. Then one PoolLost reports its end, even if it never joined.
+    Thread safe."""
 
     def __init__(
         self,
@@ -104,14 +104,13 @@ class PoolLink:
         addresses: Sequence[str],
         hello: PoolHello,
         post: Callable[[PoolJoined | PoolLost | FromNode], None],
-        *,
-        expects: Incarnation | None = None,
+        node: Incarnation = OWN_NODE,
     ) -> None:
         self._endpoints = endpoints
         self._addresses = tuple(addresses)
         self._name = ", ".join(addresses)
         self._hello = hello
-        self._expects = expects
+        self._node = node
         self._post = post
         self._changed = threading.Condition()
         self._connection: Connection | None = None
@@ -156,12 +155,12 @@ class PoolLink:
             self._thread.join()
 
     def _run(self) -> None:
-        if self._expects is None:
+        if self._node == OWN_NODE:
             self._stay_connected()
             return
         joined = self._connect() and self._wait_until_gone()
         if not joined and not self._closing:
-            self._post(PoolLost(reason=self._refusal or "it could not be reached"))
+            self._post(PoolLost(node=self._node, reason=self._refusal or "it could not be reached"))
 
     def _stay_connected(self) -> None:
         retry_s = FIRST_RETRY_S
@@ -221,7 +220,7 @@ class PoolLink:
             case _:
                 if not self._joined or not isinstance(message, FromPool):
                     raise PeerError("the pool node broke the protocol")
-                self._post(FromNode(message=message))
+                self._post(FromNode(node=self._node, message=message))
 
     def _welcomed(self, welcome: PoolWelcome) -> None:
         if welcome.wire_version != WIRE_VERSION:
@@ -229,14 +228,14 @@ class PoolLink:
                 f"the pool node speaks wire version {welcome.wire_version}, this worker "
                 f"{WIRE_VERSION}"
             )
-        if self._expects not in (None, welcome.incarnation):
-            raise PeerError(f"expected pool node {self._expects}, found {welcome.incarnation}")
+        if self._node not in (OWN_NODE, welcome.incarnation):
+            raise PeerError(f"expected pool node {self._node}, found {welcome.incarnation}")
         log.info("pool node %s joined (%s)", welcome.incarnation, self._name)
         with self._changed:
             self._joined = True
             self._refusal = ""
             self._changed.notify_all()
-        self._post(PoolJoined(welcome=welcome))
+        self._post(PoolJoined(node=self._node, welcome=welcome))
 
     def _lost(self, connection: Connection, reason: str) -> None:
         self._endpoints.forget(connection)
@@ -252,4 +251,4 @@ class PoolLink:
             outbox.finish()
         if joined:
             log.warning("pool node at %s lost: %s", self._name, reason)
-            self._post(PoolLost(reason=reason))
+            self._post(PoolLost(node=self._node, reason=reason))

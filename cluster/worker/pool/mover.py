@@ -20,27 +20,26 @@ from kvpool.memory.kv_memory import KvMemory
 from kvpool.transport.peer.base import RegionName
 from kvrelay.errors import PeerError
 
-PoolMoveDone = BlocksStored | BlocksFetched
-
 
 @dataclass(frozen=True, slots=True)
 class PoolJob:
-    """`post` receives its result."""
-
     order: StoreBlocks | FetchBlocks
     link: PoolLink
-    post: Callable[[PoolMoveDone], None]
 
 
 class PoolMover:
+    """`post` receives the result of each job."""
+
     def __init__(
         self,
         memory: KvMemory,
         endpoints: PoolEndpoints,
         *,
+        post: Callable[[BlocksStored | BlocksFetched], None],
         crashed: Callable[[BaseException], None],
     ) -> None:
         self._endpoints = endpoints
+        self._post = post
         self._crashed = crashed
         self._block_bytes = memory.layout.bytes_per_block
         self._staging = endpoints.register(staging_bytes(self._block_bytes))
@@ -68,9 +67,9 @@ class PoolMover:
         try:
             while (job := self._jobs.get()[2]) is not None:
                 if isinstance(job.order, StoreBlocks):
-                    job.post(self._store(job.order, job.link))
+                    self._post(self._store(job.order, job.link))
                 else:
-                    job.post(self._fetch(job.order, job.link))
+                    self._post(self._fetch(job.order, job.link))
         except Exception as error:
             self._crashed(error)
 
@@ -83,6 +82,7 @@ class PoolMover:
         except PeerError as failure:
             error = str(failure)
         return BlocksStored(
+            node=job.node,
             request_no=job.request_no,
             region=job.region,
             checksums=sums,
@@ -101,6 +101,7 @@ class PoolMover:
         except PeerError as failure:
             error = str(failure)
         return BlocksFetched(
+            node=job.node,
             request_no=job.request_no,
             region=job.region,
             sound_blocks=sound,

@@ -74,7 +74,7 @@ class RunNews:
         told = self._told.get(number)
         if told is not None and end < told:
             self._cut[number] = min(end, self._cut.get(number, end))
-        elif told is None and self._strands.strand(number) is None:
+        if self._strands.strand(number) is None:
             self._grown.pop(number, None)
 
     def take(self, most_blocks: int) -> tuple[tuple[CutRun, ...], tuple[StoredRun, ...]]:

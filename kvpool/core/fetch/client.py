@@ -1,4 +1,4 @@
-"""A worker's side of its host's pool node: its stores and its fetches. Pure.
+"""A worker's side of one pool node: its stores and its fetches. Pure.
 
 Stores are write-behind: a bounded number of blocks waits, more are dropped, and serving never waits
 for them. Offered blocks must keep their content until OfferSettled. The targets of a fetch belong
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from kvpool.core.fetch.client_events import (
+    OWN_NODE,
     BlocksFetched,
     BlocksStored,
     ClientCommand,
@@ -51,7 +52,7 @@ from kvpool.core.node.messages import (
     StoreWanted,
     ToPool,
 )
-from kvrelay.types import RequestKey
+from kvrelay.types import Incarnation, RequestKey
 
 
 @dataclass(slots=True)
@@ -69,6 +70,7 @@ class _Fetch:
 class ClientFetches:
     """Commands go to `outbox`."""
 
+    node: Incarnation
     outbox: list[ClientCommand]
     fetches: int = 0
     fetched_blocks: int = 0
@@ -83,14 +85,14 @@ class ClientFetches:
     def ask(self, number: int, wanted: WantPrefix, now_s: float) -> None:
         self._open[number] = _Fetch(wanted=wanted, asked_s=now_s)
         message = FetchWanted(request_no=number, hashes=tuple(wanted.hashes), skip=wanted.skip)
-        self.outbox.append(SendPool(message=message))
+        self.outbox.append(SendPool(node=self.node, message=message))
 
     def fetched(self, fetched: Fetched, *, region: str) -> None:
         number = fetched.request_no
         fetch = self._open.get(number)
         if fetch is None:
             if number in self._late and fetched.places:
-                self.outbox.append(SendPool(message=FetchDone(request_no=number)))
+                self.outbox.append(SendPool(node=self.node, message=FetchDone(request_no=number)))
             self._late.discard(number)
             return
         if not fetched.places:
@@ -98,6 +100,7 @@ class ClientFetches:
             return
         fetch.reading = True
         command = FetchBlocks(
+            node=self.node,
             request_no=number,
             region=region,
             places=fetched.places,
@@ -118,7 +121,7 @@ class ClientFetches:
         fetch.void |= late
         if lease_ttl_s is not None:
             message = FetchDone(request_no=done.request_no, damaged=damaged)
-            self.outbox.append(SendPool(message=message))
+            self.outbox.append(SendPool(node=self.node, message=message))
         self._end(done.request_no, done.sound_blocks)
 
     def drop(self, key: RequestKey) -> None:
@@ -171,6 +174,7 @@ class _Store:
 class ClientStores:
     """Commands go to `outbox`."""
 
+    node: Incarnation
     outbox: list[ClientCommand]
     max_waiting_blocks: int
     batch_blocks: int
@@ -208,7 +212,9 @@ class ClientStores:
         blocks = [self._waiting.popleft() for _ in range(count)]
         self._open[number] = _Store(blocks=blocks, asked_s=now_s)
         wanted = tuple(ChainBlock(block.hash, block.parent, block.tenant) for _, block in blocks)
-        self.outbox.append(SendPool(message=StoreWanted(request_no=number, blocks=wanted)))
+        self.outbox.append(
+            SendPool(node=self.node, message=StoreWanted(request_no=number, blocks=wanted))
+        )
 
     def granted(self, granted: StoreGranted, *, region: str) -> None:
         number = granted.request_no
@@ -224,6 +230,7 @@ class ClientStores:
             return
         store.gathering = True
         command = StoreBlocks(
+            node=self.node,
             request_no=number,
             region=region,
             sources=tuple(block.place for _, block in store.blocks),
@@ -233,7 +240,9 @@ class ClientStores:
 
     def _refuse(self, granted: StoreGranted) -> None:
         if granted.request_no in self._late and granted.indices:
-            self.outbox.append(SendPool(message=StoreAbandoned(request_no=granted.request_no)))
+            self.outbox.append(
+                SendPool(node=self.node, message=StoreAbandoned(request_no=granted.request_no))
+            )
         self._late.discard(granted.request_no)
 
     def gathered(self, done: BlocksStored, *, tell: bool) -> None:
@@ -244,7 +253,7 @@ class ClientStores:
             self.stored_blocks += len(done.checksums)
             message = Stored(request_no=done.request_no, checksums=done.checksums)
         if tell:
-            self.outbox.append(SendPool(message=message))
+            self.outbox.append(SendPool(node=self.node, message=message))
 
     def lost(self) -> None:
         """Blocks that are being gathered continue to the end; all other stores end now."""
@@ -284,19 +293,22 @@ class PoolClient:
 
     def __init__(
         self,
+        node: Incarnation = OWN_NODE,
         *,
         max_waiting_blocks: int = 512,
         batch_blocks: int = 64,
         max_stores: int = 2,
         patience_s: float = 5.0,
     ) -> None:
+        self.node = node
         self._patience_s = patience_s
         self._welcome: PoolWelcome | None = None
         self._requests = 0
         self._commands: list[ClientCommand] = []
         self._asked: dict[int, tuple[SeekPrefix, float]] = {}
-        self.fetches = ClientFetches(outbox=self._commands)
+        self.fetches = ClientFetches(node=node, outbox=self._commands)
         self.stores = ClientStores(
+            node=node,
             outbox=self._commands,
             max_waiting_blocks=max_waiting_blocks,
             batch_blocks=batch_blocks,
@@ -360,7 +372,7 @@ class PoolClient:
                 assert_never(message)
 
     def _send(self, message: ToPool) -> None:
-        self._commands.append(SendPool(message=message))
+        self._commands.append(SendPool(node=self.node, message=message))
 
     def _next_request(self) -> int:
         self._requests += 1

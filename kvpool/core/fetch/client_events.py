@@ -1,4 +1,7 @@
-"""Events and commands of a worker's pool client, as values. Pure."""
+"""Events and commands of a worker's pool clients, as values. Pure.
+
+What comes from a node, or is to be done with it, names the node.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,34 @@ from kvpool.core.blocks.device_blocks import Place
 from kvpool.core.layout.hashes import BlockHash, BlockHashes
 from kvpool.core.node.messages import FromPool, PoolWelcome, ToPool
 from kvpool.core.node.tier_blocks import PoolPlace
-from kvrelay.types import RequestKey
+from kvrelay.types import Incarnation, RequestKey
+
+OWN_NODE = Incarnation("")
+"""The node of this host, in whichever life."""
 
 # --- from the link ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolJoined:
-    """The host's pool node accepts this worker's blocks."""
+    """The node accepts this worker."""
 
     welcome: PoolWelcome
+    node: Incarnation = OWN_NODE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLost:
+    """A link of another host's node ends with one of these, even if it never joined."""
+
     reason: str
+    node: Incarnation = OWN_NODE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FromNode:
     message: FromPool
+    node: Incarnation = OWN_NODE
 
 
 # --- from the schedulers ------------------------------------------------------------------------
@@ -64,13 +75,16 @@ class SeekPrefix:
 class WantPrefix:
     """Fill `targets`, blocks of this worker, with blocks `skip, skip + 1, ...` of the chain.
 
-    The answer is PrefixFetched; until then the targets belong to the fetch.
+    The answer is PrefixFetched; until then the targets belong to the fetch. A `node` of another
+    host listens at one of `addresses`.
     """
 
     key: RequestKey
     hashes: BlockHashes
     targets: tuple[Place, ...]
     skip: int = 0
+    node: Incarnation = OWN_NODE
+    addresses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +92,10 @@ class DropPrefix:
     """The request is over; PrefixFetched comes as soon as no target is being written."""
 
     key: RequestKey
+    node: Incarnation = OWN_NODE
 
 
-# --- from the executor --------------------------------------------------------------------------
+# --- from the mover --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +108,7 @@ class BlocksStored:
     bytes: int = 0
     seconds: float = 0.0
     error: str | None = None
+    node: Incarnation = OWN_NODE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +123,7 @@ class BlocksFetched:
     bytes: int = 0
     seconds: float = 0.0
     error: str | None = None
+    node: Incarnation = OWN_NODE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,25 +131,33 @@ class ClientTick:
     """Time has passed; comes several times a second."""
 
 
-ClientEvent = (
-    PoolJoined
-    | PoolLost
-    | FromNode
-    | OfferBlocks
-    | SeekPrefix
-    | WantPrefix
-    | DropPrefix
-    | BlocksStored
-    | BlocksFetched
-    | ClientTick
-)
+PoolQuestion = OfferBlocks | SeekPrefix | WantPrefix | DropPrefix
+NodeEvent = PoolJoined | PoolLost | FromNode | BlocksStored | BlocksFetched
+"""What a worker hears of its nodes."""
+ClientEvent = PoolQuestion | NodeEvent | ClientTick
 
 # --- commands -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectNode:
+    """Link to this node of another host, at one of these addresses; ends in PoolLost."""
+
+    node: Incarnation
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseNode:
+    node: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SendPool:
+    """Dropped if the node is not there."""
+
     message: ToPool
+    node: Incarnation = OWN_NODE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +168,7 @@ class StoreBlocks:
     region: str
     sources: tuple[Place, ...]
     places: tuple[PoolPlace, ...]
+    node: Incarnation = OWN_NODE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +180,7 @@ class FetchBlocks:
     places: tuple[PoolPlace, ...]
     checksums: tuple[int, ...]
     targets: tuple[Place, ...]
+    node: Incarnation = OWN_NODE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,4 +207,7 @@ class PrefixFetched:
     blocks: int
 
 
-ClientCommand = SendPool | StoreBlocks | FetchBlocks | OfferSettled | PrefixFound | PrefixFetched
+PoolAnswer = OfferSettled | PrefixFound | PrefixFetched
+NodeOrder = ConnectNode | CloseNode | SendPool | StoreBlocks | FetchBlocks
+"""What a worker does with its nodes."""
+ClientCommand = NodeOrder | PoolAnswer

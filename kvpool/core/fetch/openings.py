@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 from kvpool.core.blocks.holding import Holder
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.fetch.client_events import (
-    DropPrefix,
+    PoolQuestion,
     PrefixFetched,
     PrefixFound,
-    SeekPrefix,
     WantPrefix,
 )
 from kvpool.core.fetch.peer_pull import PullEvent, PullGrants, Pulls
-from kvpool.core.fetch.pool_fetch import AskRemote, RemoteFetches, Restored, Restores
+from kvpool.core.fetch.pool_fetch import RemoteFetches, Restored, Restores
 from kvpool.core.fetch.write_behind import WriteBehind
 from kvpool.core.layout.hashes import BlockHash, BlockHashes
 from kvpool.core.transfer.commands import SendPeer
@@ -28,8 +27,6 @@ from kvrelay.messages import PrefixSource
 from kvrelay.types import PrefixOrigin, RequestKey
 
 log = logging.getLogger(__name__)
-
-PoolQuestion = SeekPrefix | WantPrefix | DropPrefix | AskRemote
 
 
 @dataclass(frozen=True, slots=True)

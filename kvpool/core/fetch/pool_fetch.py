@@ -7,7 +7,7 @@ From the pool node of its own host:
 
 From the pool node of another host:
 
-    begin --AskRemote(WantPrefix)--> fetching --PrefixFetched--> Restored
+    begin --WantPrefix--> fetching --PrefixFetched--> Restored
 
 A sequence waits for its prefix with all its blocks held. Every `begin` ends in one Restored, also
 when the node is lost.
@@ -33,7 +33,7 @@ from kvpool.core.fetch.client_events import (
 from kvpool.core.fetch.cost import RestoreCost
 from kvpool.core.layout.hashes import BlockHashes
 from kvrelay.messages import PrefixSource
-from kvrelay.types import Incarnation, PrefixOrigin, RequestKey
+from kvrelay.types import PrefixOrigin, RequestKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,15 +163,6 @@ class Restores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskRemote:
-    """A request to the pool node `node`, which listens at one of `addresses`."""
-
-    node: Incarnation
-    addresses: tuple[str, ...]
-    question: WantPrefix | DropPrefix
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Fetch:
     """`here` are the chain's blocks that the worker has itself."""
 
@@ -223,7 +214,7 @@ class RemoteFetches:
         here: int,
         source: PrefixSource,
         now_s: float,
-    ) -> AskRemote | None:
+    ) -> WantPrefix | None:
         """Call it after `prefers`. None: no blocks are left for the fetch."""
         end = min(len(hashes), source.blocks)
         tokens = end * self.tables.layout.block_size
@@ -234,12 +225,18 @@ class RemoteFetches:
             holder=holder, source=source, hashes=wanted, here=here, asked_s=now_s
         )
         targets = places(self.tables.tables(holder), range(here, end))
-        want = WantPrefix(key=holder.key, hashes=wanted, targets=targets, skip=here)
-        return _ask(source, want)
+        return WantPrefix(
+            key=holder.key,
+            hashes=wanted,
+            targets=targets,
+            skip=here,
+            node=source.peer,
+            addresses=source.addresses,
+        )
 
-    def drop(self, holder: Holder) -> AskRemote:
+    def drop(self, holder: Holder) -> DropPrefix:
         """The request is over. Its blocks stay held until Restored comes."""
-        return _ask(self._by_key[holder.key].source, DropPrefix(key=holder.key))
+        return DropPrefix(key=holder.key, node=self._by_key[holder.key].source.peer)
 
     def fetched(self, event: PrefixFetched, now_s: float) -> Restored | None:
         """None: it is not one of these fetches."""
@@ -257,7 +254,3 @@ class RemoteFetches:
     def validate(self) -> None:
         """A sequence that waits for a prefix holds its blocks."""
         assert all(fetch.holder in self.tables for fetch in self._by_key.values())
-
-
-def _ask(source: PrefixSource, question: WantPrefix | DropPrefix) -> AskRemote:
-    return AskRemote(node=source.peer, addresses=source.addresses, question=question)

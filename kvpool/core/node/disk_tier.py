@@ -58,8 +58,8 @@ class DiskTier:
         missing.reverse()
         return missing
 
-    def next_write(self, host: TierBlocks) -> WriteSlots | None:
-        """None while a batch is being written or no block waits."""
+    def next_write(self, host: TierBlocks, checksums: Sequence[int]) -> WriteSlots | None:
+        """None while a batch is being written or no block waits. `checksums` are by host place."""
         if self._writing is not None:
             return None
         picked = self._pick(host)
@@ -73,7 +73,7 @@ class DiskTier:
                 hash=block_hash,
                 parent=host.parent(at),
                 place=host.place(at),
-                checksum=host.checksum(at),
+                checksum=checksums[host.place(at)],
                 slot=slot,
             )
             for (block_hash, at), slot in zip(picked, slots, strict=False)
@@ -180,6 +180,6 @@ def _new_chain(spills: Sequence[tuple[Spill, str]]) -> NewChain:
     return NewChain(
         parent=first.parent,
         hashes=BlockHashes.of(spill.hash for spill, _ in spills),
-        columns=(array("i", [spill.slot for spill, _ in spills]),),
+        places=array("i", [spill.slot for spill, _ in spills]),
         tenant=tenant,
     )

@@ -49,9 +49,9 @@ from kvpool.core.node.open_requests import Fetch, Fetches, FetchKey, Store, Stor
 from kvpool.core.node.reports import PoolUsage
 from kvpool.core.node.tier_blocks import (
     NewChain,
+    PoolPlace,
     TierBlocks,
     blocks_of,
-    checksums_of,
     places_of,
 )
 from kvrelay.types import Incarnation
@@ -99,6 +99,8 @@ class HostTier:
         self._storable = Storable(host, self._disk, self._stores, self._fetches)
         self._workers: set[Incarnation] = set()
         self._changes = Changes(host=host, disk=disk)
+        self.checksums = array("Q", [0]) * host.count
+        """# place |-> the xxh3_64 that the bytes of the block there must have"""
         self._commands: list[PoolCommand] = []
         self.books = PoolUsage(
             host=host, disk=self._disk, stores=self._stores, fetches=self._fetches
@@ -208,8 +210,14 @@ class HostTier:
             if not store.fenced:
                 self._drop(key[0], f"{len(checksums)} checksums of {len(store.places)} blocks")
             return
-        for chain in store.chains(checksums):
+        self._note(store.places, checksums)
+        for chain in store.chains():
             self._adopt(chain, now_s)
+
+    def _note(self, places: Sequence[PoolPlace], checksums: Sequence[int]) -> None:
+        """No block is in these places yet."""
+        for place, checksum in zip(places, checksums, strict=True):
+            self.checksums[place] = checksum
 
     def _adopt(self, chain: NewChain, now_s: float) -> None:
         new = self._host.adopt(chain, now_s)
@@ -272,10 +280,12 @@ class HostTier:
             ],
         )
         if good:
+            places = [load.place for load in loads[:good]]
+            self._note(places, checksums)
             chain = NewChain(
                 parent=reading.parent,
                 hashes=BlockHashes.of(load.hash for load in loads[:good]),
-                columns=(array("i", [load.place for load in loads[:good]]), array("Q", checksums)),
+                places=array("i", places),
                 tenant=tenant,
             )
             self._adopt(chain, now_s)
@@ -286,14 +296,11 @@ class HostTier:
         waited_with, fetch.chain = fetch.chain, self._host.hold(fetch.hashes)
         self._host.release(waited_with)
         fetch.deadline_s = now_s + self._lease_ttl_s
-        fetched = Fetched(
-            request_no=key[1],
-            places=places_of(fetch.chain, fetch.skip),
-            checksums=checksums_of(fetch.chain, fetch.skip),
-        )
-        if not fetched.places:
+        places = places_of(fetch.chain, fetch.skip)
+        if not places:
             self._close_fetch(key)
-        self._tell(key[0], fetched)
+        checksums = tuple([self.checksums[place] for place in places])
+        self._tell(key[0], Fetched(request_no=key[1], places=places, checksums=checksums))
 
     def _close_fetch(self, key: FetchKey) -> None:
         fetch = self._fetches.close(key)
@@ -303,7 +310,7 @@ class HostTier:
     # --- disk -----------------------------------------------------------------------------------
 
     def _write_behind(self) -> None:
-        writing = self._disk.next_write(self._host)
+        writing = self._disk.next_write(self._host, self.checksums)
         if writing is not None:
             self._commands.append(writing)
 

@@ -16,7 +16,7 @@ waiting (for the disk) --served--> reading --done, expire, reader lost--> ended
 from __future__ import annotations
 
 from array import array
-from collections.abc import ItemsView, Iterator, Sequence
+from collections.abc import ItemsView, Iterator
 from dataclasses import dataclass, field
 
 from kvpool.core.blocks.runs import Run, path
@@ -37,9 +37,8 @@ class Store:
     deadline_s: float
     fenced: bool = False
 
-    def chains(self, checksums: Sequence[int]) -> list[NewChain]:
-        """Its blocks in chains, each below a block that is not in the chain. `checksums` are in the
-        order of the places."""
+    def chains(self) -> list[NewChain]:
+        """Its blocks in chains, each below a block that is not in the chain."""
         parents = [block.parent for block in self.blocks]
         hashes = [block.hash for block in self.blocks]
         starts = [i for i, parent in enumerate(parents) if not i or parent != hashes[i - 1]]
@@ -47,7 +46,7 @@ class Store:
             NewChain(
                 parent=parents[first],
                 hashes=BlockHashes.of(hashes[first:end]),
-                columns=(array("i", self.places[first:end]), array("Q", checksums[first:end])),
+                places=array("i", self.places[first:end]),
                 tenant=self.blocks[first].tenant,
             )
             for first, end in zip(starts, [*starts[1:], len(hashes)], strict=True)

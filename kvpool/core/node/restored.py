@@ -70,5 +70,5 @@ def _chain_of(blocks: Sequence[RestoredBlock]) -> NewChain:
     return NewChain(
         parent=blocks[0].parent,
         hashes=BlockHashes.of(block.hash for block in blocks),
-        columns=(array("i", [block.place for block in blocks]),),
+        places=array("i", [block.place for block in blocks]),
     )

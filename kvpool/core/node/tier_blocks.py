@@ -19,7 +19,7 @@ from itertools import chain as chained
 from typing import NewType, Protocol
 
 from kvpool.core.blocks.news import Strand
-from kvpool.core.blocks.runs import Columns, Evicted, Run, RunPolicy, RunTree, path
+from kvpool.core.blocks.runs import Evicted, Run, RunPolicy, RunTree, path
 from kvpool.core.layout.hashes import BlockHash, BlockHashes, Names
 from kvpool.core.node.block_index import BlockAt, BlockIndex
 from kvpool.core.node.tenants import TenantAges
@@ -30,19 +30,14 @@ PoolPlace = NewType("PoolPlace", int)
 HeldChain = Run | None
 """A held chain, by the run that ends it; None: no block."""
 
-_PLACES = 0
-CHECKSUMS = 1
-"""The column of the host tier with the xxh3_64 that the bytes of a block must have."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewChain:
-    """Blocks below `parent` with their columns: reserved places, and checksums in the host tier.
-    `tenant` is a label for reports."""
+    """Blocks below `parent` at reserved `places`. `tenant` is a label for reports."""
 
     parent: BlockHash | None
     hashes: BlockHashes
-    columns: Columns
+    places: array[int]
     tenant: str = ""
 
 
@@ -111,14 +106,8 @@ class TierBlocks:
         return self.run_with(at).at(at.depth)
 
     def place(self, at: BlockAt) -> PoolPlace:
-        return PoolPlace(self._value(at, _PLACES))
-
-    def checksum(self, at: BlockAt) -> int:
-        return self._value(at, CHECKSUMS)
-
-    def _value(self, at: BlockAt, column: int) -> int:
         run = self.run_with(at)
-        return run.columns[column][at.depth - run.start]
+        return PoolPlace(run.columns[0][at.depth - run.start])
 
     def parent(self, at: BlockAt) -> BlockHash | None:
         run = self.run_with(at)
@@ -142,7 +131,7 @@ class TierBlocks:
     def places(self, names: Names, start: int) -> tuple[PoolPlace, ...]:
         """Of the chain's longest prefix here, from depth `start` on."""
         run, end = self._tree.find(names)
-        return tuple(map(PoolPlace, _column(run, _PLACES, start, end)))
+        return _places(run, start, end)
 
     # --- holding --------------------------------------------------------------------------------
 
@@ -198,10 +187,10 @@ class TierBlocks:
             self._forget(gone)
 
     def _forget(self, gone: Evicted) -> None:
-        self._free.extend(reversed(gone.columns[_PLACES]))
+        self._free.extend(reversed(gone.columns[0]))
         self._index.remove(gone.hashes, gone.number, gone.end)
         is_gone = self._tree.strand(gone.number) is None
-        blocks = len(gone.columns[_PLACES])
+        blocks = len(gone.columns[0])
         self.ages.went(gone.tenant, gone.number, blocks, is_gone=is_gone)
         if gone.number in self._spoiled:
             left = {depth for depth in self._spoiled.pop(gone.number) if depth < gone.end}
@@ -229,61 +218,59 @@ class TierBlocks:
         It ends before a block that isn't where its chain says. Nothing is adopted when the parent
         is gone. Reserved places that are not needed become free.
         """
-        self._reserved.difference_update(chain.columns[_PLACES])
+        self._reserved.difference_update(chain.places)
         tail = self._hold_to(chain.parent)
         if chain.parent is not None and tail is None:
-            self._free.extend(chain.columns[_PLACES])
+            self._free.extend(chain.places)
             return BlockHashes()
         return self._adopt_below(tail, chain, now_s)
 
     def _adopt_below(self, tail: HeldChain, chain: NewChain, now_s: float) -> BlockHashes:
         start = tail.end if tail is not None else 0
-        names, columns, new = _NamesFrom(start, chain.hashes), chain.columns, bytearray()
+        names, places, new = _NamesFrom(start, chain.hashes), chain.places, bytearray()
         depth = start
         while depth < len(names):
             known = self._tree.child(tail, names.at(depth))
             if known is None:
                 hashes = chain.hashes[depth - start :]
-                tail, more = self._append(tail, hashes, columns, chain.tenant, now_s)
+                tail, more = self._append(tail, hashes, places, chain.tenant, now_s)
                 new += more.packed
                 break
             tail = self._tree.hold_next(known, known.common_end(names))
-            new += self._join(tail, tuple(column[: tail.blocks] for column in columns))
-            columns = tuple(column[tail.blocks :] for column in columns)
+            new += self._join(tail, places[: tail.blocks])
+            places = places[tail.blocks :]
             depth = tail.end
         self.release(tail)
         return BlockHashes(bytes(new))
 
     def _append(
-        self, tail: HeldChain, hashes: BlockHashes, columns: Columns, tenant: str, now_s: float
+        self, tail: HeldChain, hashes: BlockHashes, places: array[int], tenant: str, now_s: float
     ) -> tuple[HeldChain, BlockHashes]:
         """Up to the first block that is elsewhere already. Returns the held chain and its new
         blocks."""
         new = next((i for i, name in enumerate(hashes) if name in self), len(hashes))
-        self._free.extend(columns[_PLACES][new:])
+        self._free.extend(places[new:])
         if not new:
             return tail, BlockHashes()
         start, hashes = tail.end if tail is not None else 0, hashes[:new]
-        columns = tuple(column[:new] for column in columns)
-        run = self._tree.append(tail, hashes.packed, columns, tenant)
+        run = self._tree.append(tail, hashes.packed, (places[:new],), tenant)
         self._index.add(hashes.packed, run.number, start)
         self.ages.came(run.tenant, run.number, new, now_s)
-        if self.news is not None:
-            self.news.stored(run.number)
+        self._stored(run.number)
         return run, hashes
 
-    def _join(self, run: Run, columns: Columns) -> bytes:
+    def _join(self, run: Run, places: array[int]) -> bytes:
         """Blocks that are there already keep their places, unless they are spoiled. Returns the
         hashes of those."""
         healed = bytearray()
         for depth in sorted(self._spoiled.get(run.number, ())):
             if run.start <= depth < run.end:
                 index = depth - run.start
-                for column, new in zip(run.columns, columns, strict=True):
-                    column[index], new[index] = new[index], column[index]
+                (column,) = run.columns
+                column[index], places[index] = places[index], column[index]
                 self._heal(run, depth)
                 healed += run.at(depth)
-        self._free.extend(columns[_PLACES])
+        self._free.extend(places)
         return bytes(healed)
 
     # --- damage ---------------------------------------------------------------------------------
@@ -304,9 +291,13 @@ class TierBlocks:
         self._spoiled[run.number].remove(depth)
         if not self._spoiled[run.number]:
             del self._spoiled[run.number]
-        if self.news is not None:
-            for strand in sorted({run.number, *_strands_below(run)}):
-                self.news.stored(strand)
+        for strand in sorted({run.number, *_strands_below(run)}):
+            self._stored(strand)
+
+    def _stored(self, strand: int) -> None:
+        """A strand of which nothing can be served is told when that changes."""
+        if self.news is not None and self.strand(strand) is not None:
+            self.news.stored(strand)
 
     # --- what routers are told ------------------------------------------------------------------
 
@@ -329,7 +320,7 @@ class TierBlocks:
         """The conservation law: each place exactly once free, reserved or a block's."""
         self._tree.validate()
         self._index.validate(self._tree.blocks)
-        places = [place for run in self._tree for place in run.columns[_PLACES]]
+        places = [place for run in self._tree for place in run.columns[0]]
         every = [*self._free, *self._reserved, *places]
         assert len(every) == self.count, "a place is lost or there twice"
         assert set(every) == set(range(self.count))
@@ -344,18 +335,14 @@ class TierBlocks:
 
 def places_of(chain: HeldChain, skip: int) -> tuple[PoolPlace, ...]:
     """Of the blocks of a held chain, without the first `skip`."""
-    return tuple(map(PoolPlace, _column(chain, _PLACES, skip, blocks_of(chain))))
+    return _places(chain, skip, blocks_of(chain))
 
 
-def checksums_of(chain: HeldChain, skip: int) -> tuple[int, ...]:
-    return tuple(_column(chain, CHECKSUMS, skip, blocks_of(chain)))
-
-
-def _column(run: Run | None, column: int, start: int, end: int) -> Iterator[int]:
-    """The values at the depths from `start` to before `end` of a chain."""
+def _places(run: Run | None, start: int, end: int) -> tuple[PoolPlace, ...]:
+    """At the depths from `start` to before `end` of a chain; `run` has its end."""
     parts = [part for part in path(run) if part.end > start]
-    slices = (p.columns[column][max(0, start - p.start) : end - p.start] for p in reversed(parts))
-    return chained.from_iterable(slices)
+    slices = (p.columns[0][max(0, start - p.start) : end - p.start] for p in reversed(parts))
+    return tuple(map(PoolPlace, chained.from_iterable(slices)))
 
 
 def blocks_of(chain: HeldChain) -> int:

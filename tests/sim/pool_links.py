@@ -1,21 +1,20 @@
-"""A simulated worker's side of its host's pool: the real client, and a thread that carries blocks
-in batches, half by half, so that it can be overtaken at any point."""
+"""A simulated worker's link to its host's pool, and a thread that carries blocks in batches, half
+by half, so that it can be overtaken at any point. What is carried is checked block by block."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.core.worker.events import PoolAnswer
-from cluster.worker.pool.news import FromRemote
-from cluster.worker.pool.side import PoolLinkEvent
 from kvpool.core.blocks.device_blocks import Place
-from kvpool.core.fetch.client import PoolClient
 from kvpool.core.fetch.client_events import (
     BlocksFetched,
     BlocksStored,
+    ClientCommand,
+    ClientEvent,
     FetchBlocks,
     FromNode,
+    NodeOrder,
     OfferBlocks,
     PoolJoined,
     PoolLost,
@@ -24,15 +23,12 @@ from kvpool.core.fetch.client_events import (
     StoreBlocks,
     WantPrefix,
 )
-from kvpool.core.fetch.pool_fetch import AskRemote
 from kvpool.core.layout.hashes import BlockHash
 from kvpool.core.node.messages import FromPool, PoolWelcome, ToPool
 from kvrelay.types import RequestKey
 from tests.sim.contents import Content, checksum, put_block, stands_for, take_block, torn
 from tests.sim.pool_node import PoolNode
 from tests.sim.worker import Worker
-
-PATIENCE_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +49,7 @@ class Counts:
     damaged: int = 0
 
 
-class PoolSide:
+class SimulatedPoolLinks:
     """Implements cluster.worker.loop.Pools."""
 
     def __init__(self, worker: Worker, send: Callable[[Link, ToPool], None]) -> None:
@@ -65,17 +61,30 @@ class PoolSide:
         self.incarnation = worker.incarnation
         self.host = worker.shape.host
         self.link: Link | None = None
-        self.client = PoolClient(
-            max_waiting_blocks=16, batch_blocks=4, max_stores=2, patience_s=PATIENCE_S
-        )
         self.counts = Counts()
         self._offered: dict[Place, BlockHash] = {}
         self._wants: dict[RequestKey, WantPrefix] = {}
         self._jobs: list[StoreBlocks | FetchBlocks] = []
         self._is_moving = False
+        nodes = worker.core.prefixes.nodes
+        assert nodes is not None
+        self.client = nodes.own
+        self._handle = nodes.own.handle
+        nodes.own.handle = self._watched  # type: ignore[method-assign]
 
-    def handle(self, event: PoolLinkEvent) -> list[PoolAnswer]:
-        assert not isinstance(event, AskRemote | FromRemote), event
+    def execute(self, order: NodeOrder) -> None:
+        match order:
+            case SendPool(message=message):
+                if self.link is not None and self.link.joined:
+                    self._send(self.link, message)
+            case StoreBlocks() | FetchBlocks():
+                self._jobs.append(order)
+                self._work()
+            case _:
+                raise AssertionError(f"{order}: routers name no other node here")
+
+    def _watched(self, event: ClientEvent, now_s: float) -> list[ClientCommand]:
+        """The client of the core; whatever it offers or has fetched is what its name says."""
         match event:
             case OfferBlocks(blocks=blocks):
                 for block in blocks:
@@ -84,20 +93,11 @@ class PoolSide:
             case WantPrefix(key=key):
                 assert key not in self._wants
                 self._wants[key] = event
-        answers: list[PoolAnswer] = []
-        for command in self.client.handle(event, self._simulation.now_s):
-            match command:
-                case SendPool(message=message):
-                    if self.link is not None and self.link.joined:
-                        self._send(self.link, message)
-                case StoreBlocks() | FetchBlocks():
-                    self._jobs.append(command)
-                    self._work()
-                case _:
-                    if isinstance(command, PrefixFetched):
-                        self._check_fetched(command)
-                    answers.append(command)
-        return answers
+        commands = self._handle(event, now_s)
+        for command in commands:
+            if isinstance(command, PrefixFetched):
+                self._check_fetched(command)
+        return commands
 
     def heard(self, message: FromPool) -> None:
         assert self.link is not None
