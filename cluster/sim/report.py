@@ -114,10 +114,10 @@ def _sum(values: Sequence[float | None]) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvPoolUse:
-    """What the pool nodes did for all workers, in prompt tokens: fetched from the memory or the disk
-    of a worker's own host or from another host, and `declined_tokens` that were there, but faster
-    had otherwise. `stored_blocks` were written by workers; `host_blocks` and `disk_blocks` are there
-    at the end."""
+    """What all workers fetched, in prompt tokens: from the memory and the disk of their own host's
+    pool node, and from the pool nodes of other hosts. `declined_tokens` were there, but another
+    source was faster. `stored_blocks` were written by workers. At the end `host_blocks` are in
+    memory and `disk_blocks` on disk."""
 
     nodes: int
     host_tokens: int
@@ -169,7 +169,7 @@ class Report:
     """`attainment` and `goodput_per_s` are over what was offered, `admitted_attainment` over what
     was admitted. `hit_rate` is of prompt tokens whose KV a prefill found, `reuse_rate` of those
     that it found on its own device. `retries`: how often clients came back when they were told to,
-    and how many of these times they were admitted. `kv_pool` None: the cluster has no pool nodes."""
+    and how many of these times they were admitted. `kv_pool` is None without pool nodes."""
 
     name: str
     rate_scale: float

@@ -10,8 +10,8 @@ from cluster.config.schema import Config
 from cluster.config.simulation import SimulatedPool, Simulation
 from cluster.core.plan import router_settings, worker_settings
 from cluster.core.resolve import Site, resolve, worker_names
-from cluster.sim.machines.clock import Clock
 from cluster.sim.failures import Failures, check_failures
+from cluster.sim.machines.clock import Clock
 from cluster.sim.machines.links import Fabric, Post
 from cluster.sim.pools import SimPools, hosts_of
 from cluster.sim.profiles.load import HardwareProfile, read_profile, told_times

@@ -99,8 +99,8 @@ class TracePrompt(NamedTokens):
         mark += self._copy.to_bytes(4) + bytes(4)
         seed += self._copy * _PRIME
         for hash_id, within in self._ends(self._hash_ids, block_size):
-            scattered = _scattered(seed + hash_id * HASH_TOKENS + within)
-            yield scattered + mark + hash_id.to_bytes(8) + within.to_bytes(4)
+            scattered = seed + hash_id * HASH_TOKENS + within
+            yield _scattered(scattered) + mark + hash_id.to_bytes(8) + within.to_bytes(4)
 
     def _ends(self, hash_ids: Sequence[int], block_size: int) -> Iterator[tuple[int, int]]:
         """Of each block's end: the block of the trace that it lies in, and where. That stands for

@@ -10,8 +10,8 @@ from cluster.core.settings import WorkerSettings
 from cluster.core.worker.build import build_worker_core
 from cluster.core.worker.core import WorkerCore
 from cluster.core.worker.events import CoreEvent, SendToRouter, WorkerCommand
-from cluster.sim.machines.clock import Clock
 from cluster.sim.device import SimDevice
+from cluster.sim.machines.clock import Clock
 from cluster.sim.machines.links import Fabric, Post, SimLinks, SimMover
 from cluster.sim.machines.node_links import SimNodeLinks
 from cluster.sim.machines.pool_node import SimPoolNode
