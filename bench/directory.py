@@ -17,12 +17,11 @@ from hashlib import blake2b
 from random import Random
 
 from bench.report import Row, print_table
-from kvpool.core.layout.block_names import BlockNames
-from kvpool.core.layout.hashes import BlockHash
+from kvpool.core.layout.block_names import BlockNames, ChainNames
+from kvpool.core.layout.hashes import HASH_BYTES, BlockHashes
 from kvrelay.messages import BlockChanges, CutRun, StoredRun
 from kvrelay.types import Incarnation, Tier
 from router.core.state.directory import Directory
-from router.core.state.known_runs import HASH_BYTES
 
 BLOCK_TOKENS = 16
 PROMPT_BLOCKS, SHARED_BLOCKS = 125, 62
@@ -33,13 +32,6 @@ PAGE_BLOCKS = 8192
 GOAL_HIT_MS = 5.0
 BEFORE_BYTES = 199
 """Of a block of one holder when each block had entries of its own."""
-
-
-class Names(list[BlockHash]):
-    """They are made already."""
-
-    def at(self, index: int) -> BlockHash:
-        return self[index]
 
 
 def main() -> None:
@@ -63,10 +55,10 @@ def _prompts(count: int) -> Iterator[bytes]:
         yield shared + draw.randbytes((PROMPT_BLOCKS - SHARED_BLOCKS) * HASH_BYTES)
 
 
-def _strands(prompts: list[bytes]) -> Iterator[StoredRun]:
-    """As the tree of a tier numbers them."""
+def _strands(prompts: list[bytes], before: int) -> Iterator[StoredRun]:
+    """As the tree of a tier numbers them that had some `before`."""
     shared = SHARED_BLOCKS * HASH_BYTES
-    for number, hashes in enumerate(prompts, 1):
+    for number, hashes in enumerate(prompts, before + 1):
         first = number - (number - 1) % SHARING
         if first == number:
             yield StoredRun(number=number, parent=0, start=0, hashes=hashes)
@@ -76,11 +68,11 @@ def _strands(prompts: list[bytes]) -> Iterator[StoredRun]:
             )
 
 
-def _stored(directory: Directory, prompts: list[bytes], holders: int) -> int:
+def _stored(directory: Directory, prompts: list[bytes], holders: int, before: int = 0) -> int:
     """Each holder stores all. Returns how many blocks were reported."""
     reported = 0
     for holder in range(holders):
-        for run in _strands(prompts):
+        for run in _strands(prompts, before):
             changes = BlockChanges(tier=Tier.DEVICE, stored=(run,))
             directory.changed(Incarnation(f"worker-{holder}"), changes)
             reported += len(run.hashes) // HASH_BYTES
@@ -109,7 +101,7 @@ def _memory(prompts: list[bytes], holders: int) -> Row:
 
 def _times(prompts: list[bytes], holders: int) -> list[Row]:
     directory, reported = Directory(), 0
-    asked = [*map(_names, prompts)]
+    asked = [*map(BlockHashes, prompts)]
 
     def store() -> None:
         nonlocal reported
@@ -133,8 +125,19 @@ def _times(prompts: list[bytes], holders: int) -> list[Row]:
         _row("a reported block", stored_s / reported * 1e9, "ns"),
         _row(f"a prompt is looked up, holders: {holders}", found_s / len(prompts) * 1e6, "us"),
         _row("a strand is gone", cut_s / strands * 1e6, "us"),
+        _row("a strand is stored, the directory is full", _full_s(prompts) * 1e6, "us"),
         _row("a strand of 1,000 grows by a block", _growth_s() * 1e6, "us"),
     ]
+
+
+def _full_s(prompts: list[bytes]) -> float:
+    """Each strand takes the place of another one."""
+    directory, half = Directory(), len(prompts) // 2 // SHARING * SHARING
+    _stored(directory, prompts[:half], 1)
+    directory.most_bytes = directory.used_bytes
+    taken_s = _took_s(lambda: _stored(directory, prompts[half:], 1, half))
+    assert directory.dropped_blocks > directory.blocks / 2
+    return taken_s / (len(prompts) - half)
 
 
 def _growth_s() -> float:
@@ -158,20 +161,22 @@ def _growth_s() -> float:
 
 def _long() -> list[Row]:
     """A prompt of a million tokens, in the pages in which a worker tells it."""
-    ids = [number % 50_000 for number in range(LONG_TOKENS)]
+    ids = tuple(number % 50_000 for number in range(LONG_TOKENS))
     names = BlockNames(fingerprint="f", physical_format="p")
-    chain = names.chain("", LONG_TOKENS, BLOCK_TOKENS)
-    lazy = chain.lazily(ids, LONG_TOKENS)
-    named_s = _took_s(lambda: lazy.at(len(lazy) - 1))
-    chain.extend(ids, LONG_TOKENS)
-    hashes = b"".join(chain.full(LONG_TOKENS))
-    directory, given = Directory(), _names(hashes)
+
+    def made() -> ChainNames:
+        chain = names.chain("", LONG_TOKENS, BLOCK_TOKENS)
+        chain.extend(ids, LONG_TOKENS)
+        return chain.full(LONG_TOKENS)
+
+    directory, given = Directory(), made().hashes()
     for at in range(0, len(given), PAGE_BLOCKS):
-        page = hashes[at * HASH_BYTES : (at + PAGE_BLOCKS) * HASH_BYTES]
-        run = StoredRun(number=1, parent=at and 1, start=at, hashes=page)
+        page = given[at : at + PAGE_BLOCKS]
+        run = StoredRun(number=1, parent=at and 1, start=at, hashes=page.packed)
         directory.changed(Incarnation("w"), BlockChanges(tier=Tier.DEVICE, stored=(run,)))
+    assert directory.longest(made()) == {Incarnation("w"): len(given)}
     hit_s = min(_took_s(lambda: directory.longest(given)) for _ in range(20))
-    assert directory.longest(given) == {Incarnation("w"): len(given)}
+    named_s = min(_took_s(lambda: directory.longest(made())) for _ in range(5))
     hit = Row(
         name="a full hit of 1 M tokens, the names given",
         value=hit_s * 1e3,
@@ -181,13 +186,7 @@ def _long() -> list[Row]:
         goal=1.0,
         lower_is_better=True,
     )
-    return [hit, _row("naming its blocks", named_s * 1e3, "ms")]
-
-
-def _names(hashes: bytes) -> Names:
-    return Names(
-        BlockHash(hashes[at : at + HASH_BYTES]) for at in range(0, len(hashes), HASH_BYTES)
-    )
+    return [hit, _row("the same, its names made", named_s * 1e3, "ms")]
 
 
 def _row(name: str, value: float, unit: str) -> Row:

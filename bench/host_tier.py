@@ -36,15 +36,15 @@ from kvpool.core.fetch.client_events import (
     ClientCommand,
     NodeEvent,
     OfferBlocks,
+    OfferConfirmed,
     OfferedBlock,
-    OfferSettled,
     PoolAnswer,
     PoolQuestion,
     PrefixFetched,
     WantPrefix,
 )
 from kvpool.core.fetch.pool_nodes import PoolNodes
-from kvpool.core.layout.hashes import BlockHash, block_hashes, cache_salt, token_bytes
+from kvpool.core.layout.hashes import BlockHash, block_hashes, cache_salt
 from kvpool.core.layout.layout import BlockId
 from kvrelay.types import Incarnation, RequestKey
 from kvrelay.v1.pool_node_pb2 import PoolReportRequest
@@ -60,7 +60,8 @@ _PATIENCE_S = 120.0
 
 class Restorer:
     """A worker's pool clients and links over the engine's memory. Blocks `[0, _BLOCKS)` hold the
-    computed prefix, which is stored under two names; restored ones go to `[_BLOCKS, 2 x _BLOCKS)`."""
+    computed prefix, which is stored under two names; restored ones go to
+    `[_BLOCKS, 2 x _BLOCKS)`."""
 
     def __init__(self, engine: Engine, cluster: str, node: PoolNodeStub) -> None:
         self._node = node
@@ -88,7 +89,7 @@ class Restorer:
         )
         self._until(lambda answers: self._nodes.own.connected)
         for offer in range(0, _BLOCKS, 64):
-            self._ask(OfferBlocks(offer=offer, blocks=blocks[offer : offer + 64]), OfferSettled)
+            self._ask(OfferBlocks(offer=offer, blocks=blocks[offer : offer + 64]), OfferConfirmed)
         self._stored += len(hashes)
         deadline_s = time.monotonic() + _PATIENCE_S
         while self._on_disk() < self._stored:
@@ -124,11 +125,16 @@ class Restorer:
     def close(self) -> None:
         self._links.close()
 
-    def _ask(self, question: PoolQuestion, answer: type[object]) -> object:
-        answers = self._execute(self._nodes.ask(question, time.monotonic()))
-        self._until(lambda more: bool(answers.extend(more) or answers))  # type: ignore[func-returns-value]
-        assert isinstance(answers[0], answer), answers
-        return answers[0]
+    def _ask(self, question: PoolQuestion, kind: type[object]) -> object:
+        found: list[PoolAnswer] = []
+
+        def has_come(answers: list[PoolAnswer]) -> bool:
+            found.extend(answer for answer in answers if isinstance(answer, kind))
+            return bool(found)
+
+        has_come(self._execute(self._nodes.ask(question, time.monotonic())))
+        self._until(has_come)
+        return found[0]
 
     def _until(self, done: Callable[[list[PoolAnswer]], bool]) -> None:
         deadline_s = time.monotonic() + _PATIENCE_S
@@ -169,7 +175,7 @@ def pool_node(cluster: str, folder: Path, memory_bytes: int) -> Iterator[PoolNod
 
 
 def _chain(name: int) -> tuple[BlockHash, ...]:
-    return tuple(block_hashes(None, token_bytes([name] * _BLOCKS), 1, _SALT))
+    return tuple(block_hashes([name] * _BLOCKS, block_size=1, salt=_SALT))
 
 
 def _drop_file_cache(folder: Path) -> None:

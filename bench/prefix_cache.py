@@ -19,7 +19,7 @@ from bench.report import Row, interleave, print_table, write_json
 from kvpool.core.blocks.eviction import DEFAULT_POLICY, open_policy, policies
 from kvpool.core.blocks.pool import BlockPool
 from kvpool.core.blocks.runs import RunTree
-from kvpool.core.layout.hashes import HASH_BYTES, BlockHashes, cache_salt, extend_chain
+from kvpool.core.layout.hashes import BlockHashes, block_hashes, cache_salt
 from kvpool.core.layout.layout import BlockId
 
 SIZES_BLOCKS = (1_000, 10_000, 30_000, 50_000, 100_000)
@@ -74,9 +74,7 @@ class Trace:
 
 
 def _chain(ids: Sequence[int]) -> BlockHashes:
-    chain = bytearray()
-    extend_chain(chain, ids, len(ids), block_size=1, salt=_SALT)
-    return BlockHashes(bytes(chain))
+    return block_hashes(ids, block_size=1, salt=_SALT)
 
 
 class Replay:
@@ -219,10 +217,9 @@ def _blocks_per_s(trace: Trace, policy: str) -> float:
 
 def _hashes_per_s() -> float:
     tokens = list(range(10_000 * HASHED_BLOCK_TOKENS))
-    chain = bytearray()
     started_s = time.perf_counter()
-    extend_chain(chain, tokens, len(tokens), block_size=HASHED_BLOCK_TOKENS, salt=_SALT)
-    return len(chain) / HASH_BYTES / (time.perf_counter() - started_s)
+    named = block_hashes(tokens, block_size=HASHED_BLOCK_TOKENS, salt=_SALT)
+    return len(named) / (time.perf_counter() - started_s)
 
 
 def main() -> None:

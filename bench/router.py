@@ -240,7 +240,7 @@ class World:
         chain.extend(prompt, len(prompt))
         self._strands += 1
         run = StoredRun(
-            number=self._strands, parent=0, start=0, hashes=b"".join(chain.full(len(prompt)))
+            number=self._strands, parent=0, start=0, hashes=chain.full(len(prompt)).packed_from(0)
         )
         changes = BlockChanges(tier=Tier.DEVICE, stored=(run,))
         said = WorkerSaid(incarnation=holder, events=(), counters=Counters(), blocks=(changes,))

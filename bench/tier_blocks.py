@@ -17,6 +17,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b
+from itertools import count
 from pathlib import Path
 from random import Random
 
@@ -91,11 +92,11 @@ def forks(times: int) -> Iterator[Chain]:
             yield trunk[: fork * 50] + _names(draw, PROMPT_BLOCKS)
 
 
-def trace(path: Path) -> Iterator[Chain]:
+def trace(path: Path, copy: int = 0) -> Iterator[Chain]:
     """Its blocks of 512 tokens."""
     with path.open() as lines:
         for line in lines:
-            yield [_named(number) for number in json.loads(line)["hash_ids"]]
+            yield [_named(copy, number) for number in json.loads(line)["hash_ids"]]
 
 
 def _names(draw: Random, blocks: int) -> Chain:
@@ -103,8 +104,8 @@ def _names(draw: Random, blocks: int) -> Chain:
     return [BlockHash(data[at : at + HASH_BYTES]) for at in range(0, len(data), HASH_BYTES)]
 
 
-def _named(number: int) -> BlockHash:
-    return BlockHash(blake2b(b"%d" % number, digest_size=HASH_BYTES).digest())
+def _named(copy: int, number: int) -> BlockHash:
+    return BlockHash(blake2b(b"%d %d" % (copy, number), digest_size=HASH_BYTES).digest())
 
 
 def _distinct(chains: Iterable[Chain]) -> int:
@@ -135,7 +136,7 @@ def memory(name: str, make: Callable[[], Iterable[Chain]]) -> Row:
         against_value=GOAL_BYTES,
         goal=1.0,
         lower_is_better=True,
-        spread=f"{blocks} blocks; beside them {empty / blocks:.0f} bytes for each place",
+        spread=f"{blocks:,} blocks; beside them {empty / blocks:.0f} bytes for each place",
     )
 
 
@@ -143,15 +144,15 @@ def memory(name: str, make: Callable[[], Iterable[Chain]]) -> Row:
 
 
 def store_time(depth: int) -> Row:
-    """Of the batches at this depth of one prompt; other prompts fill the tier."""
+    """CPU time of the last batches of a prompt. From the third on, each makes room for itself."""
     node, draw, times_us = Node(2 * depth + 20_000), Random(3), []
     for _ in range(5):
         chain = _names(draw, depth)
         measured = max(0, depth - 16 * BATCH_BLOCKS)
         node.store(chain[:measured])
-        begin = time.perf_counter()
+        begin = time.thread_time()
         node.store(chain, measured)
-        times_us.append((time.perf_counter() - begin) / (depth - measured) * 1e6)
+        times_us.append((time.thread_time() - begin) / (depth - measured) * 1e6)
     times_us.sort()
     return Row(
         name=f"a block is stored, at depth {depth:,}",
@@ -168,30 +169,36 @@ def store_time(depth: int) -> Row:
 # --- the collector's pause -----------------------------------------------------------------------
 
 
-def pause(blocks: int) -> Row:
+def pause(blocks: int, trace_path: Path | None = None) -> Row:
     """In a process of its own."""
     command = [sys.executable, "-m", "bench.tier_blocks", "--only-pause", "--pause-blocks"]
-    found = subprocess.run([*command, str(blocks)], check=True, capture_output=True, text=True)
+    command += [str(blocks), *(("--trace", str(trace_path)) if trace_path else ())]
+    found = subprocess.run(command, check=True, capture_output=True, text=True)
     pause_ms, objects = found.stdout.split()
+    name = "the conversation trace" if trace_path else f"prompts of {PROMPT_BLOCKS}"
     return Row(
-        name=f"the collector's longest pause, {blocks:,} blocks",
+        name=f"the collector's pause, {blocks:,} blocks, {name}",
         value=float(pause_ms),
         unit="ms",
         against="goal",
         against_value=GOAL_PAUSE_MS,
         goal=1.0,
         lower_is_better=True,
-        spread=f"prompts of {PROMPT_BLOCKS} blocks; {objects} tracked objects",
+        spread=f"median of 5; {int(objects):,} tracked objects",
     )
 
 
-def print_pause(blocks: int) -> None:
+def print_pause(blocks: int, trace_path: Path | None) -> None:
+    """The trace is stored again and again under other names."""
     gc.collect()
     gc.freeze()
     node = Node(blocks)
-    for chain in prompts(blocks):
+    chains = _copies(trace_path) if trace_path is not None else prompts(blocks)
+    for chain in chains:
         node.store(chain)
-    del chain
+        if node.host.free < PROMPT_BLOCKS:
+            break
+    del chain, chains
     gc.collect()
     pauses_ms = []
     for _ in range(5):
@@ -199,6 +206,11 @@ def print_pause(blocks: int) -> None:
         gc.collect()
         pauses_ms.append((time.perf_counter() - begin) * 1e3)
     print(sorted(pauses_ms)[2], len(gc.get_objects()))
+
+
+def _copies(path: Path) -> Iterator[Chain]:
+    for copy in count():
+        yield from trace(path, copy)
 
 
 def measure(trace_path: Path | None, pause_blocks: int) -> list[Row]:
@@ -209,7 +221,10 @@ def measure(trace_path: Path | None, pause_blocks: int) -> list[Row]:
     if trace_path is not None:
         rows.append(memory("the conversation trace", lambda: trace(trace_path)))
     rows += [store_time(depth) for depth in DEPTHS]
-    return [*rows, pause(pause_blocks)]
+    rows.append(pause(pause_blocks))
+    if trace_path is not None:
+        rows.append(pause(pause_blocks, trace_path))
+    return rows
 
 
 def main() -> None:
@@ -220,7 +235,7 @@ def main() -> None:
     parser.add_argument("--only-pause", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.only_pause:
-        return print_pause(args.pause_blocks)
+        return print_pause(args.pause_blocks, args.trace)
     rows = measure(args.trace, args.pause_blocks)
     print_table("Pool: the host tier's blocks", rows)
     if args.json:

@@ -25,7 +25,7 @@ from kvpool.core.blocks.holding import Holder
 from kvpool.core.blocks.leases import LeaseTable
 from kvpool.core.blocks.pool import BlockState
 from kvpool.core.blocks.tables import BlockTables
-from kvpool.core.layout.hashes import NO_NAMES, BlockHashes
+from kvpool.core.layout.hashes import NO_NAMES, Names
 from kvpool.core.transfer.codec_choice import NO_CODEC, CodecOffer
 from kvpool.core.transfer.commands import (
     FromPeer,
@@ -152,7 +152,7 @@ class Reservations:
         self.leases.grant(spec.key, now_s)
         return incoming.held_tokens
 
-    def _try_lease(self, incoming: IncomingHandoff, hashes: BlockHashes, now_s: float) -> bool:
+    def _try_lease(self, incoming: IncomingHandoff, hashes: Names, now_s: float) -> bool:
         """Blocks for the prompt and its first token."""
         held_tokens = self.tables.try_open(
             incoming.holder,

@@ -82,10 +82,10 @@ class DecodeScheduler:
         if self.asking:
             commands += self._answer_asking(now_s)
         if self.reservations.awaiting_blocks or self.reservations.freed:
-            commands += self._settle_reservations(now_s)
+            commands += self.settle_reservations(now_s)
         return commands
 
-    def _settle_reservations(self, now_s: float) -> list[Command]:
+    def settle_reservations(self, now_s: float) -> list[Command]:
         """Blocks for those that await them, and word of those that hold nothing any more."""
         commands: list[Command] = []
         if self.reservations.awaiting_blocks and not self.batch.running_set.lacks_blocks:

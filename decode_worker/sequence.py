@@ -19,8 +19,7 @@ from engine.core.step import (
     scoring_of,
 )
 from kvpool.core.blocks.holding import Holder
-from kvpool.core.layout.block_names import HashChain
-from kvpool.core.layout.hashes import BlockHashes
+from kvpool.core.layout.block_names import ChainNames, HashChain
 from kvpool.core.layout.layout import Tables
 from kvrelay.messages import Lifetime, LifetimeMoment, Tokens
 from kvrelay.types import FinishReason, PrefixOrigin, RequestKey, RequestSpec
@@ -106,7 +105,7 @@ class Sequence:
         return (*self.spec.prompt_ids[start:end], *self.emitted[: max(0, end - border)])
 
     @property
-    def reusable(self) -> BlockHashes:
+    def reusable(self) -> ChainNames:
         """The names of what may be taken from the cache. The last token is always run, for its
         logits; all tokens are run where all are scored."""
         self.names.extend(self, self.length)
@@ -118,7 +117,7 @@ class Sequence:
         return self._has_scored_prompt and len(self.emitted) == len(self.spec.emitted_ids)
 
     @property
-    def filled(self) -> BlockHashes:
+    def filled(self) -> ChainNames:
         """The names of the blocks that are full."""
         self.names.extend(self, self.computed)
         return self.names.full(self.computed)

@@ -19,8 +19,8 @@ from engine.core.step import (
     scoring_of,
 )
 from kvpool.core.blocks.holding import Holder
-from kvpool.core.layout.block_names import HashChain
-from kvpool.core.layout.hashes import NO_NAMES, BlockHashes
+from kvpool.core.layout.block_names import ChainNames, HashChain
+from kvpool.core.layout.hashes import NO_NAMES, FullNames
 from kvpool.core.layout.layout import Tables
 from kvrelay.messages import Lifetime, LifetimeMoment, Prefill, Tokens
 from kvrelay.types import FinishReason, PrefixOrigin, RequestKey, Sampling
@@ -85,7 +85,7 @@ class PrefillJob:
         return min(self.computed, self.sender.next_position)
 
     @property
-    def reusable(self) -> BlockHashes:
+    def reusable(self) -> FullNames:
         """The names of what may be taken from the cache. The last token is always run, for its
         logits; all tokens are run where all are scored."""
         return NO_NAMES if self.is_scored else self.names.full(self.prompt_tokens - 1)
@@ -96,7 +96,7 @@ class PrefillJob:
         return self.message.spec.is_scored
 
     @property
-    def filled(self) -> BlockHashes:
+    def filled(self) -> ChainNames:
         """The names of the blocks that are full."""
         return self.names.full(self.computed)
 

@@ -23,7 +23,7 @@ from engine.core.step import (
 )
 from kvpool.core.blocks.holding import Holder
 from kvpool.core.blocks.tables import BlockTables
-from kvpool.core.fetch.client_events import OfferSettled
+from kvpool.core.fetch.client_events import OfferConfirmed
 from kvpool.core.fetch.openings import Openings
 from kvpool.core.fetch.pool_fetch import Restored
 from kvpool.core.transfer.commands import FromPeer, LayersWritten, PeerLost, SendPeer, SlabWritten
@@ -49,7 +49,7 @@ from prefill_worker.queue import PrefillJobs, PromptQueue
 from prefill_worker.sender import Sender
 
 OutgoingEvent = (
-    FromPeer | PeerLost | SlabWritten | LayersWritten | OfferSettled | BlocksDigested | Tick
+    FromPeer | PeerLost | SlabWritten | LayersWritten | OfferConfirmed | BlocksDigested | Tick
 )
 
 
@@ -77,8 +77,8 @@ class Handoffs:
                 return self._layers_written(layer)
             case BlocksDigested():
                 return self._digested(event)
-            case OfferSettled():
-                return [command for job in self.jobs.live() for command in self._commit(job)]
+            case OfferConfirmed():
+                return self._stored()
             case PeerLost(peer=peer, reason=reason):
                 self.peers.pop(peer, None)
                 return self.jobs.peer_lost(peer, reason, now_s)
@@ -171,9 +171,17 @@ class Handoffs:
         job = self.jobs[key]
         return [job.sender.commit(job.first, job.finished, event.digests[0])]
 
+    def _stored(self) -> list[Command]:
+        """More blocks can be fetched from the pool."""
+        if self.mode is not HandoffMode.POOL:
+            return []
+        return [command for job in self.jobs.live() for command in self._commit(job)]
+
     def _is_stored(self, job: PrefillJob) -> bool:
         """With `pool`: the decode worker can fetch it from there."""
-        return self.mode is not HandoffMode.POOL or self.jobs.openings.is_stored(job.filled)
+        if self.mode is not HandoffMode.POOL:
+            return True
+        return self.jobs.openings.is_stored(job.filled.hashes())
 
 
 PrefillEvent = Prefill | Abort | StepWanted | StepDone | Restored | OutgoingEvent

@@ -15,7 +15,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from cluster.sim.trace import HASH_TOKENS, TraceRequest
-from kvpool.core.layout.hashes import BlockHashes, CacheSalt, extend_chain
+from kvpool.core.layout.hashes import CacheSalt, block_hashes
 from kvrelay.errors import ConfigError
 from router.core.events import Deliver, Submitted
 from router.core.record import Entry, from_line
@@ -44,9 +44,7 @@ class _Ids:
     def of(self, request: GenerationRequest) -> tuple[int, ...]:
         """The last block, where it is short, is like no other."""
         prompt = tuple(request.prompt_ids)
-        packed = bytearray()
-        extend_chain(packed, prompt, len(prompt), block_size=RECORDED_TOKENS, salt=_SALT)
-        chain: list[bytes] = [*BlockHashes(bytes(packed))]
+        chain: list[bytes] = [*block_hashes(prompt, block_size=RECORDED_TOKENS, salt=_SALT)]
         if len(prompt) % RECORDED_TOKENS:
             chain.append(request.request_id.encode())
         return tuple(self.known.setdefault(one, len(self.known)) for one in chain)

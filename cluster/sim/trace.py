@@ -17,7 +17,7 @@ from itertools import chain
 from typing import overload
 
 from engine.core.step import Sampled, SequenceSlice
-from kvpool.core.layout.hashes import BlockHashes, CacheSalt, NamedTokens
+from kvpool.core.layout.hashes import BlockHash, BlockHashes, CacheSalt, NamedTokens
 from kvrelay.types import Sampling
 
 HASH_TOKENS = 512
@@ -86,6 +86,9 @@ class TracePrompt(NamedTokens):
             self._named = (salt, block_size)
             self._names = BlockHashes(b"".join(self._all_names(block_size, salt)))
         return self._names[blocks.start : blocks.stop]
+
+    def name(self, block: int, block_size: int, salt: CacheSalt) -> BlockHash:
+        return self.names(range(block, block + 1), block_size, salt).at(0)
 
     def _all_names(self, block_size: int, salt: CacheSalt) -> Iterator[bytes]:
         """Their first bytes are scattered, as those of hashes are."""

@@ -24,6 +24,7 @@ from kvpool.core.fetch.client_events import (
     ClientCommand,
     NodeEvent,
     OfferBlocks,
+    OfferConfirmed,
     OfferedBlock,
     OfferSettled,
     PoolAnswer,
@@ -35,7 +36,7 @@ from kvpool.core.fetch.client_events import (
     WantPrefix,
 )
 from kvpool.core.fetch.pool_nodes import PoolNodes
-from kvpool.core.layout.hashes import BlockHash, block_hashes, cache_salt, token_bytes
+from kvpool.core.layout.hashes import BlockHash, block_hashes, cache_salt
 from kvpool.core.layout.layout import BlockId, KvLayout, LayerGroup, Plane
 from kvpool.memory.kv_memory import KvMemory
 from kvpool.transport.endpoints import EndpointOptions
@@ -57,7 +58,7 @@ def layout(dim: int = 64) -> KvLayout:
 
 def chain(name: int, blocks: int) -> tuple[BlockHash, ...]:
     """Chains of different names share nothing."""
-    return tuple(block_hashes(None, token_bytes([name] * blocks), 1, _SALT))
+    return tuple(block_hashes([name] * blocks, block_size=1, salt=_SALT))
 
 
 class PoolWorker:
@@ -143,6 +144,7 @@ class PoolWorker:
     def store(self, hashes: tuple[BlockHash, ...], first_block: int = 0) -> None:
         offer = self.offer(hashes, first_block)
         assert self.answer() == OfferSettled(offer=offer)
+        assert self.answer() == OfferConfirmed(offer=offer)
 
     def seek(self, hashes: tuple[BlockHash, ...]) -> tuple[int, int]:
         self.ask(SeekPrefix(key=RequestKey("seek", 0), hashes=hashes))

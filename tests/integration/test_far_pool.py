@@ -99,8 +99,9 @@ def holders(cluster: Cluster, ids: list[int]) -> dict[Incarnation, int]:
     hello = next(iter(core.state.workers.values())).hello
     names = BlockNames(fingerprint=hello.fingerprint, physical_format=hello.physical_format)
     chain = names.chain("", len(ids), hello.block_size)
+    chain.extend(ids, len(ids))
     directory: Directory = core.state.directory
-    return cluster.router.read(lambda: directory.longest(chain.lazily(ids, len(ids))))
+    return cluster.router.read(lambda: directory.longest(chain.full(len(ids))))
 
 
 def in_pools(cluster: Cluster, ids: list[int]) -> int:

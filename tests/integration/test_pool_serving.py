@@ -141,9 +141,8 @@ def _known_in_pools(cluster: Cluster, prompt: list[int]) -> int:
     hello = next(iter(core.state.workers.values())).hello
     names = BlockNames(fingerprint=hello.fingerprint, physical_format=hello.physical_format)
     chain = names.chain("", len(prompt), hello.block_size)
-    held = cluster.router.read(
-        lambda: core.state.directory.longest(chain.lazily(prompt, len(prompt)))
-    )
+    chain.extend(prompt, len(prompt))
+    held = cluster.router.read(lambda: core.state.directory.longest(chain.full(len(prompt))))
     return max(
         (blocks for holder, blocks in held.items() if holder not in core.state.workers), default=0
     )

@@ -269,7 +269,8 @@ async def test_a_router_that_does_not_read_is_dropped_and_begins_anew(
     """Nothing but what is on its way is kept for it then."""
     monkeypatch.setattr(changes, "MOST_WAITING", 1 << 15)
     async with serving() as (served, address), router(address) as reads:
-        async with grpc.aio.insecure_channel(address) as channel:
+        options = [("grpc.http2.bdp_probe", 0)]  # little is on its way
+        async with grpc.aio.insecure_channel(address, options=options) as channel:
             stub = pool_node_pb2_grpc.PoolNodeStub(channel)
             slow = aiter(stub.Watch(pb.WatchRequest(wire_version=WIRE_VERSION)))
             assert (await anext(slow)).sequence == 0

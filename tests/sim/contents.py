@@ -54,7 +54,7 @@ def _name(row: tuple[History | None, ...], tenant: str, block_size: int) -> Bloc
         return None
     names = NAMES.chain(tenant, len(whole), block_size)
     names.extend(HISTORIES.token_ids(whole), len(whole))
-    return names.full(len(whole))[-1]
+    return names.at(len(whole) // block_size - 1)
 
 
 def _slots(memory: Memory, place: Place) -> list[tuple[int, int, int]]:

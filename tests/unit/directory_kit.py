@@ -8,11 +8,10 @@ from hashlib import blake2b
 from random import Random
 
 from kvpool.core.blocks.news import ROOT, RunNews, Strand
-from kvpool.core.layout.hashes import BlockHash
+from kvpool.core.layout.hashes import HASH_BYTES, BlockHash
 from kvrelay.messages import BlockChanges, CutRun, StoredRun
 from kvrelay.types import Incarnation, Tier
 from router.core.state.directory import Directory
-from router.core.state.known_runs import HASH_BYTES
 
 Blocks = dict[Incarnation, dict[Tier, set[bytes]]]
 """# holder |-> tier |-> the blocks that it has"""

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvpool.core.layout.hashes import BlockHash, BlockHashes, cache_salt, extend_chain
+from kvpool.core.layout.hashes import BlockHash, BlockHashes, block_hashes, cache_salt
 
 _SALT = cache_salt(fingerprint="f", physical_format="p", tenant="t")
 Path = tuple[int, ...]
 
 
 def names_of(path: Path) -> BlockHashes:
-    chain = bytearray()
-    extend_chain(chain, path, len(path), block_size=1, salt=_SALT)
-    return BlockHashes(bytes(chain))
+    return block_hashes(path, block_size=1, salt=_SALT)
 
 
 def hashes_of(path: Path) -> list[BlockHash]:

@@ -23,6 +23,7 @@ from kvpool.core.fetch.client_events import (
     FetchBlocks,
     FromNode,
     OfferBlocks,
+    OfferConfirmed,
     OfferedBlock,
     OfferSettled,
     PoolJoined,
@@ -94,6 +95,7 @@ class Worker:
     jobs: deque[StoreBlocks | FetchBlocks] = field(default_factory=deque)
     memory: dict[BlockId, BlockHash] = field(default_factory=dict)
     offers: dict[int, tuple[BlockHash, ...]] = field(default_factory=dict)
+    unconfirmed: set[int] = field(default_factory=set)
     wants: dict[RequestKey, WantPrefix] = field(default_factory=dict)
     questions: int = 0
     fetched: int = 0
@@ -416,6 +418,9 @@ class World:
                 worker.jobs.append(command)
             case OfferSettled(offer=offer):
                 del worker.offers[offer]
+                worker.unconfirmed.add(offer)
+            case OfferConfirmed(offer=offer):
+                worker.unconfirmed.remove(offer)
             case PrefixFetched(key=key, blocks=blocks):
                 wanted = worker.wants.pop(key)
                 worker.fetched += blocks
@@ -442,3 +447,4 @@ class World:
                 self.run_job(worker)
             self.run_disk(self.workers[0])
             self.node.validate()
+        assert not any(worker.unconfirmed for worker in self.workers)

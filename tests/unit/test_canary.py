@@ -211,7 +211,7 @@ def cached(scheduler: DecodeScheduler, request: RequestSpec) -> int:
     tables, prompt = scheduler.batch.tables, request.prompt_ids
     chain = tables.chain(request.tenant, len(prompt))
     chain.extend(prompt, len(prompt))
-    return tables.device.find(chain.full(len(prompt)), None)[1]
+    return tables.device.find(chain.full(len(prompt)).hashes(), None)[1]
 
 
 def test_right_kv_joins_after_its_check() -> None:

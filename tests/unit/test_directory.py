@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from router.core.core import RouterCore
 from router.core.events import PoolNodeLost, PoolNodeSaid, Send, Submitted, WorkerLost, WorkerSaid
 from router.core.load.prefill_queue import Ahead
 from router.core.state.directory import Directory
+from router.core.state.known_runs import KnownRun
 from tests.unit.directory_kit import (
     Named,
     StrandTree,
@@ -83,6 +85,47 @@ def test_the_tier_with_most_counts() -> None:
     directory.validate()
 
 
+@pytest.mark.parametrize("lengths", [(2, 3), (3, 2)])
+def test_the_tier_with_most_of_the_same_run_counts(lengths: tuple[int, int]) -> None:
+    directory, whole = Directory(), chain("abcd")
+    directory.changed(A, holding(whole))
+    for tier, length in zip((Tier.HOST, Tier.DISK), lengths, strict=True):
+        directory.changed(NODE, holding(whole[:length], tier=tier))
+    assert _longest(directory, "abcd") == {A: 4, NODE: 3}
+    directory.validate()
+
+
+def test_runs_that_are_gone_are_freed_at_once() -> None:
+    """Without the garbage collector, which comes late where there are many objects."""
+    directory = Directory()
+    gc.collect()
+    gc.disable()
+    try:
+        before = _runs_in_memory()
+        for number, name in enumerate(["abcd", "abxy", "abxyz"], 1):
+            directory.changed(A, holding(chain(name), number=number))
+        assert _runs_in_memory() == before + directory._runs.runs
+        directory.lost(A)
+        assert _runs_in_memory() == before
+    finally:
+        gc.enable()
+
+
+def _runs_in_memory() -> int:
+    return sum(type(one) is KnownRun for one in gc.get_objects())
+
+
+def test_holders_that_come_and_go_take_no_places() -> None:
+    directory = Directory()
+    for life in range(10):
+        directory.changed(Incarnation(f"life {life}"), holding(chain("ab")))
+        directory.changed(A, holding(chain("abcd")))
+        assert _longest(directory, "abcd") == {f"life {life}": 2, A: 4}
+        directory.lost(Incarnation(f"life {life}"))
+        directory.validate()
+    assert len(directory._places) == 2
+
+
 def test_a_strand_shrinks_and_grows_with_other_blocks() -> None:
     directory, other = Directory(), chain("abxy")
     directory.changed(A, holding(chain("abcd")))
@@ -92,6 +135,17 @@ def test_a_strand_shrinks_and_grows_with_other_blocks() -> None:
     assert _longest(directory, "abxyz") == {A: 4, B: 2}
     assert _longest(directory, "abcdef") == {A: 2, B: 6}
     directory.validate()
+
+
+def test_a_strand_that_is_gone_takes_nothing_of_its_parent() -> None:
+    directory, whole = Directory(), chain("abcd")
+    directory.changed(A, holding(whole[:2]))
+    directory.changed(A, told(run(2, whole[2:], parent=1, start=2)))
+    directory.changed(A, ended(2, 1))
+    assert _longest(directory, "abcd") == {A: 2}
+    directory.validate()
+    directory.changed(A, ended(1, 0))
+    assert directory.blocks == directory.used_bytes == 0
 
 
 def test_a_run_that_one_holder_has_grows_in_place() -> None:
@@ -126,8 +180,37 @@ def test_what_does_not_fit_is_ignored_with_all_below_it(stranger: StoredRun) -> 
     directory.changed(A, told(run(3, chain("q"), parent=2, start=stranger.start + 1)))
     directory.changed(A, ended(2, 0))
     directory.changed(A, ended(2, stranger.start + 1))
+    directory.changed(A, ended(3, 0))
     assert known(directory) == {A: {Tier.DEVICE: {*whole}}}
     directory.validate()
+
+
+def test_a_strand_that_grows_where_another_one_begins_is_a_run_beside_it() -> None:
+    directory = Directory()
+    directory.changed(A, holding(chain("ab")))
+    directory.changed(A, told(run(2, chain("abc")[2:], parent=1, start=2)))
+    directory.changed(A, told(run(1, chain("abx")[2:], parent=1, start=2)))
+    assert _longest(directory, "abc") == _longest(directory, "abx") == {A: 3}
+    directory.validate()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nothing_that_holders_tell_is_an_error(seed: int) -> None:
+    """Strands overlap, and lose ends below which others begin."""
+    draw, directory = random.Random(seed), Directory(most_bytes=3_000)
+    for _ in range(3000):
+        number, start = draw.randrange(8), draw.randrange(6)
+        hashes = chain(draw.choices("ab", k=start + draw.randint(0, 4)))[start:]
+        stored = run(
+            number, hashes, parent=draw.choice([0, number, draw.randrange(8)]), start=start
+        )
+        gone = cut(draw.randrange(8), draw.randrange(8))
+        changes = BlockChanges(tier=draw.choice([*Tier]), cut=(gone,), stored=(stored,))
+        directory.changed(draw.choice([A, B]), changes)
+        _longest(directory, "".join(draw.choices("ab", k=9)))
+    directory.lost(A)
+    directory.lost(B)
+    assert directory.blocks == directory.used_bytes == 0 and directory.dropped_blocks
 
 
 def test_a_pool_node_is_forgotten_with_its_stream() -> None:
@@ -366,10 +449,8 @@ def _names(tokens: tuple[int, ...]) -> tuple[bytes, ...]:
         rope_border_tokens=worker.rope_border_tokens,
     )
     made = names.chain("", len(tokens), worker.block_size)
-    lazy = made.lazily(tokens, len(tokens))
     made.extend(tokens, len(tokens))
-    assert [lazy.at(i) for i in range(len(lazy))] == list(made.full(len(tokens)))
-    return tuple(made.full(len(tokens)))
+    return tuple(made.full(len(tokens)).hashes())
 
 
 def _holds(core: RouterCore, worker: str, hashes: tuple[bytes, ...]) -> None:

@@ -48,7 +48,7 @@ class Scene:
         )
         names = self.tables.chain("", len(PROMPT))
         names.extend(PROMPT, len(PROMPT))
-        self.hashes = names.full(len(PROMPT) - 1)
+        self.hashes = names.full(len(PROMPT) - 1).hashes()
 
     def open(self, holder: Holder, blocks: int) -> None:
         """NODE seems to have so much; the host's pool is asked first."""
@@ -89,7 +89,7 @@ def test_what_the_far_node_has_is_fetched_named_and_offered_to_the_own_pool() ->
     assert scene.far.tokens == 12 and scene.openings.origins[PrefixOrigin.REMOTE] == 1
     offered = scene.openings.write_behind.offer(3.0)  # type: ignore[union-attr]
     assert offered is not None
-    assert tuple(block.hash for block in offered.blocks) == scene.hashes[:3]
+    assert [block.hash for block in offered.blocks] == [*scene.hashes[:3]]
 
 
 def test_what_the_worker_has_itself_is_not_fetched() -> None:

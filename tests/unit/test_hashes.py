@@ -6,14 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpool.core.layout.block_names import HashChain
 from kvpool.core.layout.hashes import (
     BlockHash,
     BlockHashes,
     CacheSalt,
     block_hashes,
     cache_salt,
-    extend_chain,
-    token_bytes,
 )
 
 
@@ -22,29 +21,19 @@ def _salt(**other: str) -> CacheSalt:
 
 
 def _chain(token_ids: list[int], block_size: int = 2, salt: CacheSalt | None = None) -> list[bytes]:
-    chain = bytearray()
-    extend_chain(chain, token_ids, len(token_ids), block_size=block_size, salt=salt or _salt())
-    return [*BlockHashes(bytes(chain))]
-
-
-def _block_hash(parent: BlockHash | None, token_ids: list[int], salt: CacheSalt) -> BlockHash:
-    (found,) = block_hashes(parent, token_bytes(token_ids), len(token_ids), salt)
-    return found
+    return [*block_hashes(token_ids, block_size=block_size, salt=salt or _salt())]
 
 
 def test_the_hash_of_a_block_never_changes() -> None:
     """Blocks on disk are found again by later versions."""
-    first = _block_hash(None, [1, 2, 3, 4_000_000_000], _salt())
-    assert first.hex() == "e3bcf02eb9dc5e1a28a71d44d523fc34b9c1472dcdbc4cabc13c074ee1906a1d"
-    assert (
-        _block_hash(first, [5], _salt()).hex()
-        == "fb925102f578f012b9830fc11a07e8d7919df9b0da5bf4612c23ed330bb6923b"
-    )
+    first, second = block_hashes([1, 2, 3, 4_000_000_000], block_size=2, salt=_salt())
+    assert first.hex() == "285398a36d799b30212aced23a525edcf56050cccc50cfee8feedf5aad8aaf63"
+    assert second.hex() == "8fd5e6ac649f4ce8615fde4e152d175ed70347986e7fca12453d8ad3179172f0"
 
 
 def test_every_part_of_the_salt_separates() -> None:
     salts = {_salt(), _salt(fingerprint="g"), _salt(physical_format="q"), _salt(tenant="u")}
-    assert len({_block_hash(None, [1], salt) for salt in salts}) == 4
+    assert len({block_hashes([1], block_size=1, salt=salt) for salt in salts}) == 4
 
 
 def test_parts_of_the_salt_never_run_together() -> None:
@@ -62,7 +51,7 @@ def test_only_full_blocks_are_named() -> None:
 def test_ids_that_are_no_tokens_are_refused() -> None:
     for token in (-1, 2**32):
         with pytest.raises(OverflowError):
-            _block_hash(None, [token], _salt())
+            block_hashes([token], block_size=1, salt=_salt())
 
 
 _tokens = st.lists(st.integers(0, 1), max_size=12)
@@ -75,14 +64,32 @@ def test_chains_agree_as_far_as_the_tokens_do(ours: list[int], theirs: list[int]
         assert (pair[0] == pair[1]) == (ours[:end] == theirs[:end])
 
 
-@given(_tokens, st.integers(1, 4), st.integers(0, 12))
+@given(_tokens, st.integers(1, 4), st.lists(st.integers(0, 12)), st.booleans(), st.data())
 def test_a_growing_chain_is_the_chain_of_the_whole(
-    tokens: list[int], block_size: int, cut: int
+    tokens: list[int], block_size: int, cuts: list[int], as_prompt: bool, data: st.DataObject
 ) -> None:
-    chain = bytearray()
-    for known in (tokens[:cut], tokens):
-        extend_chain(chain, known, len(known), block_size=block_size, salt=_salt())
-    assert [*BlockHashes(bytes(chain))] == _chain(tokens, block_size)
+    """Whatever is asked for in between, and in whatever order."""
+    whole = BlockHashes.of(map(BlockHash, _chain(tokens, block_size)))
+    chain = HashChain(salt=_salt(), block_size=block_size)
+    ids = tuple(tokens) if as_prompt else tokens
+    for cut in (*sorted(cuts), len(tokens)):
+        chain.extend(ids, min(cut, len(tokens)))
+        named = chain.full(cut)
+        if depths := range(len(named)):
+            depth = data.draw(st.sampled_from(depths))
+            assert named.at(depth) == whole[depth]
+            assert named.packed_from(depth) == whole[depth : len(named)].packed
+    assert chain.copy().full(len(tokens)).hashes() == whole
+
+
+@given(st.lists(st.integers(0, 200), min_size=60, max_size=200))
+def test_few_states_are_kept(depths: list[int]) -> None:
+    chain = HashChain(salt=_salt(), block_size=1)
+    chain.extend(tuple(range(201)), 201)
+    whole = block_hashes(range(201), block_size=1, salt=_salt())
+    for depth in depths:
+        assert chain.at(depth) == whole.at(depth)
+    assert len(chain._states) == len(chain._depths) <= 64
 
 
 def test_packed_hashes_are_a_sequence() -> None:

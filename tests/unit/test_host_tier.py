@@ -33,6 +33,7 @@ from kvpool.core.node.messages import (
     FetchWanted,
     LookedUp,
     LookupWanted,
+    StoreConfirmed,
     Stored,
     StoreGranted,
     StoreWanted,
@@ -80,7 +81,9 @@ class Node:
         assert isinstance(granted, StoreGranted)
         assert granted.indices == tuple(range(len(blocks)))
         checksums = tuple(100 + i for i in granted.indices)
-        return self.say(Stored(request_no=number, checksums=checksums))
+        confirmed, *rest = self.say(Stored(request_no=number, checksums=checksums))
+        assert confirmed == StoreConfirmed(request_no=number, readable=True)
+        return rest
 
 
 def test_stored_then_fetched() -> None:
@@ -90,7 +93,8 @@ def test_stored_then_fetched() -> None:
     assert node.say(wanted) == [granted]
     nothing = Fetched(request_no=2, places=(), checksums=())
     assert node.say(FetchWanted(request_no=2, hashes=(A, B)), BOB) == [nothing], "not yet readable"
-    assert node.say(Stored(request_no=1, checksums=(7, 8))) == []
+    confirmed = StoreConfirmed(request_no=1, readable=True)
+    assert node.say(Stored(request_no=1, checksums=(7, 8))) == [confirmed]
     fetched = Fetched(request_no=3, places=(P1,), checksums=(8,))
     assert node.say(FetchWanted(request_no=3, hashes=(A, B, C), skip=1), BOB) == [fetched]
     assert not node.core.idle
@@ -117,7 +121,8 @@ def test_a_block_whose_parent_never_came_is_dropped() -> None:
     node.say(StoreWanted(request_no=1, blocks=CHAIN[:1]))
     node.say(StoreWanted(request_no=2, blocks=CHAIN[1:2]), BOB)
     node.handle(PoolWorkerLost(worker=ANN))
-    node.say(Stored(request_no=2, checksums=(1,)), BOB)
+    dropped = StoreConfirmed(request_no=2, readable=False)
+    assert node.say(Stored(request_no=2, checksums=(1,)), BOB) == [dropped]
     assert node.core.books.counts()["free"] == 4
 
 
@@ -131,7 +136,8 @@ def test_a_silent_writers_places_stay_out_of_use_while_it_may_write(late: bool) 
     nothing = StoreGranted(request_no=2, indices=(), places=())
     assert node.say(StoreWanted(request_no=2, blocks=CHAIN[:2]), BOB) == [nothing]
     if late:
-        assert node.say(Stored(request_no=1, checksums=(1, 2))) == []
+        confirmed = StoreConfirmed(request_no=1, readable=False)
+        assert node.say(Stored(request_no=1, checksums=(1, 2))) == [confirmed]
     else:
         node.handle(PoolWorkerLost(worker=ANN))
     assert node.core.books.counts()["free"] == 2

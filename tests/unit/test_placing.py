@@ -167,7 +167,7 @@ def with_cached(holder: str, blocks: int) -> Directory:
     chain = names.chain("", 100, 4)
     chain.extend(range(100), 4 * blocks)
     directory = Directory()
-    directory.changed(Incarnation(holder), holding(chain.full(4 * blocks)))
+    directory.changed(Incarnation(holder), holding(chain.full(4 * blocks).hashes()))
     return directory
 
 

@@ -15,6 +15,7 @@ from kvpool.core.fetch.client_events import (
     FetchBlocks,
     FromNode,
     OfferBlocks,
+    OfferConfirmed,
     OfferedBlock,
     OfferSettled,
     PoolJoined,
@@ -32,10 +33,12 @@ from kvpool.core.node.messages import (
     FetchDone,
     Fetched,
     FetchWanted,
+    FromPool,
     LookedUp,
     LookupWanted,
     PoolWelcome,
     StoreAbandoned,
+    StoreConfirmed,
     Stored,
     StoreGranted,
     StoreWanted,
@@ -71,7 +74,7 @@ class Worker:
         )
         self.tell(PoolJoined(welcome=welcome))
 
-    def hear(self, message: StoreGranted | Fetched | LookedUp) -> list[ClientCommand]:
+    def hear(self, message: FromPool) -> list[ClientCommand]:
         return self.tell(FromNode(message=message))
 
 
@@ -87,6 +90,11 @@ def wanted(request_no: int, *indices: int) -> SendPool:
     return SendPool(message=StoreWanted(request_no=request_no, blocks=blocks))
 
 
+def over(offer: int) -> list[ClientCommand]:
+    """It is neither read nor waited for."""
+    return [OfferSettled(offer=offer), OfferConfirmed(offer=offer)]
+
+
 def done(**changes: object) -> BlocksFetched:
     fields = {"request_no": 1, "region": "region-1", "sound_blocks": 2}
     return BlocksFetched(**fields | changes)  # type: ignore[arg-type]
@@ -98,7 +106,7 @@ def test_offers_are_gathered_into_batches_and_settled_when_read() -> None:
     assert worker.tell(offer(1, 0)) == [wanted(1, 0)]
     assert worker.tell(offer(2, 1, 2)) == worker.tell(offer(3, 3, 4)) == []
     nothing = StoreGranted(request_no=1, indices=(), places=())
-    assert worker.hear(nothing) == [OfferSettled(offer=1), wanted(2, 1, 2, 3)]
+    assert worker.hear(nothing) == [*over(1), wanted(2, 1, 2, 3)]
     granted = StoreGranted(request_no=2, indices=(1, 2), places=PLACES)
     sources = ((BlockId(2),), (BlockId(3),))
     assert worker.hear(granted) == [
@@ -110,16 +118,42 @@ def test_offers_are_gathered_into_batches_and_settled_when_read() -> None:
         SendPool(message=Stored(request_no=2, checksums=(8, 9))),
         wanted(3, 4),
     ]
-    assert worker.hear(StoreGranted(request_no=3, indices=(), places=())) == [OfferSettled(offer=3)]
+    assert worker.hear(StoreConfirmed(request_no=2, readable=True)) == [OfferConfirmed(offer=2)]
+    assert worker.client.stores.stored_blocks == 2
+    assert worker.hear(StoreGranted(request_no=3, indices=(), places=())) == over(3)
     assert worker.client.idle
+
+
+@pytest.mark.parametrize("how", ["not readable", "lost", "too late"])
+def test_no_one_waits_longer_than_the_node_answers(how: str) -> None:
+    worker = Worker()
+    worker.join()
+    worker.tell(offer(1, 0))
+    worker.hear(StoreGranted(request_no=1, indices=(0,), places=PLACES[:1]))
+    worker.now_s = 100.0
+    stored = BlocksStored(request_no=1, region="region-1", checksums=(8,))
+    told = SendPool(message=Stored(request_no=1, checksums=(8,)))
+    assert worker.tell(stored) == [OfferSettled(offer=1), told]
+    assert worker.tell(ClientTick()) == [], "patience begins with the question"
+    confirmed = [OfferConfirmed(offer=1)]
+    match how:
+        case "not readable":
+            assert worker.hear(StoreConfirmed(request_no=1, readable=False)) == confirmed
+        case "lost":
+            assert worker.tell(PoolLost(reason="")) == confirmed
+        case "too late":
+            worker.now_s += PATIENCE_S
+            assert worker.tell(ClientTick()) == confirmed
+            assert worker.hear(StoreConfirmed(request_no=1, readable=True)) == []
+    assert worker.client.stores.stored_blocks == 0
 
 
 def test_what_finds_no_room_is_dropped_at_once() -> None:
     worker = Worker(max_waiting_blocks=2, max_stores=0)
-    assert worker.tell(offer(1, 0)) == [OfferSettled(offer=1)], "no node"
+    assert worker.tell(offer(1, 0)) == over(1), "no node"
     worker.join()
     assert worker.tell(offer(2, 0, 1, 2)) == []
-    assert worker.tell(offer(3, 3)) == [OfferSettled(offer=3)]
+    assert worker.tell(offer(3, 3)) == over(3)
     assert worker.client.stores.dropped_blocks == 3
 
 
@@ -131,7 +165,7 @@ def test_a_gather_outlives_the_node_and_is_not_told_to_the_next() -> None:
     assert worker.tell(PoolLost(reason="")) == [], "its block is being read"
     worker.join(2)
     stored = BlocksStored(request_no=1, region="region-1", checksums=(8,))
-    assert worker.tell(stored) == [OfferSettled(offer=1)]
+    assert worker.tell(stored) == over(1)
 
 
 def test_a_gather_that_failed_is_abandoned() -> None:
@@ -141,7 +175,7 @@ def test_a_gather_that_failed_is_abandoned() -> None:
     worker.hear(StoreGranted(request_no=1, indices=(0,), places=PLACES[:1]))
     failed = BlocksStored(request_no=1, region="region-1", error="no")
     abandoned = SendPool(message=StoreAbandoned(request_no=1))
-    assert worker.tell(failed) == [OfferSettled(offer=1), abandoned]
+    assert worker.tell(failed) == [*over(1), abandoned]
 
 
 def test_fetched() -> None:
@@ -211,7 +245,7 @@ def test_no_one_waits_for_a_node_that_hangs() -> None:
     worker.tell(SeekPrefix(key=KEY, hashes=tuple(CHAIN)))
     worker.now_s = PATIENCE_S
     assert worker.tell(ClientTick()) == [
-        OfferSettled(offer=1),
+        *over(1),
         PrefixFetched(key=KEY, blocks=0),
         PrefixFound(key=KEY, host_blocks=0, disk_blocks=0),
     ]

@@ -18,6 +18,7 @@ from kvpool.core.node.messages import (
     PoolRefused,
     PoolWelcome,
     StoreAbandoned,
+    StoreConfirmed,
     Stored,
     StoreGranted,
     StoreWanted,
@@ -51,6 +52,8 @@ MESSAGES: list[PoolMessage] = [
     StoreWanted(request_no=1, blocks=(ChainBlock(_A, None, "ten"), ChainBlock(_B, _A))),
     StoreGranted(request_no=2, indices=(0, 7), places=_PLACES),
     Stored(request_no=3, checksums=(0, 2**64 - 1)),
+    StoreConfirmed(request_no=3, readable=True),
+    StoreConfirmed(request_no=3, readable=False),
     StoreAbandoned(request_no=4),
     FetchWanted(request_no=5, hashes=(_A, _B), skip=1),
     Fetched(request_no=6, places=_PLACES, checksums=(1, 2)),
@@ -73,7 +76,7 @@ def test_there_and_back(message: PoolMessage) -> None:
 
 def test_a_part_is_what_a_transport_takes() -> None:
     assert MAX_PART_BYTES == MAX_MESSAGE_BYTES
-    assert len(encode(MESSAGES[13])) == 5
+    assert len(encode(MESSAGES[15])) == 5
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\2", b"\0\xff", b"\0", b"\0\x22\x03\x12\x01a"])

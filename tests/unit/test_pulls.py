@@ -90,7 +90,7 @@ class Worker:
     def compute(self, tokens: list[int], now_s: float = 0) -> bool:
         """A prompt that comes, is computed and goes."""
         names, holder = self.chain(tokens), self.holder()
-        hashes = names.full(len(tokens))
+        hashes = names.full(len(tokens)).hashes()
         found = self.tables.try_open(holder, len(tokens), hashes=hashes, now_s=now_s)
         if found is None:
             return False
@@ -112,7 +112,7 @@ class Worker:
         """A prompt of which H seems to have so much."""
         holder = self.holder()
         source = PrefixSource(peer=H, addresses=("sim:h",), blocks=blocks)
-        hashes = self.chain(tokens).full(len(tokens) - 1)
+        hashes = self.chain(tokens).full(len(tokens) - 1).hashes()
         found = self.openings.try_open(
             holder, len(tokens), hashes=hashes, ahead_tokens=SIZE, now_s=now_s, source=source
         )
@@ -198,7 +198,7 @@ def test_a_prefix_comes_whole_and_is_named_here_too(windows: tuple[int | None, .
     assert (puller.pulls.tokens, puller.pulls.cost.peer.seconds) == (20, pytest.approx(2 / 5))
     puller.tables.release(holder)
     puller.validate()
-    hashes = puller.chain(PROMPT).full(20)
+    hashes = puller.chain(PROMPT).full(20).hashes()
     assert puller.tables.try_open(puller.holder(), 22, hashes=hashes, now_s=4) == 20
 
 
@@ -308,7 +308,7 @@ def test_the_longest_pull_fits_into_its_messages() -> None:
     for end in range(SIZE, len(tokens) + 1, SIZE):
         assert owner.tables.try_grow(kept, end, now_s=0)
         assert owner.tables.try_grow(owner.holder(), SIZE, now_s=0)  # takes the block between
-    owner.tables.fill(kept, names.full(len(tokens)))
+    owner.tables.fill(kept, names.full(len(tokens)).hashes())
     puller.pulls.handle(FromPeer(peer=H, message=owner.hello), 0)
     assert puller.open(tokens, 3000) is not None
     wanted = _sent(puller)

@@ -41,9 +41,9 @@ def _restores(tables: BlockTables) -> Restores:
 
 def _begun(tables: BlockTables, restores: Restores, *, ahead: int = SIZE) -> HashChain:
     names = _names(tables)
-    assert tables.try_open(A, 20, hashes=names.full(19), ahead_tokens=ahead, now_s=0) == 0
-    seek = restores.begin(A, names.full(19), 0)
-    assert seek == SeekPrefix(key=A.key, hashes=names.full(19))
+    assert tables.try_open(A, 20, hashes=names.full(19).hashes(), ahead_tokens=ahead, now_s=0) == 0
+    seek = restores.begin(A, names.full(19).hashes(), 0)
+    assert seek == SeekPrefix(key=A.key, hashes=names.full(19).hashes())
     return names
 
 
@@ -53,14 +53,14 @@ def test_what_is_there_is_fetched_and_named() -> None:
     names = _begun(tables, restores)
     want = restores.found(PrefixFound(key=A.key, host_blocks=2, disk_blocks=1), 1.0)
     assert isinstance(want, WantPrefix)
-    assert want.hashes == names.full(12)
+    assert want.hashes == names.full(12).hashes()
     assert [place[0] for place in want.targets] == list(tables.tables(A)[0][:3])
     assert A in restores
     done = restores.fetched(PrefixFetched(key=A.key, blocks=3), 2.0)
     assert done == Restored(holder=A, tokens=12, origin=PrefixOrigin.DISK)
     assert A not in restores
     assert (restores.host_tokens, restores.disk_tokens) == (8, 4)
-    assert tables.try_open(B, 20, hashes=names.full(19), now_s=2) == 12
+    assert tables.try_open(B, 20, hashes=names.full(19).hashes(), now_s=2) == 12
     tables.validate()
 
 
@@ -68,9 +68,9 @@ def test_what_the_worker_has_is_not_fetched() -> None:
     tables = _tables(None)
     restores, names = _restores(tables), _names(tables)
     assert tables.try_grow(B, 8, now_s=0)
-    tables.fill(B, names.full(8))
-    assert tables.try_open(A, 20, hashes=names.full(19), now_s=0) == 8
-    assert restores.begin(A, names.full(19), 8) is not None
+    tables.fill(B, names.full(8).hashes())
+    assert tables.try_open(A, 20, hashes=names.full(19).hashes(), now_s=0) == 8
+    assert restores.begin(A, names.full(19).hashes(), 8) is not None
     want = restores.found(PrefixFound(key=A.key, host_blocks=4, disk_blocks=0), 1.0)
     assert isinstance(want, WantPrefix)
     assert (want.skip, len(want.targets)) == (2, 2)
@@ -144,11 +144,11 @@ def test_an_offer_keeps_its_blocks_until_it_is_settled() -> None:
     tables.device.reports = True
     behind, names = WriteBehind(tables), _names(tables)
     assert tables.try_grow(A, 12, now_s=0)
-    tables.fill(A, names.full(12))
+    tables.fill(A, names.full(12).hashes())
     offer = behind.offer(1.0)
     assert offer is not None
-    assert [block.hash for block in offer.blocks] == list(names.full(12))
-    assert [block.parent for block in offer.blocks] == [None, *names.full(8)]
+    assert [block.hash for block in offer.blocks] == list(names.full(12).hashes())
+    assert [block.parent for block in offer.blocks] == [None, *names.full(8).hashes()]
     assert behind.offer(1.0) is None
     tables.release(A)
     tables.validate()
@@ -165,10 +165,10 @@ def test_what_a_window_has_passed_is_not_offered() -> None:
     behind, names = WriteBehind(tables), _names(tables)
     assert tables.try_open(A, 21, seen_from=20, leased=True, now_s=0) == 0
     tables.activate(A)
-    tables.fill(A, names.full(20))
+    tables.fill(A, names.full(20).hashes())
     offer = behind.offer(1.0)
     assert offer is not None
-    assert [block.hash for block in offer.blocks] == list(names.full(20))[4:]
+    assert [block.hash for block in offer.blocks] == list(names.full(20).hashes())[4:]
 
 
 def test_an_end_is_heard_also_of_blocks_that_are_all_passed_over() -> None:
@@ -178,11 +178,11 @@ def test_an_end_is_heard_also_of_blocks_that_are_all_passed_over() -> None:
     behind, names = WriteBehind(tables), _names(tables)
     assert tables.try_open(A, 8, seen_from=7, leased=True, now_s=0) == 0
     tables.activate(A)
-    tables.fill(A, names.full(4))
-    assert not behind.has_settled(names.full(4))
+    tables.fill(A, names.full(4).hashes())
+    assert not behind.has_settled(names.full(4).hashes())
     offer = behind.offer(1.0)
     assert offer is not None
     assert offer.blocks == ()
     behind.settled(offer.offer)
-    assert behind.has_settled(names.full(4))
+    assert behind.has_settled(names.full(4).hashes())
     tables.validate()

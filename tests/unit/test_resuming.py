@@ -20,7 +20,7 @@ from engine.runner import Engine
 from kvpool.core.blocks.leases import LeaseTable
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.fetch.openings import Openings
-from kvpool.core.layout.hashes import block_hashes, token_bytes
+from kvpool.core.layout.hashes import block_hashes
 from kvpool.core.transfer.slabs import SlabPool
 from kvrelay.messages import Generate, Prefill, Tokens
 from kvrelay.qos import ONE_TIER
@@ -278,7 +278,8 @@ def test_names_do_not_tell_prompt_from_output(engine: Engine) -> None:
     tables = tables_of(engine)
     spec = asked(SAMPLINGS["greedy"])
     parted = replace(spec, prompt_ids=spec.prompt_ids[:20], emitted_ids=(*spec.prompt_ids[20:],))
-    assert tables.names_of(parted).full(50) == tables.names_of(spec).full(50)
-    prompt, salt = token_bytes(spec.prompt_ids[:BLOCK_SIZE]), tables.names_of(spec).salt
-    first = block_hashes(None, prompt, BLOCK_SIZE, salt)
-    assert [*tables.names_of(parted).full(50)[:1]] == first
+    named = tables.names_of(parted).full(50).hashes()
+    assert named == tables.names_of(spec).full(50).hashes()
+    salt = tables.names_of(spec).salt
+    first = block_hashes(spec.prompt_ids[:BLOCK_SIZE], block_size=BLOCK_SIZE, salt=salt)
+    assert named[:1] == first

@@ -56,6 +56,14 @@ def test_a_strand_that_shrinks_and_grows_again_is_cut_and_stored() -> None:
     assert news.take(MANY) == ((cut(1, 5),), ())
 
 
+def test_the_lowest_end_counts() -> None:
+    one, news = tree(A)
+    one.cut(1, 4)
+    one.insert(X, grows=True)
+    one.cut(1, 5)
+    assert news.take(MANY) == ((cut(1, 4),), (run(1, X[4:5], parent=1, start=4),))
+
+
 def test_strands_below_another_one_are_cut_before_it() -> None:
     one, news = tree(A[:4], A, X)
     one.insert(chain("abcdef"), grows=False)  # nothing new

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 
 from kvpool.core.blocks import eviction
 from kvpool.core.blocks.eviction import open_policy, policies
+from kvpool.core.blocks.news import Strand
 from kvpool.core.blocks.runs import Run, RunTree, path
 from kvpool.core.layout.hashes import BlockHash, BlockHashes
 from tests.unit.naive_tree import NaiveTree, Path, hashes_of, names_of
@@ -180,7 +181,7 @@ def test_a_run_is_split_where_prompts_diverge_and_its_end_stays_the_same_object(
     assert first.parent is second.parent is not None
     assert (first.parent.holders, first.holders, second.holders) == (2, 1, 1)
     assert first.parent.number == first.number < second.number
-    assert tree.strand(second.number) == (second.number, first.number, 2, 3)
+    assert tree.strand(second.number) == Strand(first.number, 2, 3)
     tree.validate()
 
 

@@ -71,7 +71,6 @@ def build_worker_core(
         pace,
         max_model_len=max_model_len,
         nodes=None if settings.pool_address is None else PoolNodes(pool_client),
-        confirms_offers=settings.handoff == HandoffMode.POOL,
         most_steps=most_steps,
         launches_ahead=launches_ahead,
     )

@@ -82,19 +82,18 @@ class WorkerCore:
         *,
         max_model_len: int,
         nodes: PoolNodes | None = None,
-        confirms_offers: bool = False,
         most_steps: int = 1,
         launches_ahead: bool = False,
     ) -> None:
-        """`most_steps` and `launches_ahead` are those of StepTurns, `nodes` and `confirms_offers`
-        those of PrefixExchange."""
+        """`most_steps` and `launches_ahead` are those of StepTurns, `nodes` that of
+        PrefixExchange."""
         self.openings = openings
         self.prefill = prefill
         self.decode = decode
         self.pace = pace
         self.draining = False
         self.reports = BlockReports(openings.tables.device)
-        self.prefixes = PrefixExchange(openings, nodes, confirms=confirms_offers)
+        self.prefixes = PrefixExchange(openings, nodes)
         self._steps = StepTurns(
             decode, prefill, pace, most_steps=most_steps, launches_ahead=launches_ahead
         )
@@ -158,7 +157,11 @@ class WorkerCore:
     def proceed(self, now_s: float) -> list[WorkerCommand]:
         """Keep the device busy, and ask pools and peers."""
         steps, prefixes = self._steps, self.prefixes
-        commands: list[Any] = [] if steps.stepping is not None else steps.start(now_s)
+        commands: list[Any] = []
+        if self.decode.reservations.awaiting_blocks:
+            commands += self.decode.settle_reservations(now_s)  # offers and pulls free blocks too
+        if steps.stepping is None:
+            commands += steps.start(now_s)
         if prefixes.nodes is not None:
             commands += self._ask_pools(now_s)
         if steps.launches_ahead:

@@ -8,35 +8,27 @@ from kvpool.core.fetch.client_events import (
     ClientCommand,
     NodeEvent,
     NodeOrder,
+    OfferConfirmed,
     OfferSettled,
     PoolAnswer,
     PoolQuestion,
-    PrefixFound,
-    SeekPrefix,
 )
 from kvpool.core.fetch.openings import Openings
 from kvpool.core.fetch.peer_pull import PullEvent, PullGrants
 from kvpool.core.fetch.pool_fetch import Restored
 from kvpool.core.fetch.pool_nodes import PoolNodes
-from kvpool.core.layout.hashes import NO_NAMES
 from kvpool.core.transfer.commands import FromPeer, PeerLost, SendPeer
 from kvpool.core.transfer.pull import PullBlocks, PullRead, PullWanted
-from kvrelay.types import RequestKey
 
-PrefixOutcome = Restored | OfferSettled
+PrefixOutcome = Restored | OfferConfirmed
 """What schedulers hear of it."""
 
 
 class PrefixExchange:
-    """`nodes` None: no pool is used. With `confirms` the schedulers hear that an offer is settled
-    once the pool node can be asked for it. The node hears what one worker says in order. So the
-    answer to an empty question, asked behind the store, tells."""
+    """`nodes` None: no pool is used."""
 
-    def __init__(self, openings: Openings, nodes: PoolNodes | None, *, confirms: bool) -> None:
+    def __init__(self, openings: Openings, nodes: PoolNodes | None) -> None:
         self._openings = openings
-        self._confirms = confirms
-        self._confirming: dict[RequestKey, int] = {}  # question |-> offer
-        self._questions: list[PoolQuestion] = []
         self.outbox: list[NodeOrder | SendPeer] = []
         self.nodes = nodes
         self.pulls = openings.pulls
@@ -54,8 +46,6 @@ class PrefixExchange:
 
     def _take_questions(self, now_s: float) -> Iterator[PoolQuestion]:
         assert self._openings.write_behind is not None
-        questions, self._questions = self._questions, []
-        yield from questions
         yield from self._openings.take_outbox()
         if (offer := self._openings.write_behind.offer(now_s)) is not None:
             yield offer
@@ -75,31 +65,17 @@ class PrefixExchange:
         return outcomes
 
     def _answer(self, answer: PoolAnswer, now_s: float) -> list[PrefixOutcome]:
+        assert self._openings.write_behind is not None
         match answer:
             case OfferSettled(offer=offer):
-                self._settled(offer)
+                self._openings.write_behind.settled(offer)
                 return []
-            case PrefixFound(key=key) if key in self._confirming:
-                offer = self._confirming.pop(key)
-                self._confirmed(offer)
-                return [OfferSettled(offer=offer)]
+            case OfferConfirmed(offer=offer):
+                self._openings.write_behind.confirmed(offer)
+                return [answer]
             case _:
                 restored = self._openings.answer(answer, now_s)
                 return [] if restored is None else [restored]
-
-    def _settled(self, offer: int) -> None:
-        assert self._openings.write_behind is not None
-        self._openings.write_behind.settled(offer)
-        if not self._confirms:
-            self._confirmed(offer)
-            return
-        key = RequestKey(f"offer-{offer}", 0)
-        self._confirming[key] = offer
-        self._questions.append(SeekPrefix(key=key, hashes=NO_NAMES))
-
-    def _confirmed(self, offer: int) -> None:
-        assert self._openings.write_behind is not None
-        self._openings.write_behind.confirmed(offer)
 
     # --- peers ----------------------------------------------------------------------------------
 

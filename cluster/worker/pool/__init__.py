@@ -1,1 +1,1 @@
-"""A worker's side of the pool: its link to pool nodes and what moves over it."""
+"""A worker's links to pool nodes, and the thread that moves blocks over them."""

@@ -19,7 +19,14 @@ from dataclasses import dataclass, field
 from kvpool.core.blocks.news import RunNews
 from kvpool.core.blocks.pool import BlockPool, BlockState
 from kvpool.core.blocks.runs import Columns, Run, RunPolicy, RunTree, path
-from kvpool.core.layout.hashes import HASH_BYTES, BlockHash, BlockHashes, Names, TenantRoots
+from kvpool.core.layout.hashes import (
+    HASH_BYTES,
+    BlockHash,
+    BlockHashes,
+    FullNames,
+    Names,
+    TenantRoots,
+)
 from kvpool.core.layout.layout import NO_BLOCK, BlockId, KvLayout
 
 Place = tuple[BlockId, ...]
@@ -150,7 +157,7 @@ class DeviceBlocks:
     # --- naming ---------------------------------------------------------------------------------
 
     def name(
-        self, tail: Run | None, names: BlockHashes, columns: Columns
+        self, tail: Run | None, names: FullNames, columns: Columns
     ) -> tuple[Run | None, list[GroupBlock]]:
         """Names the blocks behind `tail`, whose chain the caller holds. `columns` have their parts.
         From now on the caller holds the chain to the returned run.
@@ -164,7 +171,7 @@ class DeviceBlocks:
         while depth < len(names):
             known = self.tree.child(tail, names.at(depth))
             if known is None:
-                tail = self._append(tail, names[depth:], _from(columns, depth - first))
+                tail = self._append(tail, names.packed_from(depth), _from(columns, depth - first))
                 break
             tail = self.tree.hold_next(known, known.common_end(names))
             kept += self._join(tail, _from(columns, depth - first))
@@ -172,10 +179,10 @@ class DeviceBlocks:
         self._bound()
         return tail, kept
 
-    def _append(self, tail: Run | None, hashes: BlockHashes, columns: Columns) -> Run:
+    def _append(self, tail: Run | None, hashes: bytes, columns: Columns) -> Run:
         start = tail.end if tail is not None else 0
-        tenant = "" if tail is not None else self.roots.label(hashes.at(0))
-        run = self.tree.append(tail, hashes.packed, columns, tenant)
+        root = BlockHash(hashes[:HASH_BYTES])
+        run = self.tree.append(tail, hashes, columns, "" if tail else self.roots.label(root))
         for group, runs in self._runs.items():
             for block in columns[group]:
                 if block != NO_BLOCK:

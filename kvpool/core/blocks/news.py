@@ -89,7 +89,6 @@ class RunNews:
             self._told[number] = end
             if self._strands.strand(number) is None:
                 del self._told[number]
-                self._grown.pop(number, None)
         return tuple([CutRun(number=number, end=end) for number, end in cuts])
 
     def _take_stored(self, most_blocks: int) -> tuple[StoredRun, ...]:

@@ -38,16 +38,16 @@ class Run:
     those that found or computed it. `tenant` is a label for reports; `idle_since` belongs to the
     eviction policy."""
 
-    parent: Run | None
+    parent: Run | None = field(repr=False)
     start: int
-    hashes: bytearray
+    hashes: bytearray = field(repr=False)
     columns: Columns
     number: int
     tenant: str = ""
     holders: int = 1
     uses: int = 1
     idle_since: int = 0
-    children: dict[bytes, Run] = field(default_factory=dict)
+    children: dict[bytes, Run] = field(default_factory=dict, repr=False)
 
     @property
     def blocks(self) -> int:

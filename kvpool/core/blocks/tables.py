@@ -18,7 +18,7 @@ from kvpool.core.blocks.holding import Copies, CopyPairs, HeldTables, Holder, Ho
 from kvpool.core.blocks.pool import BlockState
 from kvpool.core.blocks.runs import Columns, Run, path
 from kvpool.core.layout.block_names import BlockNames, HashChain
-from kvpool.core.layout.hashes import NO_NAMES, BlockHashes, Names, tenant_label
+from kvpool.core.layout.hashes import NO_NAMES, BlockHashes, FullNames, Names, tenant_label
 from kvpool.core.layout.layout import NO_BLOCK, BlockId, KvLayout, Tables
 from kvrelay.types import RequestKey, RequestSpec
 
@@ -222,19 +222,19 @@ class BlockTables:
 
     # --- naming and giving back -----------------------------------------------------------------
 
-    def fill(self, holder: Holder, hashes: BlockHashes, *, edges_full: bool = False) -> None:
-        """The holder's first `len(hashes)` blocks are full, and these are their names. In a group
+    def fill(self, holder: Holder, names: FullNames, *, edges_full: bool = False) -> None:
+        """The holder's first `len(names)` blocks are full, and these are their names. In a group
         with a window the block on the window's edge gets no name, unless `edges_full`: tokens
         outside the window may be missing in it."""
         entry = self._entries[holder]
         assert not entry.leased
-        if not self.caching or len(hashes) <= entry.named:
+        if not self.caching or len(names) <= entry.named:
             return
-        columns = entry.columns(len(hashes), edges_full=edges_full)
+        columns = entry.columns(len(names), edges_full=edges_full)
         own = self._unshared(columns)
         if own < len(columns[0]):
-            columns, hashes = tuple(c[:own] for c in columns), hashes[: entry.named + own]
-        entry.run, kept = self.device.name(entry.run, hashes, columns)
+            columns, names = tuple(c[:own] for c in columns), names.until(entry.named + own)
+        entry.run, kept = self.device.name(entry.run, names, columns)
         entry.own += kept
 
     def _unshared(self, columns: Columns) -> int:
@@ -359,7 +359,7 @@ class Pins:
     def _hashes(self, spec: RequestSpec) -> BlockHashes:
         names = self.tables.chain(spec.tenant, len(spec.prompt_ids))
         names.extend(spec.prompt_ids, len(spec.prompt_ids))
-        return names.full(len(spec.prompt_ids))
+        return names.full(len(spec.prompt_ids)).hashes()
 
     @staticmethod
     def _holder(hashes: BlockHashes) -> Holder:

@@ -1,16 +1,17 @@
 """A worker's side of one pool node: its stores and its fetches. Pure.
 
 Stores are write-behind: a bounded number of blocks waits, more are dropped, and serving never waits
-for them. Offered blocks must keep their content until OfferSettled. The targets of a fetch belong
-to it until PrefixFetched. Both events come exactly once, also when the node is lost or was never
-there.
+for them. Offered blocks must keep their content until OfferSettled. OfferConfirmed follows when the
+node has taken what it wants. The targets of a fetch belong to it until PrefixFetched. All three
+come exactly once, also when the node is lost or was never there.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import assert_never
 
 from kvpool.core.fetch.client_events import (
@@ -24,6 +25,7 @@ from kvpool.core.fetch.client_events import (
     FetchBlocks,
     FromNode,
     OfferBlocks,
+    OfferConfirmed,
     OfferedBlock,
     OfferSettled,
     PoolJoined,
@@ -47,6 +49,7 @@ from kvpool.core.node.messages import (
     PoolRefused,
     PoolWelcome,
     StoreAbandoned,
+    StoreConfirmed,
     Stored,
     StoreGranted,
     StoreWanted,
@@ -163,10 +166,14 @@ def _after(wanted: WantPrefix, blocks: int) -> tuple[BlockHash, ...]:
     return tuple(wanted.hashes[wanted.skip + blocks : wanted.skip + blocks + 1])
 
 
+_Offered = tuple[int, OfferedBlock]
+"""(offer, block)"""
+
+
 @dataclass(slots=True)
 class _Store:
-    blocks: list[tuple[int, OfferedBlock]]  # (offer, block)
-    asked_s: float
+    blocks: list[_Offered]
+    since_s: float
     gathering: bool = False
 
 
@@ -181,9 +188,11 @@ class ClientStores:
     max_stores: int
     stored_blocks: int = 0
     dropped_blocks: int = 0
-    _waiting: deque[tuple[int, OfferedBlock]] = field(init=False, default_factory=deque)
+    _waiting: deque[_Offered] = field(init=False, default_factory=deque)
     _unsettled: dict[int, int] = field(init=False, default_factory=dict)  # offer |-> blocks
+    _unconfirmed: dict[int, int] = field(init=False, default_factory=dict)  # offer |-> blocks
     _open: dict[int, _Store] = field(init=False, default_factory=dict)
+    _told: dict[int, _Store] = field(init=False, default_factory=dict)
     _late: set[int] = field(init=False, default_factory=set)  # given up, not yet answered
 
     @property
@@ -192,14 +201,15 @@ class ClientStores:
 
     def offer(self, offer: OfferBlocks, *, connected: bool) -> None:
         """Blocks without room are dropped."""
-        assert offer.offer not in self._unsettled, f"offer {offer.offer} is open"
+        assert offer.offer not in self._unconfirmed, f"offer {offer.offer} is open"
         room = self.max_waiting_blocks - len(self._waiting) if connected else 0
         taken = offer.blocks[: max(0, room)]
         self.dropped_blocks += len(offer.blocks) - len(taken)
         if not taken:
             self.outbox.append(OfferSettled(offer=offer.offer))
+            self.outbox.append(OfferConfirmed(offer=offer.offer))
             return
-        self._unsettled[offer.offer] = len(taken)
+        self._unsettled[offer.offer] = self._unconfirmed[offer.offer] = len(taken)
         self._waiting.extend((offer.offer, block) for block in taken)
 
     @property
@@ -210,11 +220,9 @@ class ClientStores:
         """Asks to store the blocks that have waited longest."""
         count = min(self.batch_blocks, len(self._waiting))
         blocks = [self._waiting.popleft() for _ in range(count)]
-        self._open[number] = _Store(blocks=blocks, asked_s=now_s)
+        self._open[number] = _Store(blocks=blocks, since_s=now_s)
         wanted = tuple(ChainBlock(block.hash, block.parent, block.tenant) for _, block in blocks)
-        self.outbox.append(
-            SendPool(node=self.node, message=StoreWanted(request_no=number, blocks=wanted))
-        )
+        self._send(StoreWanted(request_no=number, blocks=wanted))
 
     def granted(self, granted: StoreGranted, *, region: str) -> None:
         number = granted.request_no
@@ -223,7 +231,7 @@ class ClientStores:
             self._refuse(granted)
             return
         wanted = set(granted.indices)
-        self._settle(block for i, block in enumerate(store.blocks) if i not in wanted)
+        self._end([block for i, block in enumerate(store.blocks) if i not in wanted])
         store.blocks = [store.blocks[i] for i in granted.indices]
         if not store.blocks:
             del self._open[number]
@@ -240,51 +248,88 @@ class ClientStores:
 
     def _refuse(self, granted: StoreGranted) -> None:
         if granted.request_no in self._late and granted.indices:
-            self.outbox.append(
-                SendPool(node=self.node, message=StoreAbandoned(request_no=granted.request_no))
-            )
+            self._send(StoreAbandoned(request_no=granted.request_no))
         self._late.discard(granted.request_no)
 
-    def gathered(self, done: BlocksStored, *, tell: bool) -> None:
-        """`tell`: the node that granted the places is still there."""
-        self._settle(self._open.pop(done.request_no).blocks)
-        message: Stored | StoreAbandoned = StoreAbandoned(request_no=done.request_no)
-        if done.error is None:
-            self.stored_blocks += len(done.checksums)
-            message = Stored(request_no=done.request_no, checksums=done.checksums)
-        if tell:
-            self.outbox.append(SendPool(node=self.node, message=message))
+    def gathered(self, done: BlocksStored, now_s: float, *, is_there: bool) -> None:
+        """`is_there`: the node that granted the places."""
+        number = done.request_no
+        store = self._open.pop(number)
+        self._settle(store.blocks)
+        if is_there and done.error is None:
+            store.since_s = now_s
+            self._told[number] = store
+            self._send(Stored(request_no=number, checksums=done.checksums))
+            return
+        self._confirm(store.blocks)
+        if is_there:
+            self._send(StoreAbandoned(request_no=number))
+
+    def confirmed(self, confirmed: StoreConfirmed) -> None:
+        store = self._told.pop(confirmed.request_no, None)
+        if store is not None:
+            self.stored_blocks += len(store.blocks) * confirmed.readable
+            self._confirm(store.blocks)
 
     def lost(self) -> None:
         """Blocks that are being gathered continue to the end; all other stores end now."""
         self._late.clear()
-        self._settle(self._waiting)
+        self._end(self._waiting)
         self._waiting.clear()
         for number in [n for n, store in self._open.items() if not store.gathering]:
-            self._settle(self._open.pop(number).blocks)
+            self._end(self._open.pop(number).blocks)
+        self._give_up(self._told)
 
     def expire(self, asked_before_s: float) -> None:
+        """Ends what the node takes too long to answer."""
         for number, store in list(self._open.items()):
-            if not store.gathering and store.asked_s <= asked_before_s:
+            if not store.gathering and store.since_s <= asked_before_s:
                 self._late.add(number)
-                self._settle(self._open.pop(number).blocks)
+                self._end(self._open.pop(number).blocks)
+        self._give_up(n for n, store in self._told.items() if store.since_s <= asked_before_s)
 
-    def _settle(self, blocks: Iterable[tuple[int, OfferedBlock]]) -> None:
+    def _give_up(self, told: Iterable[int]) -> None:
+        for number in list(told):
+            self._confirm(self._told.pop(number).blocks)
+
+    def _send(self, message: ToPool) -> None:
+        self.outbox.append(SendPool(node=self.node, message=message))
+
+    def _end(self, blocks: Collection[_Offered]) -> None:
+        """The node does not get these blocks."""
+        self._settle(blocks)
+        self._confirm(blocks)
+
+    def _settle(self, blocks: Collection[_Offered]) -> None:
         """These blocks are no longer read."""
-        for offer, _ in blocks:
-            self._unsettled[offer] -= 1
-            if not self._unsettled[offer]:
-                del self._unsettled[offer]
-                self.outbox.append(OfferSettled(offer=offer))
+        for offer in _count_down(self._unsettled, blocks):
+            self.outbox.append(OfferSettled(offer=offer))
+
+    def _confirm(self, blocks: Collection[_Offered]) -> None:
+        for offer in _count_down(self._unconfirmed, blocks):
+            self.outbox.append(OfferConfirmed(offer=offer))
 
     def validate(self) -> None:
         """Every unsettled block is waiting or in exactly one store."""
-        counts: dict[int, int] = {}
-        for offer, _ in (*self._waiting, *(b for s in self._open.values() for b in s.blocks)):
-            counts[offer] = counts.get(offer, 0) + 1
-        assert counts == self._unsettled
+        assert _per_offer(self._waiting, self._open) == self._unsettled
+        assert _per_offer(self._waiting, self._open | self._told) == self._unconfirmed
         assert len(self._waiting) <= self.max_waiting_blocks
         assert not self._late & self._open.keys()
+        assert not self._open.keys() & self._told.keys()
+
+
+def _count_down(open_blocks: dict[int, int], blocks: Collection[_Offered]) -> Iterator[int]:
+    """Takes these blocks away. Yields the offers that have none left."""
+    for offer, count in Counter(offer for offer, _ in blocks).items():
+        open_blocks[offer] -= count
+        if not open_blocks[offer]:
+            del open_blocks[offer]
+            yield offer
+
+
+def _per_offer(waiting: Iterable[_Offered], stores: Mapping[int, _Store]) -> dict[int, int]:
+    blocks = chain(waiting, *(store.blocks for store in stores.values()))
+    return dict(Counter(offer for offer, _ in blocks))
 
 
 class PoolClient:
@@ -350,7 +395,7 @@ class PoolClient:
             case DropPrefix(key=key):
                 self.fetches.drop(key)
             case BlocksStored():
-                self.stores.gathered(event, tell=self._is_at(event.region))
+                self.stores.gathered(event, now_s, is_there=self._is_at(event.region))
             case BlocksFetched():
                 self.fetches.scattered(event, now_s, lease_ttl_s=self._lease_ttl_s(event.region))
             case ClientTick():
@@ -362,6 +407,8 @@ class PoolClient:
         match message:
             case StoreGranted():
                 self.stores.granted(message, region=region)
+            case StoreConfirmed():
+                self.stores.confirmed(message)
             case Fetched():
                 self.fetches.fetched(message, region=region)
             case LookedUp(request_no=number):

@@ -56,8 +56,8 @@ class OfferedBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferBlocks:
-    """Newly cached blocks, parents before their children. They stay unchanged until OfferSettled.
-    The caller chooses the number `offer`."""
+    """Newly cached blocks, parents before their children. They stay unchanged until OfferSettled;
+    OfferConfirmed follows. The caller chooses the number `offer`."""
 
     offer: int
     blocks: tuple[OfferedBlock, ...]
@@ -191,6 +191,13 @@ class OfferSettled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OfferConfirmed:
+    """After OfferSettled: what the node has taken of the offer can be found there now."""
+
+    offer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixFound:
     """`host_blocks` in the node's memory, `disk_blocks` after them on its disk."""
 
@@ -207,7 +214,7 @@ class PrefixFetched:
     blocks: int
 
 
-PoolAnswer = OfferSettled | PrefixFound | PrefixFetched
+PoolAnswer = OfferSettled | OfferConfirmed | PrefixFound | PrefixFetched
 NodeOrder = ConnectNode | CloseNode | SendPool | StoreBlocks | FetchBlocks
 """What a worker does with its nodes."""
 ClientCommand = NodeOrder | PoolAnswer

@@ -20,7 +20,7 @@ from kvpool.core.fetch.client_events import (
 from kvpool.core.fetch.peer_pull import PullEvent, PullGrants, Pulls
 from kvpool.core.fetch.pool_fetch import RemoteFetches, Restored, Restores
 from kvpool.core.fetch.write_behind import WriteBehind
-from kvpool.core.layout.hashes import BlockHash, BlockHashes
+from kvpool.core.layout.hashes import BlockHash, BlockHashes, FullNames
 from kvpool.core.transfer.commands import SendPeer
 from kvpool.core.transfer.pull import PullBlocks
 from kvrelay.messages import PrefixSource
@@ -60,7 +60,7 @@ class Openings:
         holder: Holder,
         tokens: int,
         *,
-        hashes: BlockHashes,
+        hashes: FullNames,
         ahead_tokens: int,
         now_s: float,
         source: PrefixSource | None = None,
@@ -72,7 +72,8 @@ class Openings:
         )
         if found is None:
             return None
-        if not self._seek(holder, hashes, found, source, now_s):
+        is_alone = self.restores is None and source is None
+        if is_alone or not self._seek(holder, hashes.hashes(), found, source, now_s):
             self._opened(Restored.found_here(holder, found))
         return found
 

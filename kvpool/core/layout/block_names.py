@@ -6,11 +6,15 @@ whether the prompt reached the model's border. A name covers all of that, and th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from bisect import bisect_right
+from copy import copy
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TypeGuard
 
 from kvpool.core.layout.codec import Codec
 from kvpool.core.layout.hashes import (
-    HASH_BYTES,
+    TOKEN_BYTES,
     BlockHash,
     BlockHashes,
     CacheSalt,
@@ -18,15 +22,12 @@ from kvpool.core.layout.hashes import (
     SupportsTokens,
     TenantRoots,
     cache_salt,
-    extend_chain,
-    shared_hashes,
+    keyed_state,
+    packed_hashes,
     token_bytes,
 )
 from kvpool.core.layout.layout import KvLayout
 from kvrelay.types import RequestSpec
-
-_PIECE_BLOCKS = 16
-"""The names of this many blocks are made together."""
 
 _MIXED = "mixed"
 
@@ -75,28 +76,58 @@ class NamedFormat:
         return cls(dtype=dtype, mixed_precision=_MIXED in rest)
 
 
-@dataclass(slots=True, kw_only=True)
 class HashChain:
-    """`limit`: blocks that end behind this token have no name. `roots` records the first block with
-    its `label`."""
+    """The names of a growing sequence's full blocks. A name is made when it is asked for; a few
+    states of the hash are kept to begin from.
 
-    salt: CacheSalt
-    block_size: int
-    limit: int | None = None
-    roots: TenantRoots | None = None
-    label: str = ""
-    _packed: bytearray = field(default_factory=bytearray)
+    `limit`: blocks that end behind this token have no name. `roots` records the first block with
+    its `label`.
+    """
 
-    def full(self, tokens: int) -> BlockHashes:
-        """The names of the blocks that the first `tokens` tokens fill, as far as they exist."""
-        return BlockHashes(bytes(self._packed[: tokens // self.block_size * HASH_BYTES]))
+    def __init__(
+        self,
+        *,
+        salt: CacheSalt,
+        block_size: int,
+        limit: int | None = None,
+        roots: TenantRoots | None = None,
+        label: str = "",
+    ) -> None:
+        self.salt, self.block_size = salt, block_size
+        self.limit, self._roots, self._label = limit, roots, label
+        self._prompt: tuple[int, ...] | NamedTokens = ()
+        self._border = 0
+        """Tokens up to here are read from `_prompt`, those behind it from `_data`."""
+        self._data = bytearray()
+        self._tokens = 0
+        self._depths, self._states = [0], [keyed_state(salt)]
 
     def extend(self, token_ids: SupportsTokens, tokens: int) -> None:
         """The sequence has `tokens` tokens now."""
         end = tokens if self.limit is None else min(tokens, self.limit)
-        extend_chain(self._packed, token_ids, end, block_size=self.block_size, salt=self.salt)
-        if self.roots is not None and self._packed:
-            self.roots.note(BlockHash(bytes(self._packed[:HASH_BYTES])), self.label)
+        if end <= self._tokens:
+            return
+        if self._is_prompt(token_ids):
+            self._refer(token_ids, end // self.block_size)
+        else:
+            self._data += token_bytes(token_ids[self._tokens : end])
+            self._tokens = end
+        if self._roots is not None and self._tokens >= self.block_size:
+            self._roots.note(self.at(0), self._label)
+
+    def _is_prompt(self, token_ids: SupportsTokens) -> TypeGuard[tuple[int, ...] | NamedTokens]:
+        """It can be read later; nothing came behind it yet."""
+        is_first = not self._tokens or (token_ids is self._prompt and not self._data)
+        return is_first and isinstance(token_ids, tuple | NamedTokens)
+
+    def _refer(self, prompt: tuple[int, ...] | NamedTokens, blocks: int) -> None:
+        """Its full blocks are read when their names are asked for."""
+        self._prompt, self._border = prompt, blocks * self.block_size
+        self._tokens = self._border
+        if isinstance(prompt, NamedTokens) and blocks:
+            state = keyed_state(self.salt).copy()
+            state.update(prompt.name(blocks - 1, self.block_size, self.salt))
+            self._depths, self._states = [blocks], [state]
 
     def begin(self, spec: RequestSpec) -> HashChain:
         """The request begins with all blocks that it has."""
@@ -105,43 +136,97 @@ class HashChain:
             self.extend(spec.context_ids, spec.context_tokens)
         return self
 
-    def told_to(self, roots: TenantRoots, label: str) -> HashChain:
-        return replace(self, roots=roots, label=label)
+    def full(self, tokens: int) -> ChainNames:
+        """The names of the blocks that the first `tokens` tokens fill, as far as they exist."""
+        return ChainNames(self, min(tokens, self._tokens) // self.block_size)
 
-    def lazily(self, token_ids: SupportsTokens, tokens: int) -> LazyNames:
-        """The names of the blocks that the first `tokens` tokens fill. Those that the chain has are
-        there already."""
-        end = tokens if self.limit is None else min(tokens, self.limit)
-        return LazyNames(token_ids, [*self.full(end)], end // self.block_size, self)
+    def at(self, depth: int) -> BlockHash:
+        if (prompt := self._naming(depth)) is not None:
+            return prompt.name(depth, self.block_size, self.salt)
+        return BlockHash(self._state(depth + 1).digest())
+
+    def packed(self, first: int, end: int) -> bytes:
+        """The names of the blocks from depth `first` to before `end`."""
+        named = b""
+        if first < end and (prompt := self._naming(first)) is not None:
+            border = min(end, self._border // self.block_size)
+            named = prompt.names(range(first, border), self.block_size, self.salt).packed
+            first = border
+        if first >= end:
+            return named
+        state = self._state(first).copy()
+        packed = packed_hashes(state, self._read(first, end), self.block_size)
+        self._keep(end, state)
+        return named + packed
+
+    def _naming(self, depth: int) -> NamedTokens | None:
+        """The prompt, if it knows the block's name itself."""
+        is_named = depth * self.block_size < self._border and isinstance(self._prompt, NamedTokens)
+        return self._prompt if is_named and isinstance(self._prompt, NamedTokens) else None
+
+    def _state(self, depth: int) -> blake2b:
+        """It has hashed all tokens before this depth."""
+        index = bisect_right(self._depths, depth) - 1
+        if self._depths[index] == depth:
+            return self._states[index]
+        state = self._states[index].copy()
+        state.update(self._read(self._depths[index], depth))
+        self._keep(depth, state)
+        return state
+
+    def _keep(self, depth: int, state: blake2b) -> None:
+        index = bisect_right(self._depths, depth)
+        if self._depths[index - 1] == depth:
+            return
+        self._depths.insert(index, depth)
+        self._states.insert(index, state)
+        if len(self._depths) > _MOST_STATES:
+            del self._depths[1:-1:2], self._states[1:-1:2]
+
+    def _read(self, first: int, end: int) -> bytes:
+        """The bytes of the tokens of these blocks."""
+        start, stop = first * self.block_size, end * self.block_size
+        if stop <= self._border:
+            return token_bytes(self._prompt[start:stop])
+        before = token_bytes(self._prompt[start : self._border]) if start < self._border else b""
+        skipped = max(0, start - self._border) * TOKEN_BYTES
+        return before + bytes(self._data[skipped : (stop - self._border) * TOKEN_BYTES])
+
+    def told_to(self, roots: TenantRoots, label: str) -> HashChain:
+        self._roots, self._label = roots, label
+        return self
 
     def copy(self) -> HashChain:
-        return replace(self, _packed=bytearray(self._packed))
+        """Another sequence's chain, which has the same tokens so far."""
+        other = copy(self)
+        other._data = bytearray(self._data)
+        other._depths, other._states = [*self._depths], [*self._states]
+        return other
 
 
-class LazyNames:
-    """The names of a sequence's full blocks. A few are made at a time, when one of them is asked
-    for."""
+_MOST_STATES = 64
 
-    def __init__(
-        self, token_ids: SupportsTokens, known: list[BlockHash], blocks: int, chain: HashChain
-    ) -> None:
-        self._token_ids, self._hashes, self._blocks = token_ids, known, blocks
-        self._size, self._salt = chain.block_size, chain.salt
+
+class ChainNames:
+    """The names of a chain's first blocks."""
+
+    __slots__ = ("_blocks", "_chain")
+
+    def __init__(self, chain: HashChain, blocks: int) -> None:
+        self._chain, self._blocks = chain, blocks
 
     def __len__(self) -> int:
         return self._blocks
 
-    def at(self, index: int) -> BlockHash:
-        while len(self._hashes) <= index:
-            self._extend()
-        return self._hashes[index]
+    def at(self, depth: int) -> BlockHash:
+        return self._chain.at(depth)
 
-    def _extend(self) -> None:
-        first, size = len(self._hashes), self._size
-        if isinstance(self._token_ids, NamedTokens):
-            self._hashes += self._token_ids.names(range(first, self._blocks), size, self._salt)
-            return
-        until = min(first + _PIECE_BLOCKS, self._blocks)
-        data = token_bytes(self._token_ids[first * size : until * size])
-        parent = self._hashes[-1] if first else None
-        self._hashes += shared_hashes(parent, data, size, self._salt)
+    def packed_from(self, depth: int) -> bytes:
+        return self._chain.packed(depth, self._blocks)
+
+    def until(self, depth: int) -> ChainNames:
+        return ChainNames(self._chain, min(depth, self._blocks))
+
+    def hashes(self) -> BlockHashes:
+        """All of them, made now."""
+        return BlockHashes(self._chain.packed(0, self._blocks))

@@ -1,7 +1,8 @@
-"""Names of cached blocks: chained cryptographic hashes of their content. Pure.
+"""Names of cached blocks: cryptographic hashes of all content up to their end. Pure.
 
 A block's hash covers all tokens from the sequence's start to the block's end, and everything else
-that decides its KV or who may see it. Equal hashes mean interchangeable blocks, on every worker and
+that decides its KV or who may see it. So two sequences that have a block in common have all blocks
+before it in common. Equal hashes mean interchangeable blocks, on every worker and
 in every tier. A hash reveals nothing about the tokens under another salt.
 
 A tenant's name (over HTTP: `cache_salt`) gives access to its cache, so reports show a digest of it.
@@ -24,12 +25,9 @@ BlockHash = NewType("BlockHash", bytes)
 CacheSalt = NewType("CacheSalt", bytes)
 """32 bytes for everything but the tokens. Made by `cache_salt` only."""
 
-_TOKEN_BYTES = 4
+TOKEN_BYTES = 4
 HASH_BYTES = 32
-_MOST_SHARED = 4096
-"""Pieces of prompts in the memory; with 16 blocks of 16 tokens each, about 12 MB."""
-_NO_PARENT = bytes(HASH_BYTES)
-_TOKEN_TYPE = next(code for code in "IL" if array(code).itemsize == _TOKEN_BYTES)
+_TOKEN_TYPE = next(code for code in "IL" if array(code).itemsize == TOKEN_BYTES)
 
 
 class Names(Protocol):
@@ -37,6 +35,19 @@ class Names(Protocol):
 
     def __len__(self) -> int: ...
     def at(self, depth: int, /) -> BlockHash: ...
+
+
+class FullNames(Names, Protocol):
+    """The names of the full blocks of a sequence that is here."""
+
+    def packed_from(self, depth: int, /) -> bytes:
+        """The hashes from that depth on, 32 bytes each."""
+
+    def until(self, depth: int, /) -> FullNames:
+        """The same chain, at most up to this depth."""
+
+    def hashes(self) -> BlockHashes:
+        """All of them, made now."""
 
 
 class BlockHashes(Sequence[BlockHash]):
@@ -78,6 +89,15 @@ class BlockHashes(Sequence[BlockHash]):
     def __hash__(self) -> int:
         return hash(self.packed)
 
+    def packed_from(self, depth: int) -> bytes:
+        return self.packed[depth * HASH_BYTES :]
+
+    def until(self, depth: int) -> BlockHashes:
+        return self[:depth]
+
+    def hashes(self) -> BlockHashes:
+        return self
+
     def __repr__(self) -> str:
         return f"BlockHashes({len(self)} blocks)"
 
@@ -100,6 +120,10 @@ class NamedTokens(Sequence[int]):
         """The names of these full blocks. Under one salt, equal names mean equal tokens up to the
         block's end."""
 
+    @abstractmethod
+    def name(self, block: int, block_size: int, salt: CacheSalt) -> BlockHash:
+        """The name of one of them."""
+
 
 @lru_cache(maxsize=1024)
 def cache_salt(*, fingerprint: str, physical_format: str, tenant: str) -> CacheSalt:
@@ -118,58 +142,27 @@ def token_bytes(token_ids: Sequence[int]) -> bytes:
     return array(_TOKEN_TYPE, token_ids).tobytes()
 
 
-def block_hashes(
-    parent: BlockHash | None, tokens: bytes, block_size: int, salt: CacheSalt
-) -> list[BlockHash]:
-    """The hashes of consecutive blocks, from their `token_bytes`. `parent` is the block before
-    them, None at the start."""
-    copy, step = _keyed(salt).copy, block_size * _TOKEN_BYTES
-    above = parent or BlockHash(_NO_PARENT)
-    found: list[BlockHash] = []
-    for at in range(0, len(tokens), step):
-        digest = copy()
-        digest.update(above + tokens[at : at + step])
-        above = BlockHash(digest.digest())
-        found.append(above)
-    return found
-
-
-@lru_cache(maxsize=_MOST_SHARED)
-def shared_hashes(
-    parent: BlockHash | None, tokens: bytes, block_size: int, salt: CacheSalt
-) -> Sequence[BlockHash]:
-    """Like `block_hashes`, for blocks with which several prompts begin."""
-    return block_hashes(parent, tokens, block_size, salt)
-
-
 @lru_cache(maxsize=1024)
-def _keyed(salt: CacheSalt) -> blake2b:
-    """A hash state to copy, which takes half the time of hashing the key again."""
+def keyed_state(salt: CacheSalt) -> blake2b:
+    """The hash of no tokens. Copy it, which takes half the time of hashing the key again."""
     return blake2b(digest_size=HASH_BYTES, key=salt, person=b"kvrelay-block")
 
 
-def extend_chain(
-    chain: bytearray,
-    token_ids: SupportsTokens,
-    tokens: int,
-    *,
-    block_size: int,
-    salt: CacheSalt,
-) -> None:
-    """Appends the packed hashes of the blocks that the first `tokens` of a sequence's `token_ids`
-    fill.
+def packed_hashes(state: blake2b, tokens: bytes, block_size: int) -> bytes:
+    """The hashes of consecutive blocks, from their `token_bytes`. `state` has hashed all tokens
+    before them, and these afterwards."""
+    update, digest, step = state.update, state.digest, block_size * TOKEN_BYTES
+    found: list[bytes] = []
+    for at in range(0, len(tokens), step):
+        update(tokens[at : at + step])
+        found.append(digest())
+    return b"".join(found)
 
-    Called again as the sequence grows, it hashes only new blocks; a partial block has no hash.
-    """
-    here, full = len(chain) // HASH_BYTES, tokens // block_size
-    if full <= here:
-        return
-    if isinstance(token_ids, NamedTokens):
-        chain += token_ids.names(range(here, full), block_size, salt).packed
-        return
-    new = token_bytes(token_ids[here * block_size : full * block_size])
-    parent = BlockHash(bytes(chain[-HASH_BYTES:])) if chain else None
-    chain += b"".join(block_hashes(parent, new, block_size, salt))
+
+def block_hashes(token_ids: Sequence[int], *, block_size: int, salt: CacheSalt) -> BlockHashes:
+    """The names of the full blocks of a whole sequence."""
+    tokens = token_bytes(token_ids[: len(token_ids) // block_size * block_size])
+    return BlockHashes(packed_hashes(keyed_state(salt).copy(), tokens, block_size))
 
 
 _ROOTS_MOST = 16_384

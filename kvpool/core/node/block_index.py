@@ -1,6 +1,6 @@
 """Finds a tier's blocks by their hashes: an open-addressing table in arrays. Pure.
 
-It has 16 bytes for each block of the tier. An entry keeps the first 32 bits of the hash as its key,
+It has 20 bytes for each block of the tier. An entry keeps the first 32 bits of the hash as its key,
 and the block's strand and depth, which splits of runs do not change. A hit is verified against the
 hash that the tier has there.
 
@@ -34,7 +34,7 @@ class BlockIndex:
     """For at most `count` blocks. `hash_at` gives the hash of a block that is in the index."""
 
     def __init__(self, count: int, hash_at: Callable[[BlockAt], BlockHash]) -> None:
-        self._slots = count + count // 3 + 1  # at most three of four are taken
+        self._slots = count + 2 * count // 3 + 1  # at most three of five are taken
         self._keys = array(_KEY_TYPE, [0]) * self._slots
         self._values = array("Q", [0]) * self._slots  # 0: no entry
         self._hash_at = hash_at

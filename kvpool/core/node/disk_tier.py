@@ -7,12 +7,14 @@ waits for it: a block that leaves host memory before its turn isn't written.
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
+from kvpool.core.blocks.runs import Run, path
 from kvpool.core.layout.hashes import BlockHash, BlockHashes
 from kvpool.core.node.block_index import BlockAt
 from kvpool.core.node.events import BlockLoad, ReadSlots, SlotOutcome, Spill, WriteSlots
-from kvpool.core.node.tier_blocks import NewChain, PoolPlace, TierBlocks
+from kvpool.core.node.tier_blocks import NewChain, PoolPlace, StrandPart, TierBlocks
 
 _BATCH_BLOCKS = 32
 
@@ -22,7 +24,9 @@ class DiskTier:
 
     def __init__(self, blocks: TierBlocks) -> None:
         self.blocks = blocks
-        self._queue: dict[BlockHash, None] = {}  # parents before their children
+        # strand of host memory |-> its blocks to write; parents before their children
+        self._queue: OrderedDict[int, range] = OrderedDict()
+        self._queued = 0
         self._writing: WriteSlots | None = None
         self._tenants: list[str] = []  # of the blocks that are being written
         self._reading: dict[int, ReadSlots] = {}
@@ -32,7 +36,7 @@ class DiskTier:
     @property
     def waiting(self) -> int:
         """Blocks that aren't written yet."""
-        return len(self._queue) + self.writing
+        return self._queued + self.writing
 
     @property
     def writing(self) -> int:
@@ -40,23 +44,51 @@ class DiskTier:
 
     # --- write-behind ---------------------------------------------------------------------------
 
-    def want(self, hashes: Iterable[BlockHash], host: TierBlocks) -> None:
+    def want(self, new: Iterable[StrandPart], host: TierBlocks) -> None:
         """Queues these host blocks, and their ancestors that are not on disk."""
         if not self.blocks.count:
             return
-        for block_hash in hashes:
-            self._queue.update(dict.fromkeys(self._missing(block_hash, host)))
+        for part in new:
+            run = host.run_with(BlockAt(part.strand, part.start))
+            start = part.start if self.blocks.has_spoiled else self._missing(run, *part[1:])
+            if start == part.start:
+                self._want_above(run, start)
+            self._put(part.strand, start, part.end)
 
-    def _missing(self, block_hash: BlockHash, host: TierBlocks) -> list[BlockHash]:
-        missing: list[BlockHash] = []
-        above: BlockHash | None = block_hash
-        while above is not None and above not in self._queue and not self.blocks.serves(above):
-            missing.append(above)
-            at = host.find(above)
-            assert at is not None
-            above = host.parent(at)
-        missing.reverse()
-        return missing
+    def _want_above(self, run: Run, depth: int) -> None:
+        """Queues the blocks of the chain before this depth of `run` that are not on disk."""
+        found: list[StrandPart] = []
+        for above in path(run):
+            end = min(above.end, depth)
+            if above.start < end:
+                last = above.at(end - 1)
+                if end - 1 in self._queue.get(above.number, ()) or self.blocks.serves(last):
+                    break
+                found.append(StrandPart(above.number, self._missing(above, above.start, end), end))
+        for part in reversed(found):
+            self._put(*part)
+
+    def _missing(self, run: Run, start: int, end: int) -> int:
+        """The first depth from `start` on that is not on disk; at most `end`. Of spoiled blocks
+        only those right before it are written anew."""
+        low, high = start, end
+        while low < high:
+            middle = (low + high) // 2
+            if run.at(middle) in self.blocks:
+                low = middle + 1
+            else:
+                high = middle
+        while low > start and not self.blocks.serves(run.at(low - 1)):
+            low -= 1
+        return low
+
+    def _put(self, strand: int, start: int, end: int) -> None:
+        before = self._queue.get(strand, range(0))
+        if before:
+            start, end = min(start, before.start), max(end, before.stop)
+        if start < end:
+            self._queue[strand] = range(start, end)
+            self._queued += end - start - len(before)
 
     def next_write(self, host: TierBlocks, checksums: Sequence[int]) -> WriteSlots | None:
         """None while a batch is being written or no block waits. `checksums` are by host place."""
@@ -85,15 +117,30 @@ class DiskTier:
     def _pick(self, host: TierBlocks) -> list[tuple[BlockHash, BlockAt]]:
         picked: dict[BlockHash, BlockAt] = {}
         while self._queue and len(picked) < _BATCH_BLOCKS:
-            block_hash = next(iter(self._queue))
-            del self._queue[block_hash]
-            at = host.find(block_hash)
-            if at is None or host.is_spoiled(at) or self.blocks.serves(block_hash):
+            strand, depths = next(iter(self._queue.items()))
+            left = self._pick_from(strand, depths, host, picked)
+            self._queued -= len(depths) - len(left)
+            self._queue[strand] = left
+            if not left:
+                del self._queue[strand]
+        return list(picked.items())
+
+    def _pick_from(
+        self, strand: int, depths: range, host: TierBlocks, picked: dict[BlockHash, BlockAt]
+    ) -> range:
+        """Returns what is left. That is nothing where a block's parent is not on disk."""
+        for depth in range(depths.start, min(depths.stop, host.end(strand))):
+            if len(picked) == _BATCH_BLOCKS:
+                return range(depth, depths.stop)
+            at = BlockAt(strand, depth)
+            block_hash = host.hash_at(at)
+            if host.is_spoiled(at) or self.blocks.serves(block_hash):
                 continue
             parent = host.parent(at)
-            if parent is None or parent in picked or parent in self.blocks:
-                picked[block_hash] = at
-        return list(picked.items())
+            if parent is not None and parent not in picked and parent not in self.blocks:
+                break
+            picked[block_hash] = at
+        return range(0)
 
     def written(self, batch: int, outcomes: Sequence[SlotOutcome], now_s: float) -> list[Spill]:
         """Returns the blocks whose host place did not hold their bytes."""
@@ -171,6 +218,7 @@ class DiskTier:
         self.blocks.validate()
         spills = self._writing.spills if self._writing else ()
         assert self.blocks.reserved == {spill.slot for spill in spills}
+        assert self._queued == sum(map(len, self._queue.values()))
         coming = {load.hash: r.batch for r in self._reading.values() for load in r.loads}
         assert coming == self._coming
 

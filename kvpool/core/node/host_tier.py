@@ -41,6 +41,7 @@ from kvpool.core.node.messages import (
     LookupWanted,
     PoolHello,
     StoreAbandoned,
+    StoreConfirmed,
     Stored,
     StoreGranted,
     StoreWanted,
@@ -191,7 +192,9 @@ class HostTier:
         if key in self._stores:
             return self._drop(key[0], f"request {key[1]} is open already")
         wanted = [] if self.draining else self._storable.choose(blocks)
-        places = self._host.reserve(len(wanted), below=[blocks[i].parent for i in wanted])
+        new = {blocks[i].hash for i in wanted}
+        below = [blocks[i].parent for i in wanted if blocks[i].parent not in new]
+        places = self._host.reserve(len(wanted), below=below)
         wanted = wanted[: len(places)]
         if wanted:
             taken = tuple(blocks[i] for i in wanted)
@@ -203,16 +206,23 @@ class HostTier:
 
     def _stored(self, key: StoreKey, checksums: Sequence[int], now_s: float) -> None:
         store = self._stores.close(key)
-        if store is None:
-            return
-        if store.fenced or len(checksums) != len(store.places):
+        if store is not None and not store.fenced and len(checksums) != len(store.places):
             self._host.give_back(store.places)
-            if not store.fenced:
-                self._drop(key[0], f"{len(checksums)} checksums of {len(store.places)} blocks")
-            return
+            reason = f"{len(checksums)} checksums of {len(store.places)} blocks"
+            return self._drop(key[0], reason)
+        readable = store is not None and self._take(store, checksums, now_s)
+        return self._tell(key[0], StoreConfirmed(request_no=key[1], readable=readable))
+
+    def _take(self, store: Store, checksums: Sequence[int], now_s: float) -> bool:
+        """True if all its blocks are readable now."""
+        if store.fenced:
+            self._host.give_back(store.places)
+            return False
         self._note(store.places, checksums)
-        for chain in store.chains():
+        chains = store.chains()
+        for chain in chains:
             self._adopt(chain, now_s)
+        return all(chain.hashes[-1] in self._host for chain in chains)
 
     def _note(self, places: Sequence[PoolPlace], checksums: Sequence[int]) -> None:
         """No block is in these places yet."""

@@ -5,6 +5,7 @@
       StoreWanted  ----------------------->  finds room for missing blocks
                    <-----------------------  StoreGranted(places)
       gathers, writes, Stored  ----------->  readable from now on
+                   <-----------------------  StoreConfirmed
       FetchWanted  ----------------------->  reads blocks from disk if need be
                    <-----------------------  Fetched(places, checksums)
       reads, scatters, FetchDone  -------->  may be evicted again
@@ -107,6 +108,14 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreConfirmed:
+    """The answer to Stored: the blocks of the request are readable now, or they are not."""
+
+    request_no: int
+    readable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreAbandoned:
     """No write of the request follows, and the written bytes are useless."""
 
@@ -157,5 +166,5 @@ class LookedUp:
 
 
 ToPool = PoolHello | StoreWanted | Stored | StoreAbandoned | FetchWanted | FetchDone | LookupWanted
-FromPool = PoolWelcome | PoolRefused | StoreGranted | Fetched | LookedUp
+FromPool = PoolWelcome | PoolRefused | StoreGranted | StoreConfirmed | Fetched | LookedUp
 PoolMessage = ToPool | FromPool

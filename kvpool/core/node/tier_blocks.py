@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain as chained
-from typing import NewType, Protocol
+from typing import NamedTuple, NewType, Protocol
 
 from kvpool.core.blocks.news import Strand
 from kvpool.core.blocks.runs import Evicted, Run, RunPolicy, RunTree, path
@@ -41,6 +41,14 @@ class NewChain:
     tenant: str = ""
 
 
+class StrandPart(NamedTuple):
+    """Its blocks from depth `start` to before `end`."""
+
+    strand: int
+    start: int
+    end: int
+
+
 class StrandNews(Protocol):
     """Hears what can be served of each strand."""
 
@@ -57,7 +65,7 @@ class TierBlocks:
         self.news: StrandNews | None = None
         self.ages = TenantAges()
         self._tree = RunTree(policy)
-        self._index = BlockIndex(count, self._hash_at)
+        self._index = BlockIndex(count, self.hash_at)
         self._free = array("i", range(count - 1, -1, -1))
         self._reserved: set[PoolPlace] = set()
         self._spoiled: dict[int, set[int]] = {}  # strand |-> depths
@@ -78,6 +86,10 @@ class TierBlocks:
     def held(self) -> int:
         """Blocks that have a holder."""
         return self._tree.blocks - self._tree.idle
+
+    @property
+    def has_spoiled(self) -> bool:
+        return bool(self._spoiled)
 
     # --- finding --------------------------------------------------------------------------------
 
@@ -102,8 +114,13 @@ class TierBlocks:
     def run_with(self, at: BlockAt) -> Run:
         return self._tree.run_before(at.strand, at.depth + 1)
 
-    def _hash_at(self, at: BlockAt) -> BlockHash:
+    def hash_at(self, at: BlockAt) -> BlockHash:
         return self.run_with(at).at(at.depth)
+
+    def end(self, strand: int) -> int:
+        """Its depth, spoiled blocks included; 0: it is gone."""
+        found = self._tree.strand(strand)
+        return found.end if found is not None else 0
 
     def place(self, at: BlockAt) -> PoolPlace:
         run = self.run_with(at)
@@ -212,7 +229,7 @@ class TierBlocks:
 
     # --- storing --------------------------------------------------------------------------------
 
-    def adopt(self, chain: NewChain, now_s: float) -> BlockHashes:
+    def adopt(self, chain: NewChain, now_s: float) -> list[StrandPart]:
         """The chain is readable from now on. Returns the blocks that could not be served before.
 
         It ends before a block that isn't where its chain says. Nothing is adopted when the parent
@@ -222,56 +239,54 @@ class TierBlocks:
         tail = self._hold_to(chain.parent)
         if chain.parent is not None and tail is None:
             self._free.extend(chain.places)
-            return BlockHashes()
+            return []
         return self._adopt_below(tail, chain, now_s)
 
-    def _adopt_below(self, tail: HeldChain, chain: NewChain, now_s: float) -> BlockHashes:
-        start = tail.end if tail is not None else 0
-        names, places, new = _NamesFrom(start, chain.hashes), chain.places, bytearray()
-        depth = start
+    def _adopt_below(self, tail: HeldChain, chain: NewChain, now_s: float) -> list[StrandPart]:
+        start = depth = blocks_of(tail)
+        names, places, new = _NamesFrom(start, chain.hashes), chain.places, list[StrandPart]()
         while depth < len(names):
             known = self._tree.child(tail, names.at(depth))
             if known is None:
-                hashes = chain.hashes[depth - start :]
-                tail, more = self._append(tail, hashes, places, chain.tenant, now_s)
-                new += more.packed
+                hashes = self._unknown(chain.hashes[depth - start :])
+                self._free.extend(places[len(hashes) :])
+                if hashes:
+                    tail = self._append(tail, hashes, places[: len(hashes)], chain.tenant, now_s)
+                    new.append(StrandPart(tail.number, depth, tail.end))
                 break
             tail = self._tree.hold_next(known, known.common_end(names))
             new += self._join(tail, places[: tail.blocks])
             places = places[tail.blocks :]
             depth = tail.end
         self.release(tail)
-        return BlockHashes(bytes(new))
+        return new
+
+    def _unknown(self, hashes: BlockHashes) -> BlockHashes:
+        """Those before the first that is in the tree."""
+        return hashes[: next((i for i, name in enumerate(hashes) if name in self), len(hashes))]
 
     def _append(
         self, tail: HeldChain, hashes: BlockHashes, places: array[int], tenant: str, now_s: float
-    ) -> tuple[HeldChain, BlockHashes]:
-        """Up to the first block that is elsewhere already. Returns the held chain and its new
-        blocks."""
-        new = next((i for i, name in enumerate(hashes) if name in self), len(hashes))
-        self._free.extend(places[new:])
-        if not new:
-            return tail, BlockHashes()
-        start, hashes = tail.end if tail is not None else 0, hashes[:new]
-        run = self._tree.append(tail, hashes.packed, (places[:new],), tenant)
+    ) -> Run:
+        start = blocks_of(tail)
+        run = self._tree.append(tail, hashes.packed, (places,), tenant)
         self._index.add(hashes.packed, run.number, start)
-        self.ages.came(run.tenant, run.number, new, now_s)
+        self.ages.came(run.tenant, run.number, len(hashes), now_s)
         self._stored(run.number)
-        return run, hashes
+        return run
 
-    def _join(self, run: Run, places: array[int]) -> bytes:
-        """Blocks that are there already keep their places, unless they are spoiled. Returns the
-        hashes of those."""
-        healed = bytearray()
-        for depth in sorted(self._spoiled.get(run.number, ())):
-            if run.start <= depth < run.end:
-                index = depth - run.start
-                (column,) = run.columns
-                column[index], places[index] = places[index], column[index]
-                self._heal(run, depth)
-                healed += run.at(depth)
+    def _join(self, run: Run, places: array[int]) -> list[StrandPart]:
+        """Blocks that are there already keep their places, unless they are spoiled. Returns
+        those."""
+        spoiled = sorted(self._spoiled.get(run.number, ()))
+        healed = [depth for depth in spoiled if run.start <= depth < run.end]
+        (column,) = run.columns
+        for depth in healed:
+            index = depth - run.start
+            column[index], places[index] = places[index], column[index]
+            self._heal(run, depth)
         self._free.extend(places)
-        return bytes(healed)
+        return [StrandPart(run.number, depth, depth + 1) for depth in healed]
 
     # --- damage ---------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvrelay/v1/pool.proto\x12\nkvrelay.v1\"\xbd\x04\n\x0bPoolMessage\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.kvrelay.v1.PoolHelloH\x00\x12*\n\x07welcome\x18\x02 \x01(\x0b\x32\x17.kvrelay.v1.PoolWelcomeH\x00\x12*\n\x07refused\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.PoolRefusedH\x00\x12/\n\x0cstore_wanted\x18\x04 \x01(\x0b\x32\x17.kvrelay.v1.StoreWantedH\x00\x12\x31\n\rstore_granted\x18\x05 \x01(\x0b\x32\x18.kvrelay.v1.StoreGrantedH\x00\x12$\n\x06stored\x18\x06 \x01(\x0b\x32\x12.kvrelay.v1.StoredH\x00\x12\x35\n\x0fstore_abandoned\x18\x07 \x01(\x0b\x32\x1a.kvrelay.v1.StoreAbandonedH\x00\x12/\n\x0c\x66\x65tch_wanted\x18\x08 \x01(\x0b\x32\x17.kvrelay.v1.FetchWantedH\x00\x12&\n\x07\x66\x65tched\x18\t \x01(\x0b\x32\x13.kvrelay.v1.FetchedH\x00\x12+\n\nfetch_done\x18\n \x01(\x0b\x32\x15.kvrelay.v1.FetchDoneH\x00\x12\x31\n\rlookup_wanted\x18\x0b \x01(\x0b\x32\x18.kvrelay.v1.LookupWantedH\x00\x12)\n\tlooked_up\x18\x0c \x01(\x0b\x32\x14.kvrelay.v1.LookedUpH\x00\x42\t\n\x07message\"p\n\tPoolHello\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12&\n\x06\x66ormat\x18\x03 \x01(\x0b\x32\x16.kvrelay.v1.PoolFormat\x12\x10\n\x08looks_up\x18\x06 \x01(\x08\"O\n\nPoolFormat\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x17\n\x0fphysical_format\x18\x02 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\"p\n\x0bPoolWelcome\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06region\x18\x03 \x01(\t\x12\x13\n\x0blease_ttl_s\x18\x04 \x01(\x01\x12\x11\n\taddresses\x18\x05 \x03(\t\"\x1d\n\x0bPoolRefused\x12\x0e\n\x06reason\x18\x01 \x01(\t\"I\n\x0bStoreWanted\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12&\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x16.kvrelay.v1.ChainBlock\"J\n\nChainBlock\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\x12\x13\n\x06parent\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\x0e\n\x06tenant\x18\x03 \x01(\tB\t\n\x07_parent\"C\n\x0cStoreGranted\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x0f\n\x07indices\x18\x02 \x03(\r\x12\x0e\n\x06places\x18\x03 \x03(\x04\"/\n\x06Stored\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x11\n\tchecksums\x18\x02 \x03(\x06\"$\n\x0eStoreAbandoned\x12\x12\n\nrequest_no\x18\x01 \x01(\r\"?\n\x0b\x46\x65tchWanted\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x0c\n\x04skip\x18\x03 \x01(\r\"@\n\x07\x46\x65tched\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x0e\n\x06places\x18\x02 \x03(\x04\x12\x11\n\tchecksums\x18\x03 \x03(\x06\"0\n\tFetchDone\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x0f\n\x07\x64\x61maged\x18\x02 \x01(\x0c\"2\n\x0cLookupWanted\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\"H\n\x08LookedUp\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x13\n\x0bhost_blocks\x18\x02 \x01(\r\x12\x13\n\x0b\x64isk_blocks\x18\x03 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvrelay/v1/pool.proto\x12\nkvrelay.v1\"\xf4\x04\n\x0bPoolMessage\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.kvrelay.v1.PoolHelloH\x00\x12*\n\x07welcome\x18\x02 \x01(\x0b\x32\x17.kvrelay.v1.PoolWelcomeH\x00\x12*\n\x07refused\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.PoolRefusedH\x00\x12/\n\x0cstore_wanted\x18\x04 \x01(\x0b\x32\x17.kvrelay.v1.StoreWantedH\x00\x12\x31\n\rstore_granted\x18\x05 \x01(\x0b\x32\x18.kvrelay.v1.StoreGrantedH\x00\x12$\n\x06stored\x18\x06 \x01(\x0b\x32\x12.kvrelay.v1.StoredH\x00\x12\x35\n\x0fstore_abandoned\x18\x07 \x01(\x0b\x32\x1a.kvrelay.v1.StoreAbandonedH\x00\x12/\n\x0c\x66\x65tch_wanted\x18\x08 \x01(\x0b\x32\x17.kvrelay.v1.FetchWantedH\x00\x12&\n\x07\x66\x65tched\x18\t \x01(\x0b\x32\x13.kvrelay.v1.FetchedH\x00\x12+\n\nfetch_done\x18\n \x01(\x0b\x32\x15.kvrelay.v1.FetchDoneH\x00\x12\x31\n\rlookup_wanted\x18\x0b \x01(\x0b\x32\x18.kvrelay.v1.LookupWantedH\x00\x12)\n\tlooked_up\x18\x0c \x01(\x0b\x32\x14.kvrelay.v1.LookedUpH\x00\x12\x35\n\x0fstore_confirmed\x18\r \x01(\x0b\x32\x1a.kvrelay.v1.StoreConfirmedH\x00\x42\t\n\x07message\"p\n\tPoolHello\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12&\n\x06\x66ormat\x18\x03 \x01(\x0b\x32\x16.kvrelay.v1.PoolFormat\x12\x10\n\x08looks_up\x18\x06 \x01(\x08\"O\n\nPoolFormat\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x17\n\x0fphysical_format\x18\x02 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\"p\n\x0bPoolWelcome\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06region\x18\x03 \x01(\t\x12\x13\n\x0blease_ttl_s\x18\x04 \x01(\x01\x12\x11\n\taddresses\x18\x05 \x03(\t\"\x1d\n\x0bPoolRefused\x12\x0e\n\x06reason\x18\x01 \x01(\t\"I\n\x0bStoreWanted\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12&\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x16.kvrelay.v1.ChainBlock\"J\n\nChainBlock\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\x12\x13\n\x06parent\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\x0e\n\x06tenant\x18\x03 \x01(\tB\t\n\x07_parent\"C\n\x0cStoreGranted\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x0f\n\x07indices\x18\x02 \x03(\r\x12\x0e\n\x06places\x18\x03 \x03(\x04\"/\n\x06Stored\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x11\n\tchecksums\x18\x02 \x03(\x06\"6\n\x0eStoreConfirmed\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x10\n\x08readable\x18\x02 \x01(\x08\"$\n\x0eStoreAbandoned\x12\x12\n\nrequest_no\x18\x01 \x01(\r\"?\n\x0b\x46\x65tchWanted\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x0c\n\x04skip\x18\x03 \x01(\r\"@\n\x07\x46\x65tched\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x0e\n\x06places\x18\x02 \x03(\x04\x12\x11\n\tchecksums\x18\x03 \x03(\x06\"0\n\tFetchDone\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x0f\n\x07\x64\x61maged\x18\x02 \x01(\x0c\"2\n\x0cLookupWanted\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\"H\n\x08LookedUp\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x13\n\x0bhost_blocks\x18\x02 \x01(\r\x12\x13\n\x0b\x64isk_blocks\x18\x03 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,33 +32,35 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.v1.pool_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_POOLMESSAGE']._serialized_start=38
-  _globals['_POOLMESSAGE']._serialized_end=611
-  _globals['_POOLHELLO']._serialized_start=613
-  _globals['_POOLHELLO']._serialized_end=725
-  _globals['_POOLFORMAT']._serialized_start=727
-  _globals['_POOLFORMAT']._serialized_end=806
-  _globals['_POOLWELCOME']._serialized_start=808
-  _globals['_POOLWELCOME']._serialized_end=920
-  _globals['_POOLREFUSED']._serialized_start=922
-  _globals['_POOLREFUSED']._serialized_end=951
-  _globals['_STOREWANTED']._serialized_start=953
-  _globals['_STOREWANTED']._serialized_end=1026
-  _globals['_CHAINBLOCK']._serialized_start=1028
-  _globals['_CHAINBLOCK']._serialized_end=1102
-  _globals['_STOREGRANTED']._serialized_start=1104
-  _globals['_STOREGRANTED']._serialized_end=1171
-  _globals['_STORED']._serialized_start=1173
-  _globals['_STORED']._serialized_end=1220
-  _globals['_STOREABANDONED']._serialized_start=1222
-  _globals['_STOREABANDONED']._serialized_end=1258
-  _globals['_FETCHWANTED']._serialized_start=1260
-  _globals['_FETCHWANTED']._serialized_end=1323
-  _globals['_FETCHED']._serialized_start=1325
-  _globals['_FETCHED']._serialized_end=1389
-  _globals['_FETCHDONE']._serialized_start=1391
-  _globals['_FETCHDONE']._serialized_end=1439
-  _globals['_LOOKUPWANTED']._serialized_start=1441
-  _globals['_LOOKUPWANTED']._serialized_end=1491
-  _globals['_LOOKEDUP']._serialized_start=1493
-  _globals['_LOOKEDUP']._serialized_end=1565
+  _globals['_POOLMESSAGE']._serialized_end=666
+  _globals['_POOLHELLO']._serialized_start=668
+  _globals['_POOLHELLO']._serialized_end=780
+  _globals['_POOLFORMAT']._serialized_start=782
+  _globals['_POOLFORMAT']._serialized_end=861
+  _globals['_POOLWELCOME']._serialized_start=863
+  _globals['_POOLWELCOME']._serialized_end=975
+  _globals['_POOLREFUSED']._serialized_start=977
+  _globals['_POOLREFUSED']._serialized_end=1006
+  _globals['_STOREWANTED']._serialized_start=1008
+  _globals['_STOREWANTED']._serialized_end=1081
+  _globals['_CHAINBLOCK']._serialized_start=1083
+  _globals['_CHAINBLOCK']._serialized_end=1157
+  _globals['_STOREGRANTED']._serialized_start=1159
+  _globals['_STOREGRANTED']._serialized_end=1226
+  _globals['_STORED']._serialized_start=1228
+  _globals['_STORED']._serialized_end=1275
+  _globals['_STORECONFIRMED']._serialized_start=1277
+  _globals['_STORECONFIRMED']._serialized_end=1331
+  _globals['_STOREABANDONED']._serialized_start=1333
+  _globals['_STOREABANDONED']._serialized_end=1369
+  _globals['_FETCHWANTED']._serialized_start=1371
+  _globals['_FETCHWANTED']._serialized_end=1434
+  _globals['_FETCHED']._serialized_start=1436
+  _globals['_FETCHED']._serialized_end=1500
+  _globals['_FETCHDONE']._serialized_start=1502
+  _globals['_FETCHDONE']._serialized_end=1550
+  _globals['_LOOKUPWANTED']._serialized_start=1552
+  _globals['_LOOKUPWANTED']._serialized_end=1602
+  _globals['_LOOKEDUP']._serialized_start=1604
+  _globals['_LOOKEDUP']._serialized_end=1676
 # @@protoc_insertion_point(module_scope)

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PoolMessage(_message.Message):
-    __slots__ = ("hello", "welcome", "refused", "store_wanted", "store_granted", "stored", "store_abandoned", "fetch_wanted", "fetched", "fetch_done", "lookup_wanted", "looked_up")
+    __slots__ = ("hello", "welcome", "refused", "store_wanted", "store_granted", "stored", "store_abandoned", "fetch_wanted", "fetched", "fetch_done", "lookup_wanted", "looked_up", "store_confirmed")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class PoolMessage(_message.Message):
     FETCH_DONE_FIELD_NUMBER: _ClassVar[int]
     LOOKUP_WANTED_FIELD_NUMBER: _ClassVar[int]
     LOOKED_UP_FIELD_NUMBER: _ClassVar[int]
+    STORE_CONFIRMED_FIELD_NUMBER: _ClassVar[int]
     hello: PoolHello
     welcome: PoolWelcome
     refused: PoolRefused
@@ -32,7 +33,8 @@ class PoolMessage(_message.Message):
     fetch_done: FetchDone
     lookup_wanted: LookupWanted
     looked_up: LookedUp
-    def __init__(self, hello: _Optional[_Union[PoolHello, _Mapping]] = ..., welcome: _Optional[_Union[PoolWelcome, _Mapping]] = ..., refused: _Optional[_Union[PoolRefused, _Mapping]] = ..., store_wanted: _Optional[_Union[StoreWanted, _Mapping]] = ..., store_granted: _Optional[_Union[StoreGranted, _Mapping]] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ..., store_abandoned: _Optional[_Union[StoreAbandoned, _Mapping]] = ..., fetch_wanted: _Optional[_Union[FetchWanted, _Mapping]] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ..., fetch_done: _Optional[_Union[FetchDone, _Mapping]] = ..., lookup_wanted: _Optional[_Union[LookupWanted, _Mapping]] = ..., looked_up: _Optional[_Union[LookedUp, _Mapping]] = ...) -> None: ...
+    store_confirmed: StoreConfirmed
+    def __init__(self, hello: _Optional[_Union[PoolHello, _Mapping]] = ..., welcome: _Optional[_Union[PoolWelcome, _Mapping]] = ..., refused: _Optional[_Union[PoolRefused, _Mapping]] = ..., store_wanted: _Optional[_Union[StoreWanted, _Mapping]] = ..., store_granted: _Optional[_Union[StoreGranted, _Mapping]] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ..., store_abandoned: _Optional[_Union[StoreAbandoned, _Mapping]] = ..., fetch_wanted: _Optional[_Union[FetchWanted, _Mapping]] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ..., fetch_done: _Optional[_Union[FetchDone, _Mapping]] = ..., lookup_wanted: _Optional[_Union[LookupWanted, _Mapping]] = ..., looked_up: _Optional[_Union[LookedUp, _Mapping]] = ..., store_confirmed: _Optional[_Union[StoreConfirmed, _Mapping]] = ...) -> None: ...
 
 class PoolHello(_message.Message):
     __slots__ = ("wire_version", "incarnation", "format", "looks_up")
@@ -111,6 +113,14 @@ class Stored(_message.Message):
     request_no: int
     checksums: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, request_no: _Optional[int] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StoreConfirmed(_message.Message):
+    __slots__ = ("request_no", "readable")
+    REQUEST_NO_FIELD_NUMBER: _ClassVar[int]
+    READABLE_FIELD_NUMBER: _ClassVar[int]
+    request_no: int
+    readable: bool
+    def __init__(self, request_no: _Optional[int] = ..., readable: _Optional[bool] = ...) -> None: ...
 
 class StoreAbandoned(_message.Message):
     __slots__ = ("request_no",)

@@ -54,11 +54,9 @@ class HeldPrefixes:
             physical_format=hello.physical_format,
             rope_border_tokens=hello.rope_border_tokens,
         )
-        spec, tokens = self.spec, self.spec.context_tokens
-        chain = names.chain(spec.tenant, tokens, hello.block_size)
-        if spec.emitted_ids:
-            chain.begin(spec)
-        return self.directory.longest(chain.lazily(spec.context_ids, tokens - 1))
+        tokens = self.spec.context_tokens
+        chain = names.chain(self.spec.tenant, tokens, hello.block_size).begin(self.spec)
+        return self.directory.longest(chain.full(tokens - 1))
 
     def tokens(self, worker: WorkerView) -> int:
         """What the worker has itself, or its host's pool node."""

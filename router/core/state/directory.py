@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import compress
 
+from kvpool.core.layout.hashes import HASH_BYTES, Names
 from kvrelay.errors import PeerError
 from kvrelay.messages import BlockChanges, CutRun, PoolUpdate, StoredRun
 from kvrelay.types import Incarnation, Tier
-from router.core.state.known_runs import HASH_BYTES, RUN_BYTES, ChainNames, KnownRun, KnownRuns
+from router.core.state.known_runs import RUN_BYTES, KnownRun, KnownRuns
 
 STRAND_BYTES = 140
 """Of a strand in a holder's tier: 100 to 140 measured."""
@@ -126,7 +127,7 @@ class Directory:
         if told.parent != told.number:
             if strand is None and told.hashes:
                 self._begin(tier, told)
-        elif strand is not None and tier.end(strand) == told.start:
+        elif strand is not None and strand.begin < told.start == tier.end(strand):
             strand.run = self._runs.store(tier.bit, strand.run, told.start, told.hashes, grows=True)
 
     def _begin(self, tier: _HolderTier, told: StoredRun) -> None:
@@ -153,8 +154,7 @@ class Directory:
         self.pool_nodes.pop(holder, None)
         for tier in self._tiers.pop(holder, {}).values():
             for strand in tier.strands.values():
-                tier.end(strand)
-                self._runs.lose(tier.bit, strand.run)
+                self._runs.lose(tier.bit, strand.run, strand.begin)
             self._strands -= len(tier.strands)
             self._places[tier.bit.bit_length() - 1] = None
 
@@ -180,7 +180,7 @@ class Directory:
 
     # --- looking up -----------------------------------------------------------------------------
 
-    def longest(self, names: ChainNames) -> dict[Incarnation, int]:
+    def longest(self, names: Names) -> dict[Incarnation, int]:
         """# holder |-> how many of the chain's first blocks it has in one tier, at most; only those
         with any. It asks for few more names than somebody has."""
         found: dict[Incarnation, int] = {}
@@ -202,15 +202,12 @@ class Directory:
         """Of the bits `having` all of the run's parent, those that have all of this run. Notes how
         far the others go."""
         still = having & run.full
-        ending = {bit: end for bit, end in (run.ends or {}).items() if bit & having}
-        stopped = having & ~still
-        for bit in ending:
-            stopped &= ~bit
-        if run.start and stopped:
-            self._note(found, stopped, run.start)
-        for bit, end in ending.items():
-            holder = self._holders[bit.bit_length() - 1]
-            found[holder] = max(found.get(holder, 0), min(end, reached))
+        if run.start and still != having:
+            self._note(found, having & ~still, run.start)
+        for bit, end in (run.ends or {}).items():
+            if bit & having:
+                holder = self._holders[bit.bit_length() - 1]
+                found[holder] = max(found.get(holder, 0), min(end, reached))
         return still
 
     def _note(self, found: dict[Incarnation, int], bits: int, length: int) -> None:
@@ -221,6 +218,7 @@ class Directory:
         self._runs.validate()
         tiers = [one for tiers in self._tiers.values() for one in tiers.values()]
         assert self._strands == sum(len(tier.strands) for tier in tiers)
+        assert len(tiers) == len(self._places) - self._places.count(None)
         assert self.used_bytes <= self.most_bytes or not self._runs.runs
         assert all(update.node == node for node, update in self.pool_nodes.items())
         found: dict[int, int] = {}  # run |-> bits of the strands that lead through it
@@ -238,10 +236,10 @@ class Directory:
 def _covered(runs: KnownRuns, tier: _HolderTier) -> Iterator[KnownRun]:
     """The runs that its strands lead through, some of them often."""
     for strand in tier.strands.values():
-        tier.end(strand)
         run = strand.run
         while run is not runs.root:
-            yield run
+            if run.has(tier.bit):
+                yield run
             run = run.parent
 
 

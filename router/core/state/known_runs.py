@@ -14,23 +14,15 @@ last block in the run or above it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
-HASH_BYTES = 32
+from kvpool.core.layout.hashes import HASH_BYTES, Names
+
 GROWN_BYTES = 4096 * HASH_BYTES
 """Hashes of a run that still grows in place: appending copies them."""
 FIRST_COMPARED = 16
 """Blocks, which a chain of names makes together."""
 RUN_BYTES = 360
 """Of a run without its blocks: 230 to 400 measured, the most where each run has one child."""
-
-
-class ChainNames(Protocol):
-    """The names of a sequence's blocks. Each is made when it is asked for, after all before it."""
-
-    def __len__(self) -> int: ...
-
-    def at(self, index: int) -> bytes: ...
 
 
 class KnownRun:
@@ -122,7 +114,7 @@ class KnownRun:
             low, most = (middle, most) if equal(middle) else (low, middle)
         return low
 
-    def matched(self, names: ChainNames) -> int:
+    def matched(self, names: Names) -> int:
         """The depth up to which `names` go along this run, whose first block they have. They are
         compared at a block further and further ahead, for it takes time to name blocks."""
         low, end = self.start + 1, min(self.end, len(names))
@@ -134,7 +126,7 @@ class KnownRun:
             low, step = ahead, 2 * step
         return end
 
-    def _diverges(self, names: ChainNames, low: int, high: int) -> int:
+    def _diverges(self, names: Names, low: int, high: int) -> int:
         """Names are equal up to `low`, and differ at `high` - 1."""
         while high - low > 1:
             middle = (low + high) // 2
@@ -169,7 +161,7 @@ class KnownRuns:
             if depth == run.end:
                 child = run.child(hashes[at : at + HASH_BYTES])
                 if child is None:
-                    run = self._append(bit, run, hashes[at:], grows=grows and run is above)
+                    run = self._append(bit, run, hashes[at:], grows=grows)
                     break
                 run = child
             same = run.same(depth, hashes, at)
@@ -210,7 +202,6 @@ class KnownRuns:
             if end > depth:
                 run.hold(bit, end)
         self._add(upper, upper.parent)
-        _insert_behind(run, upper)
         return upper
 
     def cut(self, bit: int, run: KnownRun, end: int) -> KnownRun:
@@ -225,9 +216,9 @@ class KnownRuns:
             self._leave(run)
         return run
 
-    def lose(self, bit: int, run: KnownRun) -> None:
-        """`bit` has nothing of what leads to `run`."""
-        while run is not self.root and run.has(bit):
+    def lose(self, bit: int, run: KnownRun, begin: int) -> None:
+        """`bit` has nothing of what leads to `run`, but for runs that end before `begin`."""
+        while run.end > begin:
             run, left = run.parent, run
             left.leave(bit)
             self._leave(left)
@@ -236,10 +227,10 @@ class KnownRuns:
 
     def _leave(self, run: KnownRun) -> None:
         """A bit has left it. What nobody has leaves the tree, also above it."""
-        while not (run.full or run.ends or run.children):
+        while run.hashes and not (run.full or run.ends or run.children):
             self._remove(run)
             run = run.parent
-        if not (run.full or run.children):
+        if run.hashes and not (run.full or run.children):
             self._trim(run)
 
     def _trim(self, run: KnownRun) -> None:
@@ -259,6 +250,7 @@ class KnownRuns:
         self.runs -= 1
         self.blocks -= run.blocks
         _take_out(run)
+        del run.older, run.newer  # a run that refers to itself would wait for the garbage collector
         run.hashes, run.full, run.ends = b"", 0, None
 
     def drop_oldest(self) -> int:
@@ -269,7 +261,6 @@ class KnownRuns:
         for bit in run.ends or ():
             bits |= bit
         self._remove(run)
-        self._leave(run.parent)
         return bits
 
     # --- the order of use -----------------------------------------------------------------------
