@@ -94,28 +94,26 @@ class TracePrompt(NamedTokens):
         """Their first bytes are scattered, as those of hashes are."""
         seed, mark = int.from_bytes(salt[:4]), salt[:8]
         if self._hash_ids is None:
-            own = mark + b"own" + bytes(5) + self._number.to_bytes(8)
-            for block in range(self._length // block_size):
-                scattered = seed + self._number * _PRIME + block
-                yield _scattered(scattered) + own + block.to_bytes(4)
-            return
-        mark += self._copy.to_bytes(4) + bytes(4)
-        seed += self._copy * _PRIME
-        for hash_id, within in self._ends(self._hash_ids, block_size):
-            scattered = seed + hash_id * HASH_TOKENS + within
-            yield _scattered(scattered) + mark + hash_id.to_bytes(8) + within.to_bytes(4)
+            seed, mark = seed + self._number * _PRIME, mark + b"own" + bytes(5)
+            mark += self._number.to_bytes(8)
+            return (
+                ((seed + block) * _MIX % _IDS).to_bytes(4, "little") + mark + block.to_bytes(4)
+                for block in range(self._length // block_size)
+            )
+        seed, mark = seed + self._copy * _PRIME, mark + self._copy.to_bytes(4) + bytes(4)
+        return self._end_names(self._hash_ids, block_size, seed, mark)
 
-    def _ends(self, hash_ids: Sequence[int], block_size: int) -> Iterator[tuple[int, int]]:
-        """Of each block's end: the block of the trace that it lies in, and where. That stands for
-        all tokens before it."""
+    def _end_names(
+        self, hash_ids: Sequence[int], block_size: int, seed: int, mark: bytes
+    ) -> Iterator[bytes]:
+        """Equal for equal tokens before a block's end: the block of the trace that it lies in, and
+        where. That stands for all tokens before it."""
         size, last = self._hash_tokens, self._length // block_size * block_size
         for end in range(block_size, last + 1, block_size):
             block, within = divmod(end - 1, size)
-            yield hash_ids[block], within + 1
-
-
-def _scattered(number: int) -> bytes:
-    return (number * _MIX % _IDS).to_bytes(4, "little")
+            scattered = (seed + hash_ids[block] * HASH_TOKENS + within) * _MIX % _IDS
+            named = hash_ids[block].to_bytes(8) + (within + 1).to_bytes(4)
+            yield scattered.to_bytes(4, "little") + mark + named
 
 
 class _Part(Sequence[int]):
