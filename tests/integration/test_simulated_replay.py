@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from uuid import uuid4
 
@@ -101,7 +102,7 @@ def places(heard: Sequence[Heard]) -> list[Places]:
             case Submitted():
                 totals.append(Places.of([*latest.values()]))
     totals.append(Places.of([*latest.values()]))
-    return [after.since(before) for before, after in zip(totals, totals[1:], strict=False)]
+    return [after.since(before) for before, after in pairwise(totals)]
 
 
 # --- live ---------------------------------------------------------------------------------------

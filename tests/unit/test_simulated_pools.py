@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -12,11 +13,32 @@ from typer.testing import CliRunner
 from cluster.cli.main import app
 from cluster.config.load import Override, load_config
 from cluster.config.schema import Config
+from cluster.config.simulation import FabricSection, HostSection
+from cluster.sim.machines.clock import Clock
+from cluster.sim.machines.host import HostMemory, SimHost
+from cluster.sim.machines.links import Fabric
+from cluster.sim.machines.node_links import SimNodeLinks
+from cluster.sim.machines.pool_disk import SimPoolDisk
+from cluster.sim.machines.pool_node import SimPoolNode
 from cluster.sim.output import Result, as_json, simulate
 from cluster.sim.report import KvPoolUse
 from cluster.sim.simulation import ClusterSimulation, Scale
 from cluster.sim.trace import TraceRequest
+from kvpool.core.fetch.client_events import FetchBlocks, StoreBlocks
+from kvpool.core.layout.hashes import BlockHash
+from kvpool.core.node.events import (
+    BlockLoad,
+    ReadSlots,
+    SlotOutcome,
+    SlotsRead,
+    SlotsWritten,
+    Spill,
+    WriteSlots,
+)
+from kvpool.core.node.messages import PoolFormat
+from kvpool.core.node.tier_blocks import PoolPlace
 from kvrelay.errors import ConfigError
+from kvrelay.types import Incarnation
 
 PLAIN = (
     "workers.0.replicas=1",
@@ -167,6 +189,87 @@ def test_handoffs_through_the_pool_take_the_memorys_time() -> None:
     assert pool_of(fast).host_tokens == 16 * 512
 
 
+# --- machines -----------------------------------------------------------------------------------
+
+SPEEDS = HostSection(memory_bandwidth="1KB", disk_bandwidth="1KB", disk_latency="1s")  # type: ignore[arg-type]
+
+
+def test_transfers_take_turns_in_a_hosts_memory() -> None:
+    memory = HostMemory(1000)
+    assert [memory.move(2000, 0.0), memory.move(1000, 0.5), memory.move(500, 9.0)] == [2, 3, 9.5]
+
+
+def spills(count: int) -> tuple[Spill, ...]:
+    return tuple(
+        Spill(
+            hash=BlockHash(bytes([i]) * 32),
+            parent=None,
+            place=PoolPlace(i),
+            checksum=i + 1,
+            slot=PoolPlace(i),
+        )
+        for i in range(count)
+    )
+
+
+def disk(host: SimHost) -> tuple[Clock, SimPoolDisk, list[tuple[float, object]]]:
+    """A block takes 2 s."""
+    clock = Clock()
+    said: list[tuple[float, object]] = []
+    pool_disk = SimPoolDisk(clock, host, 1000, lambda event: said.append((clock.now_s, event)))
+    return clock, pool_disk, said
+
+
+def test_a_disk_reads_before_it_writes_on() -> None:
+    host = SimHost("pool-0", frozenset(), SPEEDS)
+    host.memory.write([PoolPlace(i) for i in range(3)])
+    clock, pool_disk, said = disk(host)
+    pool_disk.put(WriteSlots(batch=1, spills=spills(3)))
+    loads = (BlockLoad(hash=spills(1)[0].hash, slot=PoolPlace(0), place=PoolPlace(9)),)
+    clock.at(3.0, pool_disk.put, ReadSlots(batch=2, parent=None, loads=loads))
+    clock.run()
+    assert said == [
+        (6.0, SlotsRead(batch=2, checksums=(1,))),
+        (8.0, SlotsWritten(batch=1, outcomes=(SlotOutcome.WRITTEN,) * 3)),
+    ]
+    assert host.memory.has(PoolPlace(9), 1)
+
+
+def test_a_place_with_other_bytes_is_not_written_to_disk() -> None:
+    host = SimHost("pool-0", frozenset(), SPEEDS)
+    host.memory.write([PoolPlace(0), PoolPlace(1)])
+    clock, pool_disk, said = disk(host)
+    pool_disk.put(WriteSlots(batch=1, spills=spills(2)))
+    host.memory.write([PoolPlace(0), PoolPlace(1)])
+    clock.run()
+    outcomes = (SlotOutcome.WRITTEN, SlotOutcome.DAMAGED)
+    assert said == [(2.0, SlotsWritten(batch=1, outcomes=outcomes))]
+    assert host.disk.slots.keys() == {0}, "the first was copied before"
+
+
+def test_a_disk_that_dies_loses_the_block_that_it_writes() -> None:
+    host = SimHost("pool-0", frozenset(), SPEEDS)
+    host.memory.write([PoolPlace(0), PoolPlace(1)])
+    clock, pool_disk, said = disk(host)
+    pool_disk.put(WriteSlots(batch=1, spills=spills(2)))
+    clock.at(3.0, lambda _: pool_disk.die())
+    clock.run()
+    assert host.disk.slots.keys() == {0} and said == []
+
+
+def test_a_pool_thread_fetches_first() -> None:
+    clock, done = Clock(), []
+    format_ = PoolFormat(fingerprint="f", physical_format="p", block_bytes=1)
+    links = SimNodeLinks(clock, Fabric(FabricSection()), Incarnation("w"), format_, {}, done.extend)
+    store = StoreBlocks(request_no=1, region="r", sources=(), places=())
+    fetch = FetchBlocks(request_no=3, region="r", places=(), checksums=(), targets=())
+    for job in (store, replace(store, request_no=2), fetch):
+        links.executors[type(job)](job)
+    clock.run()
+    assert [one.request_no for one in done] == [1, 3, 2]  # type: ignore[attr-defined]
+    assert all(one.error for one in done), "there is no node"  # type: ignore[attr-defined]
+
+
 # --- deaths -------------------------------------------------------------------------------------
 
 TIERS = ("pool.host_memory=1472MiB", "pool.disk=/nowhere", "pool.disk_size=64GiB")
@@ -247,11 +350,26 @@ class Watched(ClusterSimulation):
         assert self.pools is not None
         for node in self.pools.living:
             node.core.validate()
+            assert_blocks_are_whole(node)
         for worker in self.fleet.workers.values():
             if not worker.is_dead:
                 worker.core.validate()
         if self.clients.is_waiting():
             self.clock.after(self.every_s, self._look)
+
+
+def assert_blocks_are_whole(node: SimPoolNode) -> None:
+    """In memory and on disk lie the bytes that the node believes to be there."""
+    memory, disk = node.core.books.host, node.core.books.disk.blocks
+    for block_hash in memory:
+        at = memory.find(block_hash)
+        assert at is not None and not memory.is_spoiled(at)
+        place = memory.place(at)
+        assert node.host.memory.has(place, node.core.checksums[place])
+    for block_hash in disk:
+        at = disk.find(block_hash)
+        assert at is not None
+        assert node.host.disk.slots[disk.place(at)].block.hash == block_hash
 
 
 @pytest.mark.parametrize("handoff", ["push", "pull", "pool"])
