@@ -379,7 +379,11 @@ def test_whatever_dies_when_every_request_gets_its_tokens(seed: int, handoff: st
     requests = crowd(rng, 80)
     dying = deaths(rng, requests[-1].arrival_s, WORKERS, 2)
     settings = (*STORMY, f"transfer.handoff={handoff}", dying)
-    simulated = Watched(load_config(None, map(Override.parse, settings)), requests).run()
+    watched = Watched(load_config(None, map(Override.parse, settings)), requests)
+    simulated = watched.run()
+    assert watched.pools is not None
+    living = {name for name, one in simulated.fleet.workers.items() if not one.is_dead}
+    assert all(node._links.keys() <= living for node in watched.pools.living)
     ended = [one.done and one.tokens == one.request.output_tokens for one in simulated.outcomes]
     refused = [one.refused or one.failed for one in simulated.outcomes if not one.done]
     assert all(ended), refused

@@ -248,7 +248,8 @@ class SimPoolNode:
     def assert_nothing_held(self) -> None:
         self.core.validate()
         counts = self.core.books.counts()
-        assert self.core.idle and not counts["granted"] and not counts["loading"], counts
+        assert self.core.idle, counts
+        assert not any(counts[state] for state in ("granted", "fenced", "loading")), counts
 
 
 def _ignore(event: PoolNodeSaid | PoolNodeLost) -> None:
