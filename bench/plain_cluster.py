@@ -46,6 +46,11 @@ class PlainCluster:
     def resident_mib(self) -> dict[str, float]:
         return {name: p.memory_info().rss / 2**20 for name, p in self.processes.items()}
 
+    def cpu_s(self) -> float:
+        """What all its processes have computed so far."""
+        times = [process.cpu_times() for process in self.processes.values() if process.is_running()]
+        return sum(one.user + one.system for one in times)
+
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels, as the first router says it."""
         pattern = rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$"
@@ -115,13 +120,13 @@ def plain_cluster(
 
 
 @contextmanager
-def pool_node(name: str) -> Iterator[None]:
+def pool_node(name: str) -> Iterator[psutil.Process]:
     """A pool node of that cluster name on this host."""
     with _process(["pool-node", "--name", name, "--host-memory", "1GiB"]) as process:
         assert process.stdout is not None
         if not process.stdout.readline():
             raise RuntimeError("the pool node did not start")
-        yield
+        yield psutil.Process(process.pid)
 
 
 HANDED_OVER = ("router.placement.local_prefill=off",)

@@ -2,6 +2,7 @@
 
 Requests come in the order of the trace, each done before the next comes: the longest cached prefix
 of its blocks is held, the missing blocks are put in, room is made by eviction, all is released.
+Then what a worker's tree takes (`bench.device_blocks`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from bench.report import Row, interleave, print_table, write_json
+from bench import device_blocks
+from bench.report import Reading, Row, interleave, print_table, write_json
 from kvpool.core.blocks.eviction import DEFAULT_POLICY, open_policy, policies
 from kvpool.core.blocks.pool import BlockPool
 from kvpool.core.blocks.runs import RunTree
@@ -25,6 +27,7 @@ from kvpool.core.layout.layout import BlockId
 SIZES_BLOCKS = (1_000, 10_000, 30_000, 50_000, 100_000)
 SPEED_SIZE_BLOCKS = 30_000
 SPEED_GOAL_PER_S = 200_000
+REUSE_COST_GOAL = 1.5
 HASHED_BLOCK_TOKENS = 16
 _SALT = cache_salt(fingerprint="bench", physical_format="bench", tenant="bench")
 
@@ -185,7 +188,7 @@ def _policy_rows(found: Mapping[tuple[str, int], float]) -> list[Row]:
 
 
 def speed_rows(trace: Trace, repeats: int) -> list[Row]:
-    """Blocks per second through index, policy and pool; and through the hash."""
+    """Blocks per second through tree, policy and pool; and through the hash."""
     names = {policy: partial(_blocks_per_s, trace, policy) for policy in policies()}
     readings = interleave(names, repeats=repeats)
     rows = [
@@ -197,22 +200,36 @@ def speed_rows(trace: Trace, repeats: int) -> list[Row]:
             against_value=SPEED_GOAL_PER_S,
             goal=1.0,
             method="one thread; per block of a request all of: looked up, held or allocated and "
-            f"put in, evicted in its turn, released; median of {repeats}",
+            f"put in, evicted in its turn, released; CPU time, median of {repeats}",
         )
         for policy, reading in readings.items()
     ]
+    rows.append(_cost_row(readings))
     hashed = interleave({"hash": _hashes_per_s}, repeats=repeats)["hash"]
     method = f"one thread, {hashed.spread()}"
     name = f"hashing {HASHED_BLOCK_TOKENS}-token blocks"
     return [*rows, Row(name=name, value=hashed.median, unit="blocks/s", method=method)]
 
 
+def _cost_row(readings: Mapping[str, Reading]) -> Row:
+    speeds = {policy: reading.median for policy, reading in readings.items()}
+    return Row(
+        name="reuse: time of a block",
+        value=1e6 / speeds["reuse"],
+        unit="us",
+        against=DEFAULT_POLICY,
+        against_value=1e6 / speeds[DEFAULT_POLICY],
+        goal=REUSE_COST_GOAL,
+        lower_is_better=True,
+    )
+
+
 def _blocks_per_s(trace: Trace, policy: str) -> float:
     run = Replay(policy, SPEED_SIZE_BLOCKS)
     chains = trace.chains
-    started_s = time.perf_counter()
+    started_s = time.thread_time()
     run.run(chains)
-    return run.asked_blocks / (time.perf_counter() - started_s)
+    return run.asked_blocks / (time.thread_time() - started_s)
 
 
 def _hashes_per_s() -> float:
@@ -233,9 +250,11 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--repeats", type=int, default=5, help="of the speed measurements")
+    parser.add_argument("--pause-blocks", type=int, nargs="*", default=device_blocks.PAUSE_BLOCKS)
     args = parser.parse_args()
     trace = Trace.read(args.trace)
     rows = [*hit_rows(trace), *speed_rows(trace, args.repeats)]
+    rows += device_blocks.measure(args.trace, args.pause_blocks)
     print_table(f"Prefix cache, {len(trace.requests):,} requests, {trace.blocks:,} blocks", rows)
     if args.json:
         write_json(args.json, rows)

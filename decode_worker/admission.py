@@ -119,7 +119,7 @@ class Admission:
         return False
 
     def _borrowers(self) -> Iterator[Sequence]:
-        tables, openings = self.batch.tables, self.batch.openings
+        tables, lookup = self.batch.tables, self.batch.lookup
         for sequence in self.batch.shares.least_protected_first(self._here()):
-            if sequence.holder in tables and not openings.waits(sequence.holder):
+            if sequence.holder in tables and not lookup.is_fetching(sequence.holder):
                 yield sequence

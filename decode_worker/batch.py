@@ -26,7 +26,7 @@ from decode_worker.sequence import Sequence
 from engine.core.step import RunStep, SequenceSlice, StepBatch
 from engine.core.step_times import StepTimes
 from kvpool.core.blocks.tables import BlockTables
-from kvpool.core.fetch.openings import Openings
+from kvpool.core.fetch.prefix_lookup import PrefixLookup
 from kvpool.core.layout.layout import Tables
 from kvrelay.types import PrefixOrigin, RequestSpec
 
@@ -146,7 +146,7 @@ class Batch:
     A sequence that outgrows `rope_border_tokens` is computed anew (LongRoPE).
     """
 
-    openings: Openings
+    lookup: PrefixLookup
     chunk_tokens: int
     shares: TierShares
     times: StepTimes | None = None
@@ -156,8 +156,8 @@ class Batch:
     _multi_step: MultiStep = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tables = self.openings.tables
-        self.running_set = RunningSet(openings=self.openings, shares=self.shares)
+        self.tables = self.lookup.tables
+        self.running_set = RunningSet(lookup=self.lookup, shares=self.shares)
         self._multi_step = MultiStep(
             running_set=self.running_set, rope_border_tokens=self.rope_border_tokens
         )

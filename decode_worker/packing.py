@@ -245,7 +245,7 @@ class Packing:
     def _is_preemptible(self, sequence: Sequence) -> bool:
         if sequence.holder not in self.running_set.tables or sequence in self._taken:
             return False
-        return not self.running_set.openings.waits(sequence.holder)
+        return not self.running_set.lookup.is_fetching(sequence.holder)
 
     def _try_room(self, sequence: Sequence, take: int) -> bool:
         tables, end = self.running_set.tables, sequence.computed + take
@@ -273,7 +273,7 @@ class Packing:
             found = self._try_resume(sequence)
             starved |= not found
             self.running_set.starved = starved
-            if found and not self.running_set.openings.waits(sequence.holder):
+            if found and not self.running_set.lookup.is_fetching(sequence.holder):
                 self._start(sequence)
 
     def _start(self, sequence: Sequence) -> None:

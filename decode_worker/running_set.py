@@ -23,8 +23,8 @@ from itertools import accumulate, count
 from decode_worker.sequence import Sequence
 from kvpool.core.blocks.holding import Holder
 from kvpool.core.blocks.tables import BlockTables
-from kvpool.core.fetch.openings import Openings
-from kvpool.core.fetch.pool_fetch import Restored
+from kvpool.core.fetch.fetches import Restored
+from kvpool.core.fetch.prefix_lookup import PrefixLookup
 from kvpool.core.layout.block_names import HashChain
 from kvrelay.messages import Released, WorkerEvent
 from kvrelay.qos import ONE_TIER, QosTiers
@@ -87,7 +87,7 @@ class TierShares:
 class RunningSet:
     """`starved`: a waiting sequence found no blocks in the last step."""
 
-    openings: Openings
+    lookup: PrefixLookup
     shares: TierShares
     tables: BlockTables = field(init=False)
     running: list[Sequence] = field(default_factory=list)  # by arrival
@@ -101,7 +101,7 @@ class RunningSet:
     _arrivals: count[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
-        self.tables = self.openings.tables
+        self.tables = self.lookup.tables
 
     @property
     def choices(self) -> int:
@@ -147,7 +147,7 @@ class RunningSet:
 
     def try_open(self, sequence: Sequence, tokens: int, ahead_tokens: int, now_s: float) -> bool:
         """Room for `tokens` tokens; what is cached of them counts as computed."""
-        found = self.openings.try_open(
+        found = self.lookup.try_open(
             sequence.holder,
             tokens,
             hashes=sequence.reusable,
@@ -239,7 +239,7 @@ class RunningSet:
         else:
             self.awaiting_prefill.remove(sequence)
         self._alive[sequence.key].remove(sequence)
-        if self.openings.drop(sequence.holder):
+        if self.lookup.leave(sequence.holder):
             self._fetching.add(sequence.holder)
         elif not self.is_on_device(sequence):
             self.tables.release(sequence.holder)

@@ -22,7 +22,7 @@ from engine.core.step import (
     StepWanted,
     scored_event,
 )
-from kvpool.core.fetch.pool_fetch import Restored
+from kvpool.core.fetch.fetches import Restored
 from kvrelay.errors import FailureReason, RefusalReason
 from kvrelay.messages import (
     Abort,

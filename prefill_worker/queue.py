@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from engine.core.prompt_order import Order
 from engine.core.step import MOST_SCORED_TOKENS, Command, Emit
 from kvpool.core.blocks.tables import BlockTables
-from kvpool.core.fetch.openings import Openings
+from kvpool.core.fetch.prefix_lookup import PrefixLookup
 from kvpool.core.layout.layout import Tables
 from kvpool.core.transfer.commands import SendPeer
 from kvrelay.errors import FailureReason
@@ -58,11 +58,11 @@ class PromptQueue:
     # --- choosing -------------------------------------------------------------------------------
 
     def pack(
-        self, openings: Openings, *, budget_tokens: int, now_s: float
+        self, lookup: PrefixLookup, *, budget_tokens: int, now_s: float
     ) -> tuple[tuple[PrefillJob, int], ...]:
         """The next step: chunks of the first prompts that have blocks and wait for no prefix."""
         assert not self.on_device, "a step is on the device"
-        step = _Step(openings=openings, now_s=now_s, budget_tokens=budget_tokens)
+        step = _Step(lookup=lookup, now_s=now_s, budget_tokens=budget_tokens)
         for job in self.order.order(now_s):
             if not step.budget_tokens:
                 break
@@ -74,7 +74,7 @@ class PromptQueue:
 
     def _try_choose(self, job: PrefillJob, step: _Step) -> bool:
         """False when it lacks blocks."""
-        if job.holder in step.openings.tables:
+        if job.holder in step.lookup.tables:
             return step.try_go_on(job)
         if not step.try_open(job, whole=self._growing is not None):
             return False
@@ -115,7 +115,7 @@ class _Step:
     """One step being put together. It may run `budget_tokens` more, and `scored_tokens` more of
     prompts that are scored."""
 
-    openings: Openings
+    lookup: PrefixLookup
     now_s: float
     budget_tokens: int
     scored_tokens: int = MOST_SCORED_TOKENS
@@ -123,13 +123,13 @@ class _Step:
 
     def try_open(self, job: PrefillJob, *, whole: bool) -> bool:
         """Blocks for its next chunk, or the `whole` of it; what was cached counts as computed."""
-        found = self.openings.try_open(
+        found = self.lookup.try_open(
             job.holder,
             job.prompt_tokens,
             hashes=job.reusable,
             ahead_tokens=job.prompt_tokens if whole else self.budget_tokens,
             now_s=self.now_s,
-            source=None if job.is_scored else job.message.prefix_source,
+            hint=None if job.is_scored else job.message.prefix_source,
         )
         if found is None:
             return False
@@ -137,16 +137,16 @@ class _Step:
         return True
 
     def has_all_blocks(self, job: PrefillJob) -> bool:
-        return self.openings.tables.capacity(job.holder) >= job.prompt_tokens
+        return self.lookup.tables.capacity(job.holder) >= job.prompt_tokens
 
     def try_go_on(self, job: PrefillJob) -> bool:
         """Takes its next chunk, unless its prefix is on its way; False when it lacks blocks."""
-        tables = self.openings.tables
+        tables = self.lookup.tables
         length = job.prompt_tokens
         end = min(length, job.computed + self.budget_tokens)
         if not tables.try_grow(job.holder, length, window_tokens=end, now_s=self.now_s):
             return False
-        if not self.openings.waits(job.holder):
+        if not self.lookup.is_fetching(job.holder):
             self._take(job)
         return True
 
@@ -162,13 +162,13 @@ class _Step:
 
 @dataclass(slots=True, kw_only=True)
 class PrefillJobs:
-    openings: Openings
+    lookup: PrefixLookup
     queue: PromptQueue = field(default_factory=PromptQueue)
     block_tables: BlockTables = field(init=False)
     _jobs: dict[RequestKey, PrefillJob] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.block_tables = self.openings.tables
+        self.block_tables = self.lookup.tables
 
     @property
     def handing_over(self) -> int:
@@ -213,7 +213,7 @@ class PrefillJobs:
             return []
         job.sender.cancelled = reason
         self.queue.remove(job)
-        fetching = self.openings.drop(job.holder)
+        fetching = self.lookup.leave(job.holder)
         if fetching or self.queue.runs(job) or not job.sender.settled:
             return []
         return [*job.sender.fence(reason), *self.gone(key, now_s)]

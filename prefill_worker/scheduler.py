@@ -24,8 +24,8 @@ from engine.core.step import (
 from kvpool.core.blocks.holding import Holder
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.fetch.client_events import OfferConfirmed
-from kvpool.core.fetch.openings import Openings
-from kvpool.core.fetch.pool_fetch import Restored
+from kvpool.core.fetch.fetches import Restored
+from kvpool.core.fetch.prefix_lookup import PrefixLookup
 from kvpool.core.transfer.commands import FromPeer, LayersWritten, PeerLost, SendPeer, SlabWritten
 from kvpool.core.transfer.messages import (
     BlocksDigested,
@@ -181,7 +181,7 @@ class Handoffs:
         """With `pool`: the decode worker can fetch it from there."""
         if self.mode is not HandoffMode.POOL:
             return True
-        return self.jobs.openings.is_stored(job.filled.hashes())
+        return self.jobs.lookup.is_stored(job.filled.hashes())
 
 
 PrefillEvent = Prefill | Abort | StepWanted | StepDone | Restored | OutgoingEvent
@@ -192,7 +192,7 @@ class PrefillScheduler:
     """`chunk_tokens` bounds the tokens of a step. `canary_every` is that of Handoffs. `order` says
     which prompt goes first."""
 
-    openings: Openings
+    lookup: PrefixLookup
     chunk_tokens: int
     mode: InitVar[HandoffMode] = HandoffMode.PUSH
     canary_every: InitVar[int] = 0
@@ -206,9 +206,9 @@ class PrefillScheduler:
     def __post_init__(
         self, mode: HandoffMode, canary_every: int, order: Order[PrefillJob] | None
     ) -> None:
-        self.tables = self.openings.tables
+        self.tables = self.lookup.tables
         self.queue = PromptQueue(order or Order())
-        self.jobs = PrefillJobs(openings=self.openings, queue=self.queue)
+        self.jobs = PrefillJobs(lookup=self.lookup, queue=self.queue)
         self.handoffs = Handoffs(jobs=self.jobs, mode=mode, canary_every=canary_every)
 
     @property
@@ -251,7 +251,7 @@ class PrefillScheduler:
         return [received] if sender.peer else [received, *sender.renew()]  # connects
 
     def _next_step(self, now_s: float) -> list[Command]:
-        chosen = self.queue.pack(self.openings, budget_tokens=self.chunk_tokens, now_s=now_s)
+        chosen = self.queue.pack(self.lookup, budget_tokens=self.chunk_tokens, now_s=now_s)
         if not chosen:
             return []
         fresh = [job for job, _ in chosen if not job.started]
@@ -288,7 +288,7 @@ class PrefillScheduler:
 
     def _step_done(self, done: StepDone, now_s: float) -> list[Command]:
         ran = self.queue.take_ran(done.seconds, now_s)
-        self.openings.computed(sum(take for _, take in ran), done.seconds)
+        self.lookup.note_prefill(sum(take for _, take in ran), done.seconds)
         events: list[WorkerEvent] = []
         for i, ((job, take), sampled) in enumerate(zip(ran, done.outcome.sampled, strict=True)):
             self.prompt_tokens += take

@@ -170,7 +170,7 @@ def demand_of(state: RouterState, request: Request, spec: RequestSpec, now_s: fl
     return Demand(
         spec=spec,
         output_tokens=_output_tokens(state, request, spec),
-        held=HeldPrefixes(spec, state.directory),
+        held=HeldPrefixes(spec, state.directory, request.chains),
         objectives=request.objectives,
         tier=request.tier,
         tiers=state.tiers,

@@ -29,6 +29,7 @@ from kvrelay.qos import QosTier
 from kvrelay.types import Incarnation, Objectives, PromptLogprob, RequestKey, RequestSpec, Sampling
 from router.core.policy.admission import Admitted
 from router.core.state.candidate import Candidate, Prediction
+from router.core.state.demand import KeptChains
 from router.core.state.generation import ChoiceTokens, GenerationRequest
 from router.core.state.promises import Promise, digest_of
 from router.core.state.quarantine import Pair, Placement
@@ -247,6 +248,7 @@ class Request:
     objectives: Objectives = field(init=False)  # its own, else those of its tier
     digest: int = field(init=False)  # by which it is known when it comes again
     key: RequestKey = field(init=False)
+    chains: KeptChains = field(default_factory=dict)  # names of its blocks
     emitted_ids: tuple[int, ...] = ()  # delivered before this attempt, which goes on behind them
     resumed: tuple[tuple[int, ...], ...] = ()  # the same where these are not the prompt's
     choices: tuple[TokenOrder, ...] = field(init=False)

@@ -18,7 +18,7 @@ import torch
 from cluster.core.plan import host_pool_address
 from cluster.core.settings import PoolNodeSettings
 from cluster.pool_node.node import PoolNode
-from kvpool.core.fetch.client_events import PrefixFetched
+from kvpool.core.fetch.client_events import OfferConfirmed, OfferSettled, PrefixFetched
 from kvrelay.types import Incarnation, RequestKey
 from tests.integration import pool_kit
 from tests.integration.pool_kit import Node, chain, layout, pool_worker, refused
@@ -126,9 +126,10 @@ def test_a_node_killed_while_a_worker_fetches_is_a_clean_loss(start: Start) -> N
         worker.want(chain(1, 8), first_block=20)
         offer = worker.offer(chain(2, 8))
         node.kill()
-        answers = [worker.answer(), worker.answer()]
+        answers = [worker.answer() for _ in range(3)]
         assert PrefixFetched(key=RequestKey("want", 0), blocks=0) in answers
-        assert [a.offer for a in answers if not isinstance(a, PrefixFetched)] == [offer]
+        ends = [answer for answer in answers if not isinstance(answer, PrefixFetched)]
+        assert ends == [OfferSettled(offer=offer), OfferConfirmed(offer=offer)]
         assert worker.nodes.own.idle
         assert not worker.nodes.own.connected
         worker.store(chain(3, 8))  # dropped at once

@@ -84,8 +84,8 @@ def done(clients: Clients) -> Counter[str]:
     """What happened, those of dead workers left out."""
     found: Counter[str] = Counter(moved=clients.cluster.core.state.moves.moved)
     for worker in clients.cluster.workers.values():
-        assert worker.core.openings.pulls is not None
-        found.update(pulled_tokens=worker.core.openings.pulls.tokens)
+        assert worker.core.lookup.peers is not None
+        found.update(pulled_tokens=worker.core.lookup.peers.tokens)
         found.update(overlapped_steps=worker.device.overlapped_steps)
     return found
 

@@ -85,9 +85,9 @@ class World:
         """What the pools have done, those of dead workers left out."""
         found: Counter[str] = Counter()
         for worker in self.cluster.workers.values():
-            restores = worker.core.openings.restores
-            assert restores is not None
-            found.update(host_tokens=restores.host_tokens, disk_tokens=restores.disk_tokens)
+            pool = worker.core.lookup.pool
+            assert pool is not None
+            found.update(host_tokens=pool.own.host_tokens, disk_tokens=pool.own.disk_tokens)
             found.update(preemptions=worker.decode.batch.running_set.preemptions)
         for side in self.cluster.pools.sides.values():
             found.update(stored=side.counts.stored, damaged=side.counts.damaged)

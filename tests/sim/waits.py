@@ -32,5 +32,5 @@ def _of_worker(worker: Worker) -> Iterator[str]:
 
 
 def _prefix(worker: Worker, holder: object) -> str:
-    waits = worker.core.openings.waits(holder)  # type: ignore[arg-type]
+    waits = worker.core.lookup.is_fetching(holder)  # type: ignore[arg-type]
     return "with its prefix on its way" if waits else "with no prefix on its way"

@@ -18,7 +18,7 @@ Blocks = dict[Incarnation, dict[Tier, set[bytes]]]
 
 
 def chain(blocks: Iterable[object]) -> list[BlockHash]:
-    """Chained hashes of what is in each block."""
+    """Names for what is in each block and before it."""
     found, above = [], b""
     for block in blocks:
         above = blake2b(above + repr(block).encode(), digest_size=HASH_BYTES).digest()

@@ -5,8 +5,8 @@ import pytest
 from decode_worker.scheduler import DecodeScheduler
 from engine.core.step import Emit, RunStep, SampleRequest, SequenceSlice, StepBatch, StepWanted
 from kvpool.core.blocks.pool import BlockState
-from kvpool.core.fetch.openings import Openings
-from kvpool.core.fetch.pool_fetch import Restored
+from kvpool.core.fetch.fetches import Restored
+from kvpool.core.fetch.prefix_lookup import PrefixLookup
 from kvpool.core.transfer.commands import ScatterSlab, SendPeer, SlabScattered
 from kvpool.core.transfer.messages import Commit, Committed, SlabFilled, SlabLent
 from kvrelay.messages import (
@@ -282,7 +282,9 @@ def test_a_prefix_on_its_way_lets_no_one_past_a_preempted_sequence(
 ) -> None:
     """The newest waits for its prefix, and holds its blocks; the one before it has none."""
     fetching = {"fetched"}
-    monkeypatch.setattr(Openings, "waits", lambda _, holder: holder.key.request_id in fetching)
+    monkeypatch.setattr(
+        PrefixLookup, "is_fetching", lambda _, holder: holder.key.request_id in fetching
+    )
     scheduler = decode_scheduler(blocks=16, chunk=32, max_running=32, caching=False)
 
     def step() -> list[str]:

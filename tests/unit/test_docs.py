@@ -26,7 +26,7 @@ def test_the_readme_names_every_folder() -> None:
     assert {name for name in modules if f"`{name}/`" not in text} == set()
 
 
-LIFE = (REPOSITORY / "docs/life-of-a-request.md").read_text()
+LIVES = [page for page in PAGES if page.name.startswith("life-of-")]
 
 
 def names_in(path: Path) -> Iterator[str]:
@@ -42,13 +42,19 @@ def names_in(path: Path) -> Iterator[str]:
             yield from (f"{node.name}.{method.name}" for method in methods)
 
 
-def test_the_life_of_a_request_names_what_exists() -> None:
-    named = re.findall(r"((?:`[\w.]+`(?:, )?)+) in `([\w/]+\.py)`", LIFE)
+def test_there_are_lives_of_a_request_and_of_a_block() -> None:
+    assert len(LIVES) == 2
+
+
+@pytest.mark.parametrize("page", LIVES, ids=lambda page: page.name)
+def test_a_life_names_what_exists(page: Path) -> None:
+    named = re.findall(r"((?:`[\w.]+`(?:, )?)+) in `([\w/]+\.py)`", page.read_text())
     assert len(named) > 20
     for names, path in named:
         found = {*names_in(REPOSITORY / path)}
         assert {*re.findall(r"[\w.]+", names)} <= found, path
 
 
-def test_the_life_of_a_request_fits_on_a_screen() -> None:
-    assert len(LIFE.splitlines()) <= 64
+@pytest.mark.parametrize("page", LIVES, ids=lambda page: page.name)
+def test_a_life_fits_on_a_screen(page: Path) -> None:
+    assert len(page.read_text().splitlines()) <= 64

@@ -76,9 +76,9 @@ def test_a_block_that_comes_back_after_eviction_teaches(monkeypatch: pytest.Monk
     monkeypatch.setattr(eviction, "_EVENTS_PER_UPDATE", 8)
     policy = LeastReuseDensity()
     cache = _Cache(policy, 2)
-    before = policy.history.density(7, 4)
+    before = policy.history.densities[7][3]
     assert not any(cache.found(turn % 3) for turn in range(60))
-    assert policy.history.density(7, 4) < before  # each came back sooner than that
+    assert policy.history.densities[7][3] < before  # each came back sooner than that
     assert {run.uses for run in cache.tree} == {8}
 
 
@@ -94,17 +94,17 @@ def test_density_falls_with_idle_time_and_rises_with_uses(
         history = ReuseDensity(4)
         for reused, level, idle_time in events:
             (history.saw_reuse if reused else history.saw_eviction)(level, idle_time, 1)
-    times = [0, *(2**bit for bit in range(30))]
-    for level in range(4):
-        densities = [history.density(level, time) for time in times]
-        assert densities == sorted(densities, reverse=True)
-    for time in times:
-        by_level = [history.density(level, time) for level in range(4)]
-        assert by_level == sorted(by_level)
+    assert len(history.densities) == 4
+    for by_age in history.densities:
+        assert by_age == sorted(by_age, reverse=True)
+    for by_level in zip(*history.densities, strict=True):
+        assert [*by_level] == sorted(by_level)
 
 
 def test_a_run_that_goes_in_parts_is_remembered_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = RunTree(LeastReuseDensity())
+    policy, told = LeastReuseDensity(), list[tuple[int, int]]()
+    monkeypatch.setattr(policy.history, "saw_reuse", lambda level, _, n: told.append((level, n)))
+    tree = RunTree(policy)
     hashes = b"".join(name.to_bytes(32, "big") for name in range(9))
     for _ in range(2):
         run = tree.append(None, hashes, (array("i", range(9)),))
@@ -113,6 +113,7 @@ def test_a_run_that_goes_in_parts_is_remembered_whole(monkeypatch: pytest.Monkey
             tree.evict(blocks)
     run = tree.append(None, hashes, (array("i", range(9)),))
     assert run.uses == 3
+    assert told == [(1, 9), (2, 9)]
     tree.validate()
 
 

@@ -8,15 +8,15 @@ from kvpool.core.blocks.holding import Holder
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.fetch.client_events import (
     DropPrefix,
+    PoolQuestion,
     PrefixFetched,
     PrefixFound,
     SeekPrefix,
     WantPrefix,
 )
 from kvpool.core.fetch.cost import RestoreCost
-from kvpool.core.fetch.openings import Openings
-from kvpool.core.fetch.pool_fetch import RemoteFetches, Restored, Restores
-from kvpool.core.fetch.write_behind import WriteBehind
+from kvpool.core.fetch.fetches import Restored
+from kvpool.core.fetch.prefix_lookup import PoolUse, PrefixLookup
 from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
 from kvrelay.messages import PrefixSource
 from kvrelay.types import Incarnation, PrefixOrigin, RequestKey
@@ -38,14 +38,8 @@ class Scene:
         self.tables = BlockTables(layout, 16)
         self.tables.device.reports = True
         self.cost = RestoreCost(SIZE)
-        self.far = RemoteFetches(tables=self.tables, cost=self.cost)
-        restores = Restores(tables=self.tables, cost=self.cost)
-        self.openings = Openings(
-            tables=self.tables,
-            restores=restores,
-            write_behind=WriteBehind(self.tables),
-            remote=self.far,
-        )
+        self.pool = PoolUse(self.tables, self.cost)
+        self.lookup = PrefixLookup(tables=self.tables, cost=self.cost, pool=self.pool)
         names = self.tables.chain("", len(PROMPT))
         names.extend(PROMPT, len(PROMPT))
         self.hashes = names.full(len(PROMPT) - 1).hashes()
@@ -53,18 +47,23 @@ class Scene:
     def open(self, holder: Holder, blocks: int) -> None:
         """NODE seems to have so much; the host's pool is asked first."""
         source = PrefixSource(peer=NODE, addresses=("x:1",), blocks=blocks, is_pool_node=True)
-        found = self.openings.try_open(
-            holder, 20, hashes=self.hashes, ahead_tokens=SIZE, now_s=0, source=source
+        found = self.lookup.try_open(
+            holder, 20, hashes=self.hashes, ahead_tokens=SIZE, now_s=0, hint=source
         )
-        assert found is not None and self.openings.waits(holder)
-        assert self.openings.take_outbox() == [SeekPrefix(key=holder.key, hashes=self.hashes)]
+        assert found is not None and self.lookup.is_fetching(holder)
+        assert self.taken() == [SeekPrefix(key=holder.key, hashes=self.hashes)]
 
-    def in_pool(self, holder: Holder, blocks: int, now_s: float = 1.0) -> Restored | None:
+    def in_pool(self, holder: Holder, blocks: int, now_s: float = 1.0) -> list[Restored]:
         found = PrefixFound(key=holder.key, host_blocks=blocks, disk_blocks=0)
-        return self.openings.answer(found, now_s)
+        return self.lookup.on_pool_answer(found, now_s)
+
+    def taken(self) -> list[PoolQuestion]:
+        questions = self.pool.questions.copy()
+        self.pool.questions.clear()
+        return questions
 
     def asked(self) -> WantPrefix:
-        (asked,) = self.openings.take_outbox()
+        (asked,) = self.taken()
         assert isinstance(asked, WantPrefix) and asked.node == NODE
         return asked
 
@@ -77,17 +76,17 @@ class Scene:
 def test_what_the_far_node_has_is_fetched_named_and_offered_to_the_own_pool() -> None:
     scene = Scene()
     scene.open(A, 3)
-    assert scene.in_pool(A, 0) is None
+    assert scene.in_pool(A, 0) == []
     asked = scene.asked()
     assert asked.addresses == ("x:1",)
     assert asked.hashes == scene.hashes[:3]
     assert [place[0] for place in asked.targets] == list(scene.tables.tables(A)[0][:3])
-    assert scene.openings.waits(A)
-    done = scene.openings.answer(PrefixFetched(key=A.key, blocks=3), 2.0)
-    assert done == Restored(holder=A, tokens=12, origin=PrefixOrigin.REMOTE)
-    assert not scene.openings.waits(A)
-    assert scene.far.tokens == 12 and scene.openings.origins[PrefixOrigin.REMOTE] == 1
-    offered = scene.openings.write_behind.offer(3.0)  # type: ignore[union-attr]
+    assert scene.lookup.is_fetching(A)
+    done = scene.lookup.on_pool_answer(PrefixFetched(key=A.key, blocks=3), 2.0)
+    assert done == [Restored(holder=A, tokens=12, origin=PrefixOrigin.REMOTE)]
+    assert not scene.lookup.is_fetching(A)
+    assert scene.pool.remote.tokens == 12 and scene.lookup.origins[PrefixOrigin.REMOTE] == 1
+    offered = scene.pool.write_behind.offer(3.0)
     assert offered is not None
     assert [block.hash for block in offered.blocks] == [*scene.hashes[:3]]
 
@@ -97,12 +96,12 @@ def test_what_the_worker_has_itself_is_not_fetched() -> None:
     assert scene.tables.try_grow(B, 8, now_s=0)
     scene.tables.fill(B, scene.hashes[:2])
     scene.open(A, 4)
-    assert scene.in_pool(A, 0) is None
+    assert scene.in_pool(A, 0) == []
     question = scene.asked()
     assert (question.skip, len(question.targets)) == (2, 2)
-    done = scene.openings.answer(PrefixFetched(key=A.key, blocks=1), 2.0)
-    assert done == Restored(holder=A, tokens=12, origin=PrefixOrigin.REMOTE)
-    assert scene.far.tokens == 4
+    done = scene.lookup.on_pool_answer(PrefixFetched(key=A.key, blocks=1), 2.0)
+    assert done == [Restored(holder=A, tokens=12, origin=PrefixOrigin.REMOTE)]
+    assert scene.pool.remote.tokens == 4
 
 
 def test_what_it_has_not_any_more_is_computed() -> None:
@@ -110,8 +109,8 @@ def test_what_it_has_not_any_more_is_computed() -> None:
     scene.open(A, 3)
     scene.in_pool(A, 0)
     scene.asked()
-    done = scene.openings.answer(PrefixFetched(key=A.key, blocks=0), 2.0)
-    assert done == Restored.found_here(A, 0)
+    done = scene.lookup.on_pool_answer(PrefixFetched(key=A.key, blocks=0), 2.0)
+    assert done == [Restored.found_here(A, 0)]
     assert scene.cost.remote(NODE).seconds is None
 
 
@@ -119,8 +118,8 @@ def test_what_it_has_not_any_more_is_computed() -> None:
 def test_untimed_the_one_with_more_is_asked(far: int, near: int, chosen: str) -> None:
     scene = Scene()
     scene.open(A, far)
-    assert scene.in_pool(A, near) is None
-    (asked,) = scene.openings.take_outbox()
+    assert scene.in_pool(A, near) == []
+    (asked,) = scene.taken()
     assert isinstance(asked, WantPrefix) and (asked.node == NODE) == (chosen == "far")
 
 
@@ -128,11 +127,11 @@ def test_slower_than_computing_is_declined_and_counted() -> None:
     scene = Scene()
     scene.timed(token_s=1.0, far_s=5.0)
     scene.open(A, 3)
-    assert scene.in_pool(A, 0) == Restored.found_here(A, 0)
-    assert scene.openings.declined_tokens == 12
+    assert scene.in_pool(A, 0) == [Restored.found_here(A, 0)]
+    assert scene.pool.declined_tokens == 12
     scene.cost.remote(NODE).seconds = 3.0
     scene.open(B, 3)
-    assert scene.in_pool(B, 0) is None
+    assert scene.in_pool(B, 0) == []
     scene.asked()
 
 
@@ -149,12 +148,12 @@ def test_a_dropped_request_keeps_its_blocks_until_the_node_has_answered() -> Non
     scene.open(A, 3)
     scene.in_pool(A, 0)
     scene.asked()
-    assert scene.openings.drop(A)
-    assert scene.openings.take_outbox() == [DropPrefix(key=A.key, node=NODE)]
-    assert scene.openings.waits(A)
-    scene.far.validate()
-    done = scene.openings.answer(PrefixFetched(key=A.key, blocks=0), 2.0)
-    assert done == Restored.found_here(A, 0)
+    assert scene.lookup.leave(A)
+    assert scene.taken() == [DropPrefix(key=A.key, node=NODE)]
+    assert scene.lookup.is_fetching(A)
+    scene.lookup.fetches.validate()
+    done = scene.lookup.on_pool_answer(PrefixFetched(key=A.key, blocks=0), 2.0)
+    assert done == [Restored.found_here(A, 0)]
     scene.tables.release(A)
     scene.tables.validate()
 

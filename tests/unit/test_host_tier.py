@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvpool.core.blocks.eviction import open_policy
+from kvpool.core.layout.hashes import BlockHash
 from kvpool.core.node.events import (
     BlockLoad,
     DropWorker,
@@ -252,6 +255,54 @@ def test_a_damaged_slot_ends_the_prefix_and_is_written_anew() -> None:
     ]
     again = Spill(hash=B, parent=A, place=P1, checksum=100, slot=P3)
     assert node.store(CHAIN[1], number=5) == [WriteSlots(batch=4, spills=(again,))]
+
+
+def test_a_damaged_block_is_not_written_while_another_reads_it() -> None:
+    node = Node()
+    node.store(*CHAIN[:2])
+    node.say(FetchWanted(request_no=5, hashes=(A, B)))
+    node.say(FetchWanted(request_no=5, hashes=(A, B)), BOB)
+    node.say(FetchDone(request_no=5, damaged=(B,)))
+    nothing = StoreGranted(request_no=6, indices=(), places=())
+    assert node.say(StoreWanted(request_no=6, blocks=CHAIN[:2])) == [nothing]
+    node.say(FetchDone(request_no=5), BOB)
+    granted = StoreGranted(request_no=6, indices=(1,), places=(P2,))
+    assert node.say(StoreWanted(request_no=6, blocks=CHAIN[:2])) == [granted]
+
+
+def _written(node: Node, outcome: SlotOutcome, batch: int, blocks: int) -> list[PoolCommand]:
+    return node.handle(SlotsWritten(batch=batch, outcomes=(outcome,) * blocks))
+
+
+def _spilled(commands: Sequence[object]) -> list[BlockHash]:
+    (command,) = commands
+    assert isinstance(command, WriteSlots)
+    return [spill.hash for spill in command.spills]
+
+
+def test_a_block_that_is_spoiled_on_disk_is_written_anew_with_what_continues_it() -> None:
+    """Also when it could not be written the last time."""
+    node = Node(slots=8)
+    node.store(*CHAIN[:2])
+    _written(node, SlotOutcome.WRITTEN, 1, 2)
+    node.say(FetchDone(request_no=9, damaged=(B,)))
+    assert _spilled(node.store(CHAIN[1], number=2)) == [B]
+    _written(node, SlotOutcome.FAILED, 2, 1)
+    assert _spilled(node.store(CHAIN[2], number=3)) == [B, C]
+    _written(node, SlotOutcome.WRITTEN, 3, 2)
+    assert _spilled(node.store(CHAIN[3], number=4)) == [D]
+
+
+def test_only_blocks_that_are_spoiled_on_disk_are_written_when_a_chain_is_stored_again() -> None:
+    node = Node(places=3, slots=8)
+    node.store(*CHAIN[:3])
+    _written(node, SlotOutcome.WRITTEN, 1, 3)
+    node.say(FetchDone(request_no=9, damaged=(B,)))
+    others = hashes_of((9, 9, 9))
+    pairs = zip(others, [None, *others], strict=False)
+    node.store(*(ChainBlock(name, parent) for name, parent in pairs), number=2)
+    _written(node, SlotOutcome.WRITTEN, 2, 3)
+    assert _spilled(node.store(*CHAIN[:3], number=3)) == [B]
 
 
 def told(router: RouterCall, sequence: int, *blocks: BlockChanges) -> TellRouter:

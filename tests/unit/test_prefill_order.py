@@ -20,7 +20,7 @@ from engine.core.prompt_order import (
 from engine.core.step import StepWanted
 from engine.core.step_times import LinearTimes
 from kvpool.core.blocks.tables import BlockTables
-from kvpool.core.fetch.openings import Openings
+from kvpool.core.fetch.prefix_lookup import PrefixLookup
 from kvrelay.qos import QosTier, QosTiers
 from prefill_worker.scheduler import PrefillScheduler
 from tests.sim.model import GEMMA
@@ -47,7 +47,9 @@ class World:
     ) -> None:
         order = Order(qos=TIERS, tenant_weights=weights or {}, times=TIMES)
         self.scheduler = PrefillScheduler(
-            openings=Openings(tables=BlockTables(GEMMA, blocks)), chunk_tokens=chunk, order=order
+            lookup=PrefixLookup.of_this_worker(BlockTables(GEMMA, blocks)),
+            chunk_tokens=chunk,
+            order=order,
         )
         self.scheduler.handle(hello(D), 0)
         self.now_s = 0.0

@@ -14,7 +14,7 @@ from engine.core.step import (
     Tick,
 )
 from kvpool.core.blocks.tables import BlockTables
-from kvpool.core.fetch.openings import Openings
+from kvpool.core.fetch.prefix_lookup import PrefixLookup
 from kvpool.core.transfer.commands import PeerLost, SendPeer, SlabWritten, WriteSlab
 from kvpool.core.transfer.messages import (
     CancelTransfer,
@@ -444,7 +444,9 @@ def test_a_chunk_has_room_behind_a_window() -> None:
     """The second prompt finds one block, and goes on in chunks of two tokens."""
     windowed = replace(LAYOUT.groups[0], window=4)
     layout = replace(LAYOUT, groups=(windowed,))
-    scheduler = PrefillScheduler(openings=Openings(tables=BlockTables(layout, 16)), chunk_tokens=2)
+    scheduler = PrefillScheduler(
+        lookup=PrefixLookup.of_this_worker(BlockTables(layout, 16)), chunk_tokens=2
+    )
     for name, prompt in (("a", tuple(range(9))), ("b", (*range(7), 99, 98))):
         scheduler.handle(prefill_of(replace(spec(name, 9), prompt_ids=prompt)), 0)
         steps = 0

@@ -1,4 +1,4 @@
-"""The prefix index on a recorded hour of conversations gives the hit rates known for it."""
+"""The tree of runs on a recorded hour of conversations gives the hit rates known for it."""
 
 from __future__ import annotations
 

@@ -7,9 +7,16 @@ import pytest
 from kvpool.core.blocks.holding import Holder
 from kvpool.core.blocks.pool import BlockState
 from kvpool.core.blocks.tables import BlockTables
-from kvpool.core.fetch.client_events import PrefixFetched, PrefixFound, SeekPrefix, WantPrefix
+from kvpool.core.fetch.client_events import (
+    PoolQuestion,
+    PrefixFetched,
+    PrefixFound,
+    SeekPrefix,
+    WantPrefix,
+)
 from kvpool.core.fetch.cost import RestoreCost
-from kvpool.core.fetch.pool_fetch import Restored, Restores
+from kvpool.core.fetch.fetches import Restored
+from kvpool.core.fetch.prefix_lookup import PoolUse, PrefixLookup
 from kvpool.core.fetch.write_behind import WriteBehind
 from kvpool.core.layout.block_names import HashChain
 from kvpool.core.layout.layout import NO_BLOCK, KvLayout, LayerGroup, Plane
@@ -35,95 +42,102 @@ def _names(tables: BlockTables, tokens: list[int] = PROMPT) -> HashChain:
     return names
 
 
-def _restores(tables: BlockTables) -> Restores:
-    return Restores(tables=tables, cost=RestoreCost(SIZE))
+class Scene:
+    """A worker whose host has a pool."""
 
+    def __init__(self, *windows: int | None, blocks: int = 16) -> None:
+        self.tables = _tables(*windows, blocks=blocks)
+        self.cost = RestoreCost(SIZE)
+        self.pool = PoolUse(self.tables, self.cost)
+        self.lookup = PrefixLookup(tables=self.tables, cost=self.cost, pool=self.pool)
+        self.names = _names(self.tables)
 
-def _begun(tables: BlockTables, restores: Restores, *, ahead: int = SIZE) -> HashChain:
-    names = _names(tables)
-    assert tables.try_open(A, 20, hashes=names.full(19).hashes(), ahead_tokens=ahead, now_s=0) == 0
-    seek = restores.begin(A, names.full(19).hashes(), 0)
-    assert seek == SeekPrefix(key=A.key, hashes=names.full(19).hashes())
-    return names
+    def open(self, found: int = 0) -> None:
+        names = self.names.full(19)
+        assert self.lookup.try_open(A, 20, hashes=names, ahead_tokens=SIZE, now_s=0) == found
+        assert self.lookup.is_fetching(A)
+        assert self.questions() == [SeekPrefix(key=A.key, hashes=names.hashes())]
+
+    def questions(self) -> list[PoolQuestion]:
+        return self.pool.take_questions(0)
+
+    def found(self, host: int, disk: int = 0) -> list[Restored]:
+        event = PrefixFound(key=A.key, host_blocks=host, disk_blocks=disk)
+        ended = self.lookup.on_pool_answer(event, 1.0)
+        self.lookup.fetches.validate()
+        return ended
+
+    def wanted(self, host: int, disk: int = 0) -> WantPrefix:
+        assert self.found(host, disk) == []
+        (want,) = self.questions()
+        assert isinstance(want, WantPrefix)
+        return want
+
+    def fetched(self, blocks: int) -> list[Restored]:
+        return self.lookup.on_pool_answer(PrefixFetched(key=A.key, blocks=blocks), 2.0)
 
 
 def test_what_is_there_is_fetched_and_named() -> None:
-    tables = _tables(None)
-    restores = _restores(tables)
-    names = _begun(tables, restores)
-    want = restores.found(PrefixFound(key=A.key, host_blocks=2, disk_blocks=1), 1.0)
-    assert isinstance(want, WantPrefix)
-    assert want.hashes == names.full(12).hashes()
-    assert [place[0] for place in want.targets] == list(tables.tables(A)[0][:3])
-    assert A in restores
-    done = restores.fetched(PrefixFetched(key=A.key, blocks=3), 2.0)
-    assert done == Restored(holder=A, tokens=12, origin=PrefixOrigin.DISK)
-    assert A not in restores
-    assert (restores.host_tokens, restores.disk_tokens) == (8, 4)
-    assert tables.try_open(B, 20, hashes=names.full(19).hashes(), now_s=2) == 12
-    tables.validate()
+    scene = Scene(None)
+    scene.open()
+    want = scene.wanted(2, 1)
+    assert want.hashes == scene.names.full(12).hashes()
+    assert [place[0] for place in want.targets] == list(scene.tables.tables(A)[0][:3])
+    assert scene.lookup.is_fetching(A)
+    assert scene.fetched(3) == [Restored(holder=A, tokens=12, origin=PrefixOrigin.DISK)]
+    assert not scene.lookup.is_fetching(A)
+    assert scene.fetched(3) == [], "it ends once"
+    assert (scene.pool.own.host_tokens, scene.pool.own.disk_tokens) == (8, 4)
+    assert scene.tables.try_open(B, 20, hashes=scene.names.full(19).hashes(), now_s=2) == 12
+    scene.tables.validate()
 
 
 def test_what_the_worker_has_is_not_fetched() -> None:
-    tables = _tables(None)
-    restores, names = _restores(tables), _names(tables)
-    assert tables.try_grow(B, 8, now_s=0)
-    tables.fill(B, names.full(8).hashes())
-    assert tables.try_open(A, 20, hashes=names.full(19).hashes(), now_s=0) == 8
-    assert restores.begin(A, names.full(19).hashes(), 8) is not None
-    want = restores.found(PrefixFound(key=A.key, host_blocks=4, disk_blocks=0), 1.0)
-    assert isinstance(want, WantPrefix)
+    scene = Scene(None)
+    assert scene.tables.try_grow(B, 8, now_s=0)
+    scene.tables.fill(B, scene.names.full(8).hashes())
+    scene.open(found=8)
+    want = scene.wanted(4)
     assert (want.skip, len(want.targets)) == (2, 2)
 
 
 def test_nothing_more_there_ends_at_once() -> None:
-    tables = _tables(None)
-    restores = _restores(tables)
-    _begun(tables, restores)
-    restored = restores.found(PrefixFound(key=A.key, host_blocks=0, disk_blocks=0), 1.0)
-    assert restored == Restored.found_here(A, 0)
+    scene = Scene(None)
+    scene.open()
+    assert scene.found(0) == [Restored.found_here(A, 0)]
 
 
 def test_a_lost_node_leaves_what_was_fetched() -> None:
-    tables = _tables(None)
-    restores = _restores(tables)
-    _begun(tables, restores)
-    restores.found(PrefixFound(key=A.key, host_blocks=4, disk_blocks=0), 1.0)
-    restored = restores.fetched(PrefixFetched(key=A.key, blocks=1), 2.0)
-    assert restored == Restored(holder=A, tokens=4, origin=PrefixOrigin.HOST)
-    assert restores.cost.host.seconds is None, "a broken fetch says nothing about its speed"
+    scene = Scene(None)
+    scene.open()
+    scene.wanted(4)
+    assert scene.fetched(1) == [Restored(holder=A, tokens=4, origin=PrefixOrigin.HOST)]
+    assert scene.cost.host.seconds is None, "a broken fetch says nothing about its speed"
 
 
 def test_a_dropped_request_fetches_no_more_and_still_ends() -> None:
-    tables = _tables(None)
-    restores = _restores(tables)
-    _begun(tables, restores)
-    assert restores.drop(A) is not None
-    restored = restores.found(PrefixFound(key=A.key, host_blocks=4, disk_blocks=0), 1.0)
-    assert restored == Restored.found_here(A, 0)
-    assert restores.drop(A) is None
+    scene = Scene(None)
+    scene.open()
+    assert scene.lookup.leave(A)
+    assert scene.found(4) == [Restored.found_here(A, 0)]
+    assert not scene.lookup.leave(A)
 
 
 def test_a_window_has_room_for_all_that_is_fetched() -> None:
-    tables = _tables(None, 5)
-    restores = _restores(tables)
-    _begun(tables, restores)
-    want = restores.found(PrefixFound(key=A.key, host_blocks=4, disk_blocks=0), 1.0)
-    assert isinstance(want, WantPrefix)
-    assert all(NO_BLOCK not in place for place in want.targets)
-    assert restores.fetched(PrefixFetched(key=A.key, blocks=4), 2.0) is not None
-    tables.trim(A, 16)
-    assert tables.device.counts(1)[BlockState.ACTIVE] == 1
-    tables.validate()
+    scene = Scene(None, 5)
+    scene.open()
+    assert all(NO_BLOCK not in place for place in scene.wanted(4).targets)
+    assert scene.fetched(4) != []
+    scene.tables.trim(A, 16)
+    assert scene.tables.device.counts(1)[BlockState.ACTIVE] == 1
+    scene.tables.validate()
 
 
 def test_without_room_it_is_computed() -> None:
-    tables = _tables(None, 5, blocks=5)
-    restores = _restores(tables)
-    _begun(tables, restores)
-    tables.device.take(1, 2, leased=False)
-    restored = restores.found(PrefixFound(key=A.key, host_blocks=4, disk_blocks=0), 1.0)
-    assert restored == Restored.found_here(A, 0)
+    scene = Scene(None, 5, blocks=5)
+    scene.open()
+    scene.tables.device.take(1, 2, leased=False)
+    assert scene.found(4) == [Restored.found_here(A, 0)]
 
 
 @pytest.mark.parametrize(
@@ -184,5 +198,6 @@ def test_an_end_is_heard_also_of_blocks_that_are_all_passed_over() -> None:
     assert offer is not None
     assert offer.blocks == ()
     behind.settled(offer.offer)
+    behind.confirmed(offer.offer)
     assert behind.has_settled(names.full(4).hashes())
     tables.validate()

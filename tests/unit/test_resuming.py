@@ -19,7 +19,7 @@ from engine.model.checkpoint import open_checkpoint
 from engine.runner import Engine
 from kvpool.core.blocks.leases import LeaseTable
 from kvpool.core.blocks.tables import BlockTables
-from kvpool.core.fetch.openings import Openings
+from kvpool.core.fetch.prefix_lookup import PrefixLookup
 from kvpool.core.layout.hashes import block_hashes
 from kvpool.core.transfer.slabs import SlabPool
 from kvrelay.messages import Generate, Prefill, Tokens
@@ -89,7 +89,7 @@ def decoder(engine: Engine) -> DecodeScheduler:
         tables=tables, slabs=SlabPool(1 << 20, 0), regions={}, leases=LeaseTable(30.0)
     )
     batch = Batch(
-        openings=Openings(tables=tables),
+        lookup=PrefixLookup.of_this_worker(tables),
         chunk_tokens=CHUNK_TOKENS,
         shares=TierShares(slots=8, qos=ONE_TIER),
         rope_border_tokens=tables.names.rope_border_tokens,
@@ -124,7 +124,7 @@ def generate(engine: Engine, spec: RequestSpec) -> list[Tokens]:
 
 def prefill(engine: Engine, spec: RequestSpec) -> Tokens:
     scheduler = PrefillScheduler(
-        openings=Openings(tables=tables_of(engine)), chunk_tokens=CHUNK_TOKENS
+        lookup=PrefixLookup.of_this_worker(tables_of(engine)), chunk_tokens=CHUNK_TOKENS
     )
     message = Prefill(spec=spec, target_addresses=("sim:d",), target=Incarnation("d"))
     (said,) = run(engine, scheduler, scheduler.handle(message, 0))

@@ -22,7 +22,7 @@ from kvpool.core.blocks import eviction
 from kvpool.core.blocks.eviction import open_policy, policies
 from kvpool.core.blocks.news import Strand
 from kvpool.core.blocks.runs import Run, RunTree, path
-from kvpool.core.layout.hashes import BlockHash, BlockHashes
+from kvpool.core.layout.hashes import BlockHash, BlockHashes, common_end
 from tests.unit.naive_tree import NaiveTree, Path, hashes_of, names_of
 
 _paths = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
@@ -34,7 +34,7 @@ def _append(tree: RunTree, tail: Run | None, names: BlockHashes, places: range) 
     while (depth := tail.end if tail is not None else 0) < len(names):
         known = tree.child(tail, names.at(depth))
         if known is not None:
-            tail = tree.hold_next(known, known.common_end(names))
+            tail = tree.hold_next(known, common_end(names, known.hashes, depth))
         else:
             tail = tree.append(tail, names[depth:].packed, (array("i", places[depth:]),))
     assert tail is not None
@@ -178,9 +178,10 @@ def test_a_run_is_split_where_prompts_diverge_and_its_end_stays_the_same_object(
     first = _serve(tree, (1, 2, 3, 4))
     second = _serve(tree, (1, 2, 9))
     assert (first.start, first.end, second.start, second.end) == (2, 4, 2, 3)
-    assert first.parent is second.parent is not None
-    assert (first.parent.holders, first.holders, second.holders) == (2, 1, 1)
-    assert first.parent.number == first.number < second.number
+    upper = first.parent
+    assert upper is not None and second.parent is upper
+    assert (upper.holders, first.holders, second.holders) == (2, 1, 1)
+    assert upper.number == first.number < second.number
     assert tree.strand(second.number) == Strand(first.number, 2, 3)
     tree.validate()
 

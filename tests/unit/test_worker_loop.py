@@ -118,13 +118,13 @@ class Harness:
         self, clock: Callable[[], float] = time.monotonic, *, launches_ahead: bool = False
     ) -> None:
         decode = decode_scheduler(blocks=8)
-        openings = decode.batch.openings
-        prefill = PrefillScheduler(openings=openings, chunk_tokens=8)
+        lookup = decode.batch.lookup
+        prefill = PrefillScheduler(lookup=lookup, chunk_tokens=8)
         self.inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         self.device = Device(at_once=1 + launches_ahead)
         self.pace = StepPace(TIMES)
         self.core = WorkerCore(
-            openings,
+            lookup,
             prefill,
             decode,
             self.pace,

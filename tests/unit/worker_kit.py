@@ -10,7 +10,7 @@ from engine.core.step import Command, Emit, RunStep, Sampled, StepDone, StepOutc
 from engine.core.step_times import StepTimes
 from kvpool.core.blocks.leases import LeaseTable
 from kvpool.core.blocks.tables import BlockTables
-from kvpool.core.fetch.openings import Openings
+from kvpool.core.fetch.prefix_lookup import PrefixLookup
 from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
 from kvpool.core.transfer.commands import FromPeer, SendPeer
 from kvpool.core.transfer.messages import HandoffMode, PeerHello, PeerMessage, PiecesAhead
@@ -88,7 +88,7 @@ def prefill_scheduler(
 ) -> PrefillScheduler:
     """D has said hello to it."""
     scheduler = PrefillScheduler(
-        openings=Openings(tables=BlockTables(LAYOUT, blocks)),
+        lookup=PrefixLookup.of_this_worker(BlockTables(LAYOUT, blocks)),
         chunk_tokens=chunk,
         mode=mode,
         canary_every=canary_every,
@@ -130,7 +130,7 @@ def decode_scheduler(
     return DecodeScheduler(
         reservations=owner,
         batch=Batch(
-            openings=Openings(tables=owner.tables),
+            lookup=PrefixLookup.of_this_worker(owner.tables),
             chunk_tokens=chunk,
             shares=TierShares(slots=max_running, qos=qos),
             times=times,

@@ -15,11 +15,9 @@ from kvpool.core.blocks.news import RunNews
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.fetch.client import PoolClient
 from kvpool.core.fetch.cost import RestoreCost
-from kvpool.core.fetch.openings import Openings
-from kvpool.core.fetch.peer_pull import PullGrants, Pulls
-from kvpool.core.fetch.pool_fetch import RemoteFetches, Restores
+from kvpool.core.fetch.peer_pull import PeerSource, PullGrants
 from kvpool.core.fetch.pool_nodes import PoolNodes
-from kvpool.core.fetch.write_behind import WriteBehind
+from kvpool.core.fetch.prefix_lookup import PoolUse, PrefixLookup
 from kvpool.core.layout.block_names import BlockNames
 from kvpool.core.layout.layout import KvLayout
 from kvpool.core.transfer.codec_choice import NO_CODEC, CodecOffer
@@ -53,7 +51,7 @@ def build_worker_core(
         layout, blocks, names=names, caching=settings.prefix_caching, policy=settings.eviction
     )
     cost = RestoreCost(layout.block_size) if cost is None else cost
-    openings = _openings(settings, tables, staging, cost)
+    lookup = _lookup(settings, tables, staging, cost)
     pace = StepPace(times)
     reservations = Reservations(
         tables=tables,
@@ -65,9 +63,9 @@ def build_worker_core(
         ranks=ranks,
     )
     return WorkerCore(
-        openings,
-        _prefill(settings, openings, pace),
-        DecodeScheduler(reservations=reservations, batch=_batch(settings, openings, pace)),
+        lookup,
+        _prefill(settings, lookup, pace),
+        DecodeScheduler(reservations=reservations, batch=_batch(settings, lookup, pace)),
         pace,
         max_model_len=max_model_len,
         nodes=None if settings.pool_address is None else PoolNodes(pool_client),
@@ -76,27 +74,29 @@ def build_worker_core(
     )
 
 
-def _openings(
+def _lookup(
     settings: WorkerSettings, tables: BlockTables, staging: Staging, cost: RestoreCost
-) -> Openings:
+) -> PrefixLookup:
     """Without prefix caching nothing is shared with other workers."""
-    openings = Openings(tables=tables)
-    if settings.pool_address is not None:
+    has_pool, caching = settings.pool_address is not None, settings.prefix_caching
+    if has_pool:
         tables.device.reports = True
-        openings.restores = Restores(tables=tables, cost=cost)
-        openings.write_behind = WriteBehind(tables)
-        openings.remote = RemoteFetches(tables=tables, cost=cost)
-    if settings.prefix_caching:
+    if caching:
         tables.device.changes = RunNews(tables.device.tree)
-        openings.pulls = Pulls(tables=tables, cost=cost, read_bytes=staging.payload_bytes)
-        leases = LeaseTable[tuple[Incarnation, int]](settings.lease_ttl_s)
-        openings.grants = PullGrants(tables=tables, leases=leases)
-    return openings
+    leases = LeaseTable[tuple[Incarnation, int]](settings.lease_ttl_s)
+    read_bytes = staging.payload_bytes
+    return PrefixLookup(
+        tables=tables,
+        cost=cost,
+        pool=PoolUse(tables, cost) if has_pool else None,
+        peers=PeerSource(tables=tables, cost=cost, read_bytes=read_bytes) if caching else None,
+        grants=PullGrants(tables=tables, leases=leases) if caching else None,
+    )
 
 
-def _prefill(settings: WorkerSettings, openings: Openings, times: StepTimes) -> PrefillScheduler:
+def _prefill(settings: WorkerSettings, lookup: PrefixLookup, times: StepTimes) -> PrefillScheduler:
     return PrefillScheduler(
-        openings=openings,
+        lookup=lookup,
         chunk_tokens=settings.prefill_chunk_tokens,
         mode=HandoffMode(settings.handoff),
         canary_every=settings.canary_every,
@@ -104,11 +104,11 @@ def _prefill(settings: WorkerSettings, openings: Openings, times: StepTimes) -> 
     )
 
 
-def _batch(settings: WorkerSettings, openings: Openings, times: StepTimes) -> Batch:
+def _batch(settings: WorkerSettings, lookup: PrefixLookup, times: StepTimes) -> Batch:
     return Batch(
-        openings=openings,
+        lookup=lookup,
         chunk_tokens=settings.own_chunk_tokens,
         shares=tier_shares(settings),
         times=times,
-        rope_border_tokens=openings.tables.names.rope_border_tokens,
+        rope_border_tokens=lookup.tables.names.rope_border_tokens,
     )

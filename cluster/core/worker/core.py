@@ -26,10 +26,10 @@ from engine.core.correction import StepPace
 from engine.core.step import Command, Emit, StepDone, Tick
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.fetch.client_events import NodeEvent
-from kvpool.core.fetch.openings import Openings
+from kvpool.core.fetch.fetches import Restored
 from kvpool.core.fetch.peer_pull import PullEvent
-from kvpool.core.fetch.pool_fetch import Restored
 from kvpool.core.fetch.pool_nodes import PoolNodes
+from kvpool.core.fetch.prefix_lookup import PrefixLookup
 from kvpool.core.transfer.commands import (
     FromPeer,
     LayersWritten,
@@ -75,7 +75,7 @@ class WorkerCore:
 
     def __init__(
         self,
-        openings: Openings,
+        lookup: PrefixLookup,
         prefill: PrefillScheduler,
         decode: DecodeScheduler,
         pace: StepPace,
@@ -87,18 +87,18 @@ class WorkerCore:
     ) -> None:
         """`most_steps` and `launches_ahead` are those of StepTurns, `nodes` that of
         PrefixExchange."""
-        self.openings = openings
+        self.lookup = lookup
         self.prefill = prefill
         self.decode = decode
         self.pace = pace
         self.draining = False
-        self.reports = BlockReports(openings.tables.device)
-        self.prefixes = PrefixExchange(openings, nodes)
+        self.reports = BlockReports(lookup.tables.device)
+        self.prefixes = PrefixExchange(lookup, nodes)
         self._steps = StepTurns(
             decode, prefill, pace, most_steps=most_steps, launches_ahead=launches_ahead
         )
         self._routers = RouterQueues(self.reports)
-        self._preloads = Preloads(openings.tables, max_model_len)
+        self._preloads = Preloads(lookup.tables, max_model_len)
         self._totals = Totals()
         self._handlers = self._all_handlers()
 
@@ -129,7 +129,7 @@ class WorkerCore:
 
     @property
     def tables(self) -> BlockTables:
-        return self.openings.tables
+        return self.lookup.tables
 
     @property
     def idle(self) -> bool:
@@ -168,7 +168,7 @@ class WorkerCore:
             commands += steps.start_overlapped(now_s)
         if steps.stepping is None:
             self.pace.idle()
-        if prefixes.outbox or (prefixes.pulls is not None and prefixes.pulls.outbox):
+        if prefixes.outbox or (prefixes.peers is not None and prefixes.peers.outbox):
             commands += prefixes.take_commands()
         return self._without_events(commands, now_s) if commands else commands
 
@@ -199,7 +199,7 @@ class WorkerCore:
         return [*self._routers.flush(self.counters(links), now_s)]
 
     def counters(self, links: tuple[LinkState, ...]) -> Counters:
-        parts = (self.openings, self.prefill, self.decode, self._totals, self.pace)
+        parts = (self.lookup, self.prefill, self.decode, self._totals, self.pace)
         return count(*parts, links, self.draining)
 
     def _without_events(self, commands: Iterable[Any], now_s: float) -> list[WorkerCommand]:
@@ -282,7 +282,7 @@ class WorkerCore:
         return [*self._both(event, now_s), *self._pulled(event, now_s)]
 
     def _pulled(self, event: PullEvent, now_s: float) -> list[Command]:
-        return self._restored(self.prefixes.pulled(event, now_s), now_s)
+        return self._restored(self.prefixes.on_peer(event, now_s), now_s)
 
     def _pool_node(self, event: NodeEvent, now_s: float) -> list[Command]:
         return self._restored(self.prefixes.on_node(event, now_s), now_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 
 from kvpool.core.fetch.client_events import (
     ClientCommand,
@@ -11,12 +11,11 @@ from kvpool.core.fetch.client_events import (
     OfferConfirmed,
     OfferSettled,
     PoolAnswer,
-    PoolQuestion,
 )
-from kvpool.core.fetch.openings import Openings
+from kvpool.core.fetch.fetches import Restored
 from kvpool.core.fetch.peer_pull import PullEvent, PullGrants
-from kvpool.core.fetch.pool_fetch import Restored
 from kvpool.core.fetch.pool_nodes import PoolNodes
+from kvpool.core.fetch.prefix_lookup import PrefixLookup
 from kvpool.core.transfer.commands import FromPeer, PeerLost, SendPeer
 from kvpool.core.transfer.pull import PullBlocks, PullRead, PullWanted
 
@@ -25,30 +24,24 @@ PrefixOutcome = Restored | OfferConfirmed
 
 
 class PrefixExchange:
-    """`nodes` None: no pool is used."""
+    """`nodes` None: no pool is used. `outbox` holds commands to be executed, in order."""
 
-    def __init__(self, openings: Openings, nodes: PoolNodes | None) -> None:
-        self._openings = openings
-        self.outbox: list[NodeOrder | SendPeer] = []
+    def __init__(self, lookup: PrefixLookup, nodes: PoolNodes | None) -> None:
+        self._lookup = lookup
         self.nodes = nodes
-        self.pulls = openings.pulls
+        self.peers = lookup.peers
+        self.outbox: list[NodeOrder | SendPeer] = []
 
     # --- pools ----------------------------------------------------------------------------------
 
     def ask_pools(self, now_s: float) -> list[PrefixOutcome]:
         """Questions of the worker's sequences, and what it has named since the last call."""
-        assert self.nodes is not None
+        assert self.nodes is not None and self._lookup.pool is not None
         outcomes: list[PrefixOutcome] = []
-        while questions := [*self._take_questions(now_s)]:
+        while questions := self._lookup.pool.take_questions(now_s):
             for question in questions:
                 outcomes += self._answered(self.nodes.ask(question, now_s), now_s)
         return outcomes
-
-    def _take_questions(self, now_s: float) -> Iterator[PoolQuestion]:
-        assert self._openings.write_behind is not None
-        yield from self._openings.take_outbox()
-        if (offer := self._openings.write_behind.offer(now_s)) is not None:
-            yield offer
 
     def on_node(self, event: NodeEvent, now_s: float) -> list[PrefixOutcome]:
         assert self.nodes is not None
@@ -64,43 +57,32 @@ class PrefixExchange:
                 self.outbox.append(command)
         return outcomes
 
-    def _answer(self, answer: PoolAnswer, now_s: float) -> list[PrefixOutcome]:
-        assert self._openings.write_behind is not None
+    def _answer(self, answer: PoolAnswer, now_s: float) -> Sequence[PrefixOutcome]:
+        assert self._lookup.pool is not None
         match answer:
             case OfferSettled(offer=offer):
-                self._openings.write_behind.settled(offer)
+                self._lookup.pool.write_behind.settled(offer)
                 return []
             case OfferConfirmed(offer=offer):
-                self._openings.write_behind.confirmed(offer)
+                self._lookup.pool.write_behind.confirmed(offer)
                 return [answer]
             case _:
-                restored = self._openings.answer(answer, now_s)
-                return [] if restored is None else [restored]
+                return self._lookup.on_pool_answer(answer, now_s)
 
     # --- peers ----------------------------------------------------------------------------------
 
-    def pulled(self, event: PullEvent, now_s: float) -> list[Restored]:
-        grants = self._openings.grants
-        if grants is not None:
-            self.outbox += self._grant(grants, event, now_s)
-        return self._openings.pulled(event, now_s)
+    def on_peer(self, event: PullEvent, now_s: float) -> list[Restored]:
+        if self._lookup.grants is not None:
+            self.outbox += _granted(self._lookup.grants, event, now_s)
+        return self._lookup.on_peer(event, now_s)
 
-    @staticmethod
-    def _grant(grants: PullGrants, event: PullEvent, now_s: float) -> list[SendPeer]:
-        match event:
-            case FromPeer(peer=peer, message=PullWanted() as wanted):
-                return [SendPeer(peer=peer, message=grants.wanted(peer, wanted, now_s))]
-            case FromPeer(peer=peer, message=PullRead() as read):
-                return [SendPeer(peer=peer, message=grants.read(peer, read))]
-            case PeerLost(peer=peer):
-                grants.lost(peer)
-        return []
+    # --- all ------------------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> list[PrefixOutcome]:
         """Time has passed: leases and patience may have ended."""
-        if self._openings.grants is not None:
-            self._openings.grants.expire(now_s)
-        outcomes: list[PrefixOutcome] = [*self._openings.expire(now_s)]
+        if self._lookup.grants is not None:
+            self._lookup.grants.expire(now_s)
+        outcomes: list[PrefixOutcome] = [*self._lookup.expire(now_s)]
         if self.nodes is not None:
             outcomes += self._answered(self.nodes.tick(now_s), now_s)
         return outcomes
@@ -108,10 +90,22 @@ class PrefixExchange:
     def take_commands(self) -> list[NodeOrder | SendPeer | PullBlocks]:
         """To be executed in order."""
         commands, self.outbox = self.outbox, []
-        return [*commands, *self._openings.take_pulls()]
+        return [*commands, *(() if self.peers is None else self.peers.take_outbox())]
 
     def validate(self) -> None:
-        if self._openings.restores is not None:
-            self._openings.restores.validate()
+        self._lookup.fetches.validate()
         if self.nodes is not None:
             self.nodes.validate()
+
+
+def _granted(grants: PullGrants, event: PullEvent, now_s: float) -> list[SendPeer]:
+    """What a peer is answered."""
+    match event:
+        case FromPeer(peer=peer, message=PullWanted() as wanted):
+            granted = grants.wanted(peer, wanted, now_s)
+            return [] if granted is None else [SendPeer(peer=peer, message=granted)]
+        case FromPeer(peer=peer, message=PullRead() as read):
+            return [SendPeer(peer=peer, message=grants.read(peer, read, now_s))]
+        case PeerLost(peer=peer):
+            grants.lost(peer)
+    return []

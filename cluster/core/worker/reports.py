@@ -18,7 +18,7 @@ from engine.core.correction import StepPace
 from kvpool.core.blocks.device_blocks import DeviceBlocks
 from kvpool.core.blocks.news import RunNews
 from kvpool.core.blocks.pool import BlockState
-from kvpool.core.fetch.openings import Openings
+from kvpool.core.fetch.prefix_lookup import PrefixLookup
 from kvrelay.gc_pauses import PAUSES, GcPauses
 from kvrelay.messages import (
     Activity,
@@ -93,7 +93,7 @@ class Totals:
 
 
 def count(
-    openings: Openings,
+    lookup: PrefixLookup,
     prefill: PrefillScheduler,
     decode: DecodeScheduler,
     totals: Totals,
@@ -102,8 +102,8 @@ def count(
     draining: bool,
 ) -> Counters:
     """Where both schedulers count, the sum: decode workers compute prompts too."""
-    origins = openings.origins
-    tables, restores, reservations = openings.tables, openings.restores, decode.reservations
+    origins = lookup.origins
+    tables, pool, reservations = lookup.tables, lookup.pool, decode.reservations
     blocks, running_set = tables.counts(), decode.batch.running_set
     queue, handoffs = prefill.queue, prefill.handoffs
     return Counters(
@@ -114,12 +114,12 @@ def count(
         orphaned_blocks=totals.orphaned_blocks,
         prefix_queried_tokens=tables.queried_tokens,
         prefix_hit_tokens=tables.hit_tokens,
-        pool_queried_tokens=restores.sought_tokens if restores else 0,
-        pool_host_tokens=restores.host_tokens if restores else 0,
-        pool_disk_tokens=restores.disk_tokens if restores else 0,
-        pool_declined_tokens=openings.declined_tokens,
-        pool_remote_tokens=openings.remote.tokens if openings.remote else 0,
-        peer_tokens=openings.pulls.tokens if openings.pulls else 0,
+        pool_queried_tokens=pool.own.sought_tokens if pool else 0,
+        pool_host_tokens=pool.own.host_tokens if pool else 0,
+        pool_disk_tokens=pool.own.disk_tokens if pool else 0,
+        pool_declined_tokens=pool.declined_tokens if pool else 0,
+        pool_remote_tokens=pool.remote.tokens if pool else 0,
+        peer_tokens=lookup.peers.tokens if lookup.peers else 0,
         prefixes_device=origins[PrefixOrigin.DEVICE],
         prefixes_host=origins[PrefixOrigin.HOST],
         prefixes_disk=origins[PrefixOrigin.DISK],

@@ -26,6 +26,7 @@ from kvpool.core.layout.hashes import (
     FullNames,
     Names,
     TenantRoots,
+    common_end,
 )
 from kvpool.core.layout.layout import NO_BLOCK, BlockId, KvLayout
 
@@ -173,7 +174,7 @@ class DeviceBlocks:
             if known is None:
                 tail = self._append(tail, names.packed_from(depth), _from(columns, depth - first))
                 break
-            tail = self.tree.hold_next(known, known.common_end(names))
+            tail = self.tree.hold_next(known, common_end(names, known.hashes, depth))
             kept += self._join(tail, _from(columns, depth - first))
             depth = tail.end
         self._bound()

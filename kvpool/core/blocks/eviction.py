@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from math import inf
 
 from kvpool.core.blocks.runs import Run, RunPolicy
 from kvpool.core.layout.hashes import BlockHash
@@ -59,12 +59,8 @@ class LeastRecentlyUsed:
             del self._queue[run]
 
 
-class _Remembered(NamedTuple):
-    """The evicted end of a run."""
-
-    level: int
-    idle_since: int
-    blocks: int
+_Remembered = tuple[int, int, int]
+"""The evicted end of a run: its level, since when it was idle, its number of blocks."""
 
 
 class LeastReuseDensity:
@@ -79,6 +75,7 @@ class LeastReuseDensity:
         levels = _COUNTED_USES + 1
         self.history = ReuseDensity(levels)
         self._queues: list[OrderedDict[Run, None]] = [OrderedDict() for _ in range(levels)]
+        self._levels = [*zip(self._queues, self.history.densities, strict=True)]
         self._evicted: OrderedDict[BlockHash, _Remembered] = OrderedDict()
         """# first block |-> the evicted end of a run that began there; longest evicted first"""
         self._cut: dict[Run, BlockHash] = {}
@@ -94,10 +91,11 @@ class LeastReuseDensity:
         return block_hash in self._evicted
 
     def cached(self, run: Run) -> None:
-        remembered = self._forget(run.first)
+        remembered = self._evicted.pop(run.first, None)
         if remembered is None:
             return
         level, idle_since, blocks = remembered
+        self._remembered_blocks -= blocks
         self.history.saw_reuse(level, self._idle_so_far - idle_since, min(blocks, run.blocks))
         run.uses = level + 1
         if run.parent is not None:
@@ -105,44 +103,48 @@ class LeastReuseDensity:
 
     def idle(self, runs: Sequence[Run]) -> None:
         for run in runs:
-            self._idle_so_far += run.blocks
-            self._idle_blocks += run.blocks
+            blocks = run.blocks
+            self._idle_blocks += blocks
+            self._idle_so_far += blocks
             run.idle_since = self._idle_so_far
             self._queues[_level(run)][run] = None
 
     def reused(self, run: Run) -> None:
-        level = _level(run)
+        level, blocks = _level(run), run.blocks
         self._queues[level].pop(run, None)
         self._cut.pop(run, None)
-        self._idle_blocks -= run.blocks
-        self.history.saw_reuse(level, self._idle_so_far - run.idle_since, run.blocks)
+        self._idle_blocks -= blocks
+        self.history.saw_reuse(level, self._idle_so_far - run.idle_since, blocks)
 
     def victim(self) -> Run:
-        levels = (level for level, queue in enumerate(self._queues) if queue)
-        return self._oldest(min(levels, key=self._density_of_oldest))
-
-    def _density_of_oldest(self, level: int) -> float:
-        return self.history.density(level, self._idle_so_far - self._oldest(level).idle_since)
-
-    def _oldest(self, level: int) -> Run:
-        return next(iter(self._queues[level]))
+        """Of each level the oldest run is looked at. Most of the policy's time goes here."""
+        found, least, now = None, inf, self._idle_so_far
+        for queue, densities in self._levels:
+            for oldest in queue:
+                density = densities[(now - oldest.idle_since).bit_length()]
+                if density < least:
+                    found, least = oldest, density
+                break
+        assert found is not None, "nothing is idle"
+        return found
 
     def evicted(self, run: Run, blocks: int) -> None:
-        level = _level(run)
+        level, kept = _level(run), run.blocks - blocks
         self._idle_blocks -= blocks
-        self._remember(run, level, blocks)
-        if blocks == run.blocks:
+        first = run.at(run.start + kept)
+        self._remember(run, first, level, blocks)
+        if kept:
+            self._cut[run] = first
+        else:
             del self._queues[level][run]
 
-    def _remember(self, run: Run, level: int, blocks: int) -> None:
+    def _remember(self, run: Run, first: BlockHash, level: int, blocks: int) -> None:
         """What went from the end of this run before is remembered together with what goes now."""
-        before = self._forget(self._cut.pop(run, None))
-        first = run.at(run.end - blocks)
-        if blocks < run.blocks:
-            self._cut[run] = first
-        blocks += before.blocks if before is not None else 0
-        self._evicted[first] = _Remembered(level, run.idle_since, blocks)
         self._remembered_blocks += blocks
+        if (cut := self._cut.pop(run, None)) is not None and cut in self._evicted:
+            _, _, before = self._evicted.pop(cut)
+            blocks += before
+        self._evicted[first] = (level, run.idle_since, blocks)
         self._forget_some()
 
     def _forget_some(self) -> None:
@@ -152,15 +154,9 @@ class LeastReuseDensity:
             self._remembered_blocks -= blocks
             self.history.saw_eviction(level, self._idle_so_far - idle_since, blocks)
 
-    def _forget(self, first: BlockHash | None) -> _Remembered | None:
-        remembered = self._evicted.pop(first, None) if first is not None else None
-        if remembered is not None:
-            self._remembered_blocks -= remembered.blocks
-        return remembered
-
 
 def _level(run: Run) -> int:
-    return min(run.uses, _COUNTED_USES)
+    return run.uses if run.uses < _COUNTED_USES else _COUNTED_USES
 
 
 class ReuseDensity:
@@ -176,12 +172,10 @@ class ReuseDensity:
         self._reused: list[_PerAge] = [[0.0] * _AGES for _ in range(levels)]
         self._evicted: list[_PerAge] = [[0.0] * _AGES for _ in range(levels)]
         # Nothing is known yet: the longer idle, the less.
-        self._density: list[_PerAge] = [[2.0**-a for a in range(_AGES)] for _ in range(levels)]
+        self.densities: list[_PerAge] = [[2.0**-a for a in range(_AGES)] for _ in range(levels)]
+        """# level |-> age |-> density: never falls with the level, never rises with age. The lists
+        are renewed in place."""
         self._events = 0
-
-    def density(self, level: int, idle_time: int) -> float:
-        """Never falls with the level, never rises with idle time."""
-        return self._density[level][idle_time.bit_length()]
 
     def saw_reuse(self, level: int, idle_time: int, blocks: int) -> None:
         self._count(self._reused[level], idle_time, blocks)
@@ -200,7 +194,7 @@ class ReuseDensity:
         floor = [0.0] * _AGES
         for level, (reused, evicted) in enumerate(zip(self._reused, self._evicted, strict=True)):
             floor = list(map(max, floor, _never_rising(_densities(reused, evicted))))
-            self._density[level] = floor
+            self.densities[level][:] = floor
             reused[:] = [count * _KEPT_SHARE for count in reused]
             evicted[:] = [count * _KEPT_SHARE for count in evicted]
 
@@ -218,7 +212,7 @@ def _densities(reused: _PerAge, evicted: _PerAge) -> _PerAge:
 
 
 def _never_rising(densities: _PerAge) -> _PerAge:
-    lowest, result = float("inf"), []
+    lowest, result = inf, []
     for density in densities:
         lowest = min(lowest, density)
         result.append(lowest)

@@ -10,8 +10,8 @@ beginning.
 A holder of a block holds its whole chain. So a parent is never idle before its children, never used
 less often, and outlives them: eviction takes leaves first without searching for one.
 
-Hashes are chained: where the hash at one depth is equal, all blocks before are equal. So runs are
-compared by their last hash. A block's depth is its index in its chain.
+A hash covers all tokens up to its block's end: where it is equal at one depth, all blocks before
+are equal. So runs are compared at few depths. A block's depth is its index in its chain.
 
 A *strand* is what was appended in one go, and grew at its end: the pieces of a split run share its
 number. Since leaves go first, a strand is always one range of depths, and only its end moves.
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from kvpool.core.blocks.news import ROOT, Strand
-from kvpool.core.layout.hashes import HASH_BYTES, BlockHash, Names
+from kvpool.core.layout.hashes import HASH_BYTES, BlockHash, Names, common_end
 
 Columns = tuple["array[int]", ...]
 """Arrays with one entry for each block of a run, such as its slots."""
@@ -65,30 +65,6 @@ class Run:
         """The hash of the block at that depth of the chain."""
         first = (depth - self.start) * HASH_BYTES
         return BlockHash(bytes(self.hashes[first : first + HASH_BYTES]))
-
-    def common_end(self, names: Names) -> int:
-        """Up to which depth the chain `names` goes along this run, whose first block it has. It
-        asks for few names, and for none far behind the first different one."""
-        low, high, step = self.start + 1, min(self.end, len(names)), _NEAR_BLOCKS
-        while low < high:
-            probe = min(low + step, high)
-            if names.at(probe - 1) != self.at(probe - 1):
-                return self._bisect(names, low, probe - 1)
-            low, step = probe, 2 * step
-        return low
-
-    def _bisect(self, names: Names, low: int, high: int) -> int:
-        """The common end is at least `low` and at most `high`."""
-        while low < high:
-            probe = (low + high + 1) // 2
-            if names.at(probe - 1) == self.at(probe - 1):
-                low = probe
-            else:
-                high = probe - 1
-        return low
-
-
-_NEAR_BLOCKS = 16
 
 
 class RunPolicy(Protocol):
@@ -155,7 +131,7 @@ class RunTree:
         run, depth, most = None, 0, len(names)
         children = self._roots
         while depth < most and (child := children.get(names.at(depth))) is not None:
-            run, depth = child, child.common_end(names)
+            run, depth = child, common_end(names, child.hashes, depth)
             if depth < run.end:
                 break
             children = run.children

@@ -20,7 +20,7 @@ from typing import NamedTuple, NewType, Protocol
 
 from kvpool.core.blocks.news import Strand
 from kvpool.core.blocks.runs import Evicted, Run, RunPolicy, RunTree, path
-from kvpool.core.layout.hashes import BlockHash, BlockHashes, Names
+from kvpool.core.layout.hashes import BlockHash, BlockHashes, Names, common_end
 from kvpool.core.node.block_index import BlockAt, BlockIndex
 from kvpool.core.node.tenants import TenantAges
 
@@ -254,7 +254,7 @@ class TierBlocks:
                     tail = self._append(tail, hashes, places[: len(hashes)], chain.tenant, now_s)
                     new.append(StrandPart(tail.number, depth, tail.end))
                 break
-            tail = self._tree.hold_next(known, known.common_end(names))
+            tail = self._tree.hold_next(known, common_end(names, known.hashes, depth))
             new += self._join(tail, places[: tail.blocks])
             places = places[tail.blocks :]
             depth = tail.end

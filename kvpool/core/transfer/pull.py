@@ -1,16 +1,23 @@
 """The messages by which a worker reads cached blocks of another worker, as values. Pure.
 
     puller                                  worker that has the blocks
-      PullWanted(hashes)  --------------->  holds the chain's blocks that it has
-                          <---------------  PullGranted(its blocks)
-      reads them into blocks of its own
-      PullRead            --------------->  releases them
+      PullWanted(hashes)  --------------->  more names of the chain may follow
+      PullWanted(the last hashes)  ------>  holds the chain's blocks that it has
+                          <---------------  PullGranted(places of the first page)
+      reads the page into blocks of its own
+      PullRead            --------------->
+                          <---------------  PullGranted(places of the next page)
+      reads it
+      PullRead(over)      --------------->  releases them
                           <---------------  PullSettled(held all the time?)
+
+Names and places of a page fit into one message each, so a chain may have any length.
 
 The reads are one-sided, like those of a handoff, and end in the same way. Only the holder knows
 whether it still held the blocks when the last one had been read. So the bytes are used only after
-PullSettled confirms it. The holder may release the blocks at any time, and does so when the puller
-is lost or silent for too long. Whatever goes wrong, the puller computes the KV itself.
+PullSettled confirms it. The lease begins anew with each page; a holder whose lease has ended before
+grants no other page. It may release the blocks at any time, and does so when the puller is lost or
+silent for too long. Whatever goes wrong, the puller computes the KV itself.
 """
 
 from __future__ import annotations
@@ -26,36 +33,39 @@ from kvpool.core.transfer.pool_map import KvFacts
 from kvpool.core.transfer.write import Side, SlabWrite, TokenSpan
 from kvrelay.types import Incarnation
 
-_HASHES_MOST = 1792
+HASHES_MOST = 1792
 """The number of hashes that fit into a message of 64 KiB."""
 _ANY_SIZE_BYTES = 2**62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullWanted:
-    """`pull` counts the sender's pulls. `hashes` are those of a chain, from its start; the sender
-    has the first `skip` blocks."""
+    """`pull` counts the sender's pulls. `hashes` are the next ones of a chain, from its start;
+    `more` follow in other messages. The sender has the first `skip` blocks."""
 
     pull: int
     hashes: tuple[BlockHash, ...]
     skip: int
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullGranted:
-    """The chain's first `blocks` are here; `held` gives the places of those behind the skipped
-    ones."""
+    """The chain's first `blocks` are here, and none of use if 0. `held` gives the places of those
+    before `end` that come after the page before, or after the skipped ones."""
 
     pull: int
     blocks: int = 0
+    end: int = 0
     held: tuple[PieceBlocks, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullRead:
-    """No read is in flight, and none will follow."""
+    """No read is in flight. `over`: none will follow; otherwise the next page is wanted."""
 
     pull: int
+    over: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,13 +103,13 @@ class BlocksPulled:
 
 
 def pulled_writes(
-    layout: KvLayout, skip: int, blocks: int, most_bytes: int = _ANY_SIZE_BYTES
+    layout: KvLayout, page: range, blocks: int, most_bytes: int = _ANY_SIZE_BYTES
 ) -> tuple[SlabWrite, ...]:
-    """Blocks `[skip, blocks)` of a chain, each whole if the token after them sees any of it, in
-    writes of at most `most_bytes`; one write without a limit."""
-    start, end = skip * layout.block_size, blocks * layout.block_size
-    span = TokenSpan(start=start, tokens=end - start, next_position=end)
-    one = ShardLayout(model=_seen_by_block(layout, end), shard=Shard())
+    """The blocks `page` of a chain's first `blocks`, each whole if the token after the chain sees
+    any of it, in writes of at most `most_bytes`; at most one write without a limit."""
+    size = layout.block_size
+    span = TokenSpan(start=page.start * size, tokens=len(page) * size, next_position=blocks * size)
+    one = ShardLayout(model=_seen_by_block(layout, blocks * size), shard=Shard())
     return cut(one, one, span=span, staging_bytes=most_bytes)
 
 
@@ -113,6 +123,6 @@ def _seen_by_block(layout: KvLayout, end: int) -> KvLayout:
     return replace(layout, groups=tuple(groups))
 
 
-def pull_blocks_most(layout: KvLayout) -> int:
-    """The names or places of a longer chain could exceed one message."""
-    return min(_HASHES_MOST, span_tokens_most(layout) // layout.block_size)
+def page_blocks_most(layout: KvLayout) -> int:
+    """The places of more blocks could exceed one message."""
+    return span_tokens_most(layout) // layout.block_size

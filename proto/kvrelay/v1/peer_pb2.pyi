@@ -270,30 +270,36 @@ class LinkProbed(_message.Message):
     def __init__(self) -> None: ...
 
 class PullWanted(_message.Message):
-    __slots__ = ("pull", "hashes", "skip")
+    __slots__ = ("pull", "hashes", "skip", "more")
     PULL_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     SKIP_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     pull: int
     hashes: bytes
     skip: int
-    def __init__(self, pull: _Optional[int] = ..., hashes: _Optional[bytes] = ..., skip: _Optional[int] = ...) -> None: ...
+    more: bool
+    def __init__(self, pull: _Optional[int] = ..., hashes: _Optional[bytes] = ..., skip: _Optional[int] = ..., more: _Optional[bool] = ...) -> None: ...
 
 class PullGranted(_message.Message):
-    __slots__ = ("pull", "blocks", "held")
+    __slots__ = ("pull", "blocks", "held", "end")
     PULL_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
     pull: int
     blocks: int
     held: _containers.RepeatedCompositeFieldContainer[PieceBlocks]
-    def __init__(self, pull: _Optional[int] = ..., blocks: _Optional[int] = ..., held: _Optional[_Iterable[_Union[PieceBlocks, _Mapping]]] = ...) -> None: ...
+    end: int
+    def __init__(self, pull: _Optional[int] = ..., blocks: _Optional[int] = ..., held: _Optional[_Iterable[_Union[PieceBlocks, _Mapping]]] = ..., end: _Optional[int] = ...) -> None: ...
 
 class PullRead(_message.Message):
-    __slots__ = ("pull",)
+    __slots__ = ("pull", "over")
     PULL_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
     pull: int
-    def __init__(self, pull: _Optional[int] = ...) -> None: ...
+    over: bool
+    def __init__(self, pull: _Optional[int] = ..., over: _Optional[bool] = ...) -> None: ...
 
 class PullSettled(_message.Message):
     __slots__ = ("pull", "held")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from kvpool.core.layout.block_names import BlockNames
+from kvpool.core.layout.block_names import BlockNames, HashChain
 from kvrelay.messages import PoolUpdate, PrefixSource, WorkerHello
 from kvrelay.qos import ONE_TIER, QosTier, QosTiers
 from kvrelay.types import NO_OBJECTIVES, Incarnation, Objectives, RequestSpec
@@ -22,17 +22,21 @@ from router.core.state.promises import NOTHING_PROMISED, Promised
 from router.core.state.worker_view import Naming, WorkerView
 
 _WorkerViews = Mapping[Incarnation, WorkerView]
+KeptChains = dict[tuple[Naming, int], HashChain]
+"""# naming, tokens of the context |-> the names of its blocks"""
+
 Held = Mapping[Incarnation, int]
 """# holder |-> how many of the prompt's first blocks it has"""
 
 
 @dataclass(slots=True)
 class HeldPrefixes:
-    """Of one prompt. Workers of one naming share its names, which are made once, and only if
-    somebody asks."""
+    """Of one prompt. Workers of one naming share its names. They are made once, and only if
+    somebody asks; `chains` keep them for the next decision about the request."""
 
     spec: RequestSpec
     directory: Directory
+    chains: KeptChains = field(default_factory=dict)
     _found: dict[Naming, Held] = field(default_factory=dict)
     _best: dict[Naming, PrefixSource | None] = field(default_factory=dict)
     _tokens: dict[Incarnation, int] = field(default_factory=dict)
@@ -41,22 +45,28 @@ class HeldPrefixes:
         """By those whose blocks `worker` can use."""
         found = self._found.get(worker.naming)
         if found is None:
-            found = self._found[worker.naming] = self._look(worker.hello)
+            found = self._found[worker.naming] = self._look(worker)
         return found
 
-    def _look(self, hello: WorkerHello) -> Held:
+    def _look(self, worker: WorkerView) -> Held:
         """At least the last token is computed, so it counts for nothing; so do all tokens of a
         prompt whose log probabilities are wanted."""
         if not self.directory.blocks or self.spec.is_scored:
             return {}
+        tokens = self.spec.context_tokens
+        chain = self.chains.get((worker.naming, tokens))
+        if chain is None:
+            chain = self.chains[worker.naming, tokens] = self._chain(worker.hello)
+        return self.directory.longest(chain.full(tokens - 1))
+
+    def _chain(self, hello: WorkerHello) -> HashChain:
         names = BlockNames(
             fingerprint=hello.fingerprint,
             physical_format=hello.physical_format,
             rope_border_tokens=hello.rope_border_tokens,
         )
-        tokens = self.spec.context_tokens
-        chain = names.chain(self.spec.tenant, tokens, hello.block_size).begin(self.spec)
-        return self.directory.longest(chain.full(tokens - 1))
+        chain = names.chain(self.spec.tenant, self.spec.context_tokens, hello.block_size)
+        return chain.begin(self.spec)
 
     def tokens(self, worker: WorkerView) -> int:
         """What the worker has itself, or its host's pool node."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import compress
 
-from kvpool.core.layout.hashes import HASH_BYTES, Names
+from kvpool.core.layout.hashes import HASH_BYTES, Names, common_end
 from kvrelay.errors import PeerError
 from kvrelay.messages import BlockChanges, CutRun, PoolUpdate, StoredRun
 from kvrelay.types import Incarnation, Tier
@@ -189,7 +189,7 @@ class Directory:
             child = run.child(names.at(reached))
             if child is None:
                 break
-            run, reached = child, child.matched(names)
+            run, reached = child, common_end(names, child.hashes, reached)
             having = self._go_on(found, run, having, reached)
         self._runs.use(run)
         if having > 0:

@@ -1,9 +1,10 @@
 """Which prefixes are known, and which holder's tier has them: one tree of runs. Pure.
 
-A run is an edge of the tree: consecutive blocks, split where sequences diverge. Hashes are chained:
-if two sequences have the same hash at some depth, all hashes before it are the same too. The depth
-of a block is its index in its sequence. A holder's tier is a bit. It has all of a run, or only its
-beginning, or nothing; and if it has some of a run, it has all of the run's parent.
+A run is an edge of the tree: consecutive blocks, split where sequences diverge. A hash covers all
+tokens up to its block's end: if two sequences have the same hash at some depth, all hashes before
+it are the same too. The depth of a block is its index in its sequence. A holder's tier is a bit. It
+has all of a run, or only its beginning, or nothing; and if it has some of a run, it has all of the
+run's parent.
 
     on a split the upper part is a new run; the lower part is the run that was there
 
@@ -15,12 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvpool.core.layout.hashes import HASH_BYTES, Names
+from kvpool.core.layout.hashes import HASH_BYTES
 
 GROWN_BYTES = 4096 * HASH_BYTES
 """Hashes of a run that still grows in place: appending copies them."""
-FIRST_COMPARED = 16
-"""Blocks, which a chain of names makes together."""
 RUN_BYTES = 360
 """Of a run without its blocks: 230 to 400 measured, the most where each run has one child."""
 
@@ -88,10 +87,6 @@ class KnownRun:
             self.ends.pop(bit, None)
             self.ends = self.ends or None
 
-    def hash_at(self, depth: int) -> bytes:
-        at = (depth - self.start) * HASH_BYTES
-        return self.hashes[at : at + HASH_BYTES]
-
     def child(self, first: bytes) -> KnownRun | None:
         return self.children.get(first) if self.children else None
 
@@ -112,26 +107,6 @@ class KnownRun:
         while most - low > 1:
             middle = (low + most) // 2
             low, most = (middle, most) if equal(middle) else (low, middle)
-        return low
-
-    def matched(self, names: Names) -> int:
-        """The depth up to which `names` go along this run, whose first block they have. They are
-        compared at a block further and further ahead, for it takes time to name blocks."""
-        low, end = self.start + 1, min(self.end, len(names))
-        step = FIRST_COMPARED
-        while low < end:
-            ahead = min(self.start + step, end)
-            if names.at(ahead - 1) != self.hash_at(ahead - 1):
-                return self._diverges(names, low, ahead)
-            low, step = ahead, 2 * step
-        return end
-
-    def _diverges(self, names: Names, low: int, high: int) -> int:
-        """Names are equal up to `low`, and differ at `high` - 1."""
-        while high - low > 1:
-            middle = (low + high) // 2
-            same = names.at(middle - 1) == self.hash_at(middle - 1)
-            low, high = (middle, high) if same else (low, middle)
         return low
 
 

@@ -1,0 +1,147 @@
+"""Finds all KV of a sequence's prefix: on this worker, in a pool, or at a peer. Pure.
+
+A sequence whose prefix is being fetched holds its blocks and waits for Restored.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvpool.core.blocks.holding import Holder
+from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.fetch.client_events import PoolQuestion, PrefixFetched, PrefixFound
+from kvpool.core.fetch.cost import RestoreCost
+from kvpool.core.fetch.fetches import PrefixFetches, Restored
+from kvpool.core.fetch.peer_pull import PeerSource, PullEvent, PullGrants
+from kvpool.core.fetch.pool_sources import OwnPoolSource, RemotePoolSource
+from kvpool.core.fetch.write_behind import WriteBehind
+from kvpool.core.layout.hashes import BlockHash, FullNames
+from kvrelay.messages import PrefixSource
+from kvrelay.types import PrefixOrigin
+
+log = logging.getLogger(__name__)
+
+
+class PoolUse:
+    """A worker's use of pools: it fetches from that of its host and those of other hosts, and
+    stores in that of its host. `questions` are for the clients of their nodes."""
+
+    def __init__(self, tables: BlockTables, cost: RestoreCost) -> None:
+        self.questions: list[PoolQuestion] = []
+        self.own = OwnPoolSource(tables=tables, cost=cost, outbox=self.questions)
+        self.remote = RemotePoolSource(tables=tables, cost=cost, outbox=self.questions)
+        self.write_behind = WriteBehind(tables)
+
+    @property
+    def declined_tokens(self) -> int:
+        """Tokens that were in a pool, but were faster computed or fetched elsewhere."""
+        return self.own.declined_tokens + self.remote.declined_tokens
+
+    def take_questions(self, now_s: float) -> list[PoolQuestion]:
+        """With what the worker has named since the last call."""
+        questions = self.questions.copy()
+        self.questions.clear()
+        offer = self.write_behind.offer(now_s)
+        return questions if offer is None else [*questions, offer]
+
+
+@dataclass(slots=True, kw_only=True)
+class PrefixLookup:
+    """`pool` None: no pool is used. `peers` and `grants` are None if peers neither give nor get
+    prefixes. `origins` counts where prefixes came from."""
+
+    tables: BlockTables
+    cost: RestoreCost
+    pool: PoolUse | None = None
+    peers: PeerSource | None = None
+    grants: PullGrants | None = None
+    origins: dict[PrefixOrigin, int] = field(default_factory=lambda: dict.fromkeys(PrefixOrigin, 0))
+    fetches: PrefixFetches = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.fetches = PrefixFetches(
+            tables=self.tables,
+            cost=self.cost,
+            own_pool=None if self.pool is None else self.pool.own,
+            remote_pools=None if self.pool is None else self.pool.remote,
+            peers=self.peers,
+        )
+
+    @classmethod
+    def of_this_worker(cls, tables: BlockTables) -> PrefixLookup:
+        """Nothing is fetched."""
+        return cls(tables=tables, cost=RestoreCost(tables.layout.block_size))
+
+    def try_open(
+        self,
+        holder: Holder,
+        tokens: int,
+        *,
+        hashes: FullNames,
+        ahead_tokens: int,
+        now_s: float,
+        hint: PrefixSource | None = None,
+    ) -> int | None:
+        """Like `BlockTables.try_open`; afterwards the sequence may be `fetching`. `hint`: who may
+        have more blocks."""
+        found = self.tables.try_open(
+            holder, tokens, hashes=hashes, ahead_tokens=ahead_tokens, now_s=now_s
+        )
+        if found is None:
+            return None
+        if not self._try_fetch(holder, hashes, found, hint, now_s):
+            self._ended(Restored.found_here(holder, found))
+        return found
+
+    def _try_fetch(
+        self,
+        holder: Holder,
+        names: FullNames,
+        found: int,
+        hint: PrefixSource | None,
+        now_s: float,
+    ) -> bool:
+        if self.pool is None and hint is None:
+            return False
+        here = found // self.tables.layout.block_size
+        return self.fetches.begin(holder, names.hashes(), here, hint, now_s)
+
+    def is_fetching(self, holder: Holder) -> bool:
+        """None of the sequence's blocks may be used or freed."""
+        return holder in self.fetches
+
+    def leave(self, holder: Holder) -> bool:
+        """The sequence is over. True: its blocks must stay until Restored."""
+        return self.fetches.drop(holder)
+
+    def is_stored(self, hashes: Iterable[BlockHash]) -> bool:
+        """The pool has taken these blocks, or won't take them."""
+        return self.pool is None or self.pool.write_behind.has_settled(hashes)
+
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """Its time, to compare fetching with."""
+        self.cost.computed(tokens, seconds)
+
+    def on_pool_answer(self, event: PrefixFound | PrefixFetched, now_s: float) -> list[Restored]:
+        if isinstance(event, PrefixFetched):
+            return self._all_ended(self.fetches.fetched(event, now_s))
+        return self._all_ended(self.fetches.found(event, now_s))
+
+    def on_peer(self, event: PullEvent, now_s: float) -> list[Restored]:
+        if self.peers is None:
+            return []
+        return self._all_ended(*self.peers.handle(event, self.fetches, now_s))
+
+    def expire(self, now_s: float) -> list[Restored]:
+        return self._all_ended(*self.fetches.expire(now_s))
+
+    def _all_ended(self, *ended: Restored | None) -> list[Restored]:
+        return [self._ended(restored) for restored in ended if restored is not None]
+
+    def _ended(self, restored: Restored) -> Restored:
+        """All KV that could be fetched is now in the holder's blocks."""
+        self.origins[restored.origin] += 1
+        log.debug("%s: %d tokens, %s", restored.holder, restored.tokens, restored.origin)
+        return restored
