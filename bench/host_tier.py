@@ -44,7 +44,7 @@ from kvpool.core.fetch.client_events import (
     WantPrefix,
 )
 from kvpool.core.fetch.pool_nodes import PoolNodes
-from kvpool.core.layout.hashes import BlockHash, block_hashes, cache_salt
+from kvpool.core.layout.hashes import BlockHashes, block_hashes, cache_salt
 from kvpool.core.layout.layout import BlockId
 from kvrelay.types import Incarnation, RequestKey
 from kvrelay.v1.pool_node_pb2 import PoolReportRequest
@@ -80,7 +80,7 @@ class Restorer:
         )
         self._links.start()
 
-    def store(self, hashes: tuple[BlockHash, ...]) -> None:
+    def store(self, hashes: BlockHashes) -> None:
         """Into memory, and from there to disk."""
         parents = (None, *hashes)
         blocks = tuple(
@@ -105,7 +105,7 @@ class Restorer:
             if (tier.tier, states.state) == ("disk", "cached")
         )
 
-    def restore(self, hashes: tuple[BlockHash, ...]) -> float:
+    def restore(self, hashes: BlockHashes) -> float:
         """Seconds."""
         targets = tuple((BlockId(_BLOCKS + i),) for i in range(_BLOCKS))
         wanted = WantPrefix(key=RequestKey("bench", 0), hashes=hashes, targets=targets)
@@ -174,8 +174,8 @@ def pool_node(cluster: str, folder: Path, memory_bytes: int) -> Iterator[PoolNod
             process.terminate()
 
 
-def _chain(name: int) -> tuple[BlockHash, ...]:
-    return tuple(block_hashes([name] * _BLOCKS, block_size=1, salt=_SALT))
+def _chain(name: int) -> BlockHashes:
+    return block_hashes([name] * _BLOCKS, block_size=1, salt=_SALT)
 
 
 def _drop_file_cache(folder: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from cluster.config.types import AutoCount, Bytes, Count, Seconds, Section
 
@@ -57,15 +57,38 @@ class SimulatedPool(Section):
     """KV blocks; none: simulation.blocks."""
 
 
-class FailureSection(Section):
-    """A worker that dies, as if by SIGKILL."""
+class HostSection(Section):
+    """The hosts of the workers, all alike. With `pool.enabled` each has a pool node."""
 
-    worker: str
+    workers: Count = 8
+    """Workers of one host, in the order of `workers`; the last host may have fewer."""
+    memory_bandwidth: Bytes = 40 * 10**9
+    """Bytes per second between a pool node's memory and all workers of its host, one transfer after
+    another."""
+    disk_bandwidth: Bytes = 3 * 10**9
+    """Bytes per second that a disk reads or writes, one block after another."""
+    disk_latency: Seconds = 100e-6
+    """Time that a disk takes for each block besides."""
+
+
+class FailureSection(Section):
+    """A worker or a pool node that dies, as if by SIGKILL."""
+
+    worker: str | None = None
     """Its name: prefill-0 is the first of the first prefill pool."""
+    pool_node: str | None = None
+    """Its name: pool-0 is that of the first host. Its memory is lost, its disk stays."""
     at: Seconds
     """Time of its death, in the trace's time at the simulated rate."""
     back_after: Seconds | None = None
-    """After this time a new worker without any KV takes its place; none: it is not replaced."""
+    """After this time a new process takes its place, a worker without any KV; none: it is not
+    replaced."""
+
+    @model_validator(mode="after")
+    def _one(self) -> FailureSection:
+        if (self.worker is None) == (self.pool_node is None):
+            raise ValueError("either worker or pool_node")
+        return self
 
 
 class Simulation(Section):
@@ -83,6 +106,7 @@ class Simulation(Section):
     """In the order of `workers`; pools left out have `profile` and `blocks`."""
     kv: Kv = Kv()
     fabric: FabricSection = FabricSection()
+    host: HostSection = HostSection()
     slo: SloSection = SloSection()
     max_model_len: Count = 262_144
     """Prompt plus output, in tokens."""
@@ -96,7 +120,7 @@ class Simulation(Section):
     """Clients round their waiting time up to a multiple of this. 1 s is the resolution of HTTP's
     `retry-after`."""
     failures: tuple[FailureSection, ...] = ()
-    """Workers that die."""
+    """Workers and pool nodes that die."""
     most_steps: Annotated[int, Field(ge=1, le=4096)] = 256
     """At most this many decode steps are simulated together while no event occurs. The result is
     that of single steps, but a sequence takes its blocks, and reports its tokens, once for all."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.core.worker.events import CoreEvent
-from cluster.sim.clock import Clock
+from cluster.sim.machines.clock import Clock
 from cluster.sim.trace import Answers
 from engine.core.step import RunStep, SequenceSlice, StepBatch, StepDone, StepOutcome
 from engine.core.step_times import StepTimes, StepWork, decode_work, mixed_work

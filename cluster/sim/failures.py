@@ -1,7 +1,8 @@
-"""Simulated workers that die, and others that come in their place.
+"""Simulated workers and pool nodes that die, and others that come in their place.
 
-Routers hear of it as live ones do whose connection breaks, and so do its peers. What is on its way
-to a dead worker is lost; so is what it had on its way when it comes to somebody who knows.
+Routers hear of it as live ones do whose connection breaks, and so do a worker's peers and the
+workers of a pool node. What is on its way to a dead worker is lost; so is what it had on its way
+when it comes to somebody who knows.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cluster.config.simulation import FailureSection
-from cluster.sim.clock import Clock
+from cluster.sim.machines.clock import Clock
+from cluster.sim.pools import SimPools
 from cluster.sim.router import SimRouter
 from cluster.sim.worker import SimWorker
 from kvpool.core.transfer.commands import PeerLost
@@ -29,15 +31,23 @@ class Failures:
     workers: Mapping[Incarnation, SimWorker]  # of all lives
     peer_latency_s: float
     again: Callable[[str, int], SimWorker]
+    pools: SimPools | None
     _lives: dict[str, SimWorker] = field(default_factory=dict)  # name |-> its latest
     _count: dict[str, int] = field(default_factory=dict)
 
     def begin(self, failures: Sequence[FailureSection]) -> None:
         self._lives = {worker.name: worker for worker in self.workers.values()}
         for one in failures:
-            self.clock.at(one.at, self._die, one)
+            self.clock.at(one.at, self._die if one.pool_node is None else self._node_dies, one)
+
+    def _node_dies(self, failure: FailureSection) -> None:
+        assert self.pools is not None and failure.pool_node is not None, "checked"
+        was_there = self.pools.kill(failure.pool_node)
+        if was_there and failure.back_after is not None:
+            self.clock.after(failure.back_after, self.pools.start, failure.pool_node)
 
     def _die(self, failure: FailureSection) -> None:
+        assert failure.worker is not None, "checked"
         worker = self._lives[failure.worker]
         if worker.is_dead:
             return
@@ -55,12 +65,19 @@ class Failures:
         self._lives[name] = self.again(name, life)
 
 
-def check_failures(failures: Sequence[FailureSection], names: Sequence[Sequence[str]]) -> None:
-    """Raises ConfigError."""
-    known = [name for pool in names for name in pool]
+def check_failures(
+    failures: Sequence[FailureSection], names: Sequence[Sequence[str]], nodes: Sequence[str]
+) -> None:
+    """`nodes` are the names of the pool nodes. Raises ConfigError."""
+    workers = [name for pool in names for name in pool]
     for index, one in enumerate(failures):
-        if one.worker not in known:
-            raise ConfigError(
-                f"simulation.failures.{index}.worker: got {one.worker}, expected one of "
-                + ", ".join(known)
-            )
+        if one.worker is not None:
+            _check_name(f"{index}.worker", one.worker, workers)
+        elif one.pool_node is not None:
+            _check_name(f"{index}.pool_node", one.pool_node, nodes)
+
+
+def _check_name(key: str, name: str, known: Sequence[str]) -> None:
+    if name not in known:
+        expected = f"expected one of {', '.join(known)}" if known else "but pool.enabled is false"
+        raise ConfigError(f"simulation.failures.{key}: got {name}, {expected}")

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from cluster.config.schema import Config
 from cluster.sim.profiles.load import BUILT_IN_TEXT
-from cluster.sim.report import Report, Spread, report
+from cluster.sim.report import KvPoolUse, Report, Spread, report
 from cluster.sim.simulation import ClusterSimulation, Scale
 from cluster.sim.trace import Outcome, TraceRequest
 from engine.core.step_times import NotCovered
@@ -154,14 +154,22 @@ def assumed_text(config: Config) -> str | None:
 
 def as_json(reports: Sequence[Report]) -> str:
     """One report, or a list of them."""
-    plain = [asdict(one) for one in reports]
+    plain = [_plain(one) for one in reports]
     return json.dumps(plain[0] if len(plain) == 1 else plain, indent=2)
 
 
 def comparison_json(key: str, runs: Sequence[tuple[str, Sequence[Report]]]) -> str:
     """`runs`: each value of the key, with a report for each rate."""
-    plain = [{"value": value, "reports": [asdict(one) for one in each]} for value, each in runs]
+    plain = [{"value": value, "reports": [_plain(one) for one in each]} for value, each in runs]
     return json.dumps({"compare": key, "runs": plain}, indent=2)
+
+
+def _plain(report: Report) -> dict[str, object]:
+    """A cluster without pool nodes has no `kv_pool`."""
+    plain = asdict(report)
+    if report.kv_pool is None:
+        del plain["kv_pool"]
+    return plain
 
 
 def write(folder: Path, results: Sequence[Result]) -> None:
@@ -202,6 +210,13 @@ FIGURES: tuple[tuple[str, Callable[[Report], float | None]], ...] = (
     ("preempted", lambda one: one.preemptions),
     ("$ per million tokens", lambda one: one.cost.price_per_million_tokens),
 )
+KV_POOL_FIGURES: tuple[tuple[str, Callable[[Report, KvPoolUse], float]], ...] = (
+    ("from host memory, %", lambda one, pool: _share(one, pool.host_tokens)),
+    ("from disk, %", lambda one, pool: _share(one, pool.disk_tokens)),
+    ("from other hosts, %", lambda one, pool: _share(one, pool.remote_tokens)),
+    ("declined in pools, %", lambda one, pool: _share(one, pool.declined_tokens)),
+    ("stored blocks", lambda one, pool: pool.stored_blocks),
+)
 LATENCIES: tuple[tuple[str, Callable[[Report], Spread | None]], ...] = (
     ("TTFT", lambda one: one.ttft_s),
     ("TPOT", lambda one: one.tpot_s),
@@ -216,7 +231,28 @@ QUANTILES: tuple[tuple[str, Callable[[Spread], float]], ...] = (
 
 def lines(reports: Sequence[Report]) -> list[ReportLine]:
     found = [ReportLine(name=name, values=tuple(map(figure, reports))) for name, figure in FIGURES]
-    return [*found, *_compared_latencies(reports), *_compared_pools(reports)]
+    pools = _compared_kv_pools(reports)
+    return [*found, *pools, *_compared_latencies(reports), *_compared_pools(reports)]
+
+
+def _share(report: Report, tokens: int) -> float:
+    """In percent of the prompt tokens that were offered."""
+    return 100 * tokens / report.prompt_tokens
+
+
+def _compared_kv_pools(reports: Sequence[Report]) -> list[ReportLine]:
+    """Nothing where no report has one."""
+    if not any(one.kv_pool for one in reports):
+        return []
+    return [
+        ReportLine(
+            name=name,
+            values=tuple(
+                None if one.kv_pool is None else figure(one, one.kv_pool) for one in reports
+            ),
+        )
+        for name, figure in KV_POOL_FIGURES
+    ]
 
 
 def _compared_latencies(reports: Sequence[Report]) -> list[ReportLine]:
@@ -287,11 +323,28 @@ def _requests(one: Report) -> Table:
         ("goodput", f"{one.goodput_per_s:.2f}/s"),
         ("output", f"{one.output_tokens} tokens, {one.output_tokens_per_s:.0f}/s"),
         ("prefix hits", f"{one.hit_rate:.1%} of prompt tokens, {one.reuse_rate:.1%} on the device"),
+        *_kv_pool(one),
         ("prefilled by decode workers", str(one.local_prefills)),
         ("moved", f"{one.moved_bytes / 1e9:.1f} GB"),
         ("cost", _cost(one)),
     ]
     return _table(("", ""), rows)
+
+
+def _kv_pool(one: Report) -> list[tuple[str, str]]:
+    pool = one.kv_pool
+    if pool is None:
+        return []
+    host, disk, remote, declined = (
+        f"{_share(one, tokens):.1f}%"
+        for tokens in (pool.host_tokens, pool.disk_tokens, pool.remote_tokens, pool.declined_tokens)
+    )
+    fetched = f"{host} from host memory, {disk} from disk, {remote} from other hosts"
+    kept = f"{pool.stored_blocks} blocks stored, {pool.host_blocks} in memory"
+    return [
+        ("from pool nodes", f"{fetched}; {declined} declined"),
+        (f"{pool.nodes} pool nodes", f"{kept} and {pool.disk_blocks} on disk at the end"),
+    ]
 
 
 def _reasons(counted: dict[str, int]) -> str:

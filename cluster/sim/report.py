@@ -112,6 +112,43 @@ def _sum(values: Sequence[float | None]) -> float | None:
     return sum(known) if len(known) == len(values) else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvPoolUse:
+    """What all workers fetched, in prompt tokens: from the memory and the disk of their own host's
+    pool node, and from the pool nodes of other hosts. `declined_tokens` were there, but another
+    source was faster. `stored_blocks` were written by workers. At the end `host_blocks` are in
+    memory and `disk_blocks` on disk."""
+
+    nodes: int
+    host_tokens: int
+    disk_tokens: int
+    remote_tokens: int
+    declined_tokens: int
+    stored_blocks: int
+    host_blocks: int
+    disk_blocks: int
+
+
+def kv_pool_use(simulated: Simulated) -> KvPoolUse | None:
+    """None without pool nodes."""
+    if simulated.pools is None:
+        return None
+    workers = simulated.fleet.workers.values()
+    counters = [worker.core.counters(worker.links.states) for worker in workers]
+    links = [worker.node_links for worker in workers if worker.node_links is not None]
+    counts = [node.core.books.counts() for node in simulated.pools.living]
+    return KvPoolUse(
+        nodes=len(simulated.pools.hosts),
+        host_tokens=sum(one.pool_host_tokens for one in counters),
+        disk_tokens=sum(one.pool_disk_tokens for one in counters),
+        remote_tokens=sum(one.pool_remote_tokens for one in counters),
+        declined_tokens=sum(one.pool_declined_tokens for one in counters),
+        stored_blocks=sum(one.stored_blocks for one in links),
+        host_blocks=sum(one["cached"] for one in counts),
+        disk_blocks=sum(one["disk_cached"] for one in counts),
+    )
+
+
 QUANTILES = (0.5, 0.9, 0.99)
 
 
@@ -132,7 +169,7 @@ class Report:
     """`attainment` and `goodput_per_s` are over what was offered, `admitted_attainment` over what
     was admitted. `hit_rate` is of prompt tokens whose KV a prefill found, `reuse_rate` of those
     that it found on its own device. `retries`: how often clients came back when they were told to,
-    and how many of these times they were admitted."""
+    and how many of these times they were admitted. `kv_pool` is None without pool nodes."""
 
     name: str
     rate_scale: float
@@ -168,6 +205,7 @@ class Report:
     pools: tuple[PoolUse, ...]
     cost: Cost
     timeline: tuple[TimelinePoint, ...]
+    kv_pool: KvPoolUse | None
 
 
 def report(simulated: Simulated) -> Report:
@@ -215,6 +253,7 @@ def report(simulated: Simulated) -> Report:
         pools=pools,
         cost=cost_of(pools, output),
         timeline=tuple(simulated.timeline),
+        kv_pool=kv_pool_use(simulated),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Protocol, assert_never
 
 from cluster.config.simulation import Simulation
 from cluster.core.worker.events import FromRouter, RouterJoined
-from cluster.sim.clock import Clock
+from cluster.sim.machines.clock import Clock
 from cluster.sim.trace import Answers, Outcome, TraceArrival
 from cluster.sim.worker import SimWorker
 from kvrelay.messages import BlockChanges, Counters, WorkerEvent

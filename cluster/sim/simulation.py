@@ -10,9 +10,10 @@ from cluster.config.schema import Config
 from cluster.config.simulation import SimulatedPool, Simulation
 from cluster.core.plan import router_settings, worker_settings
 from cluster.core.resolve import Site, resolve, worker_names
-from cluster.sim.clock import Clock
 from cluster.sim.failures import Failures, check_failures
-from cluster.sim.links import Fabric, Post
+from cluster.sim.machines.clock import Clock
+from cluster.sim.machines.links import Fabric, Post
+from cluster.sim.pools import SimPools, hosts_of
 from cluster.sim.profiles.load import HardwareProfile, read_profile, told_times
 from cluster.sim.router import Clients, SimRouter
 from cluster.sim.timeline import LOOKS, Timeline, TimelinePoint
@@ -59,6 +60,7 @@ class Simulated:
     ended_s: float
     events: int
     moved_bytes: int
+    pools: SimPools | None
 
 
 class ClusterSimulation:
@@ -80,10 +82,15 @@ class ClusterSimulation:
         answers = Answers(timed, simulation.max_tokens)
         self._fabric = Fabric(simulation.fabric)
         self._posts: dict[Incarnation, Post] = {}
-        self._around = Surroundings(
-            clock=self.clock, fabric=self._fabric, answers=answers, posts=self._posts
-        )
         self.routers = [self._router() for _ in range(self._config.router.replicas)]
+        self.pools = self._pools() if self._config.pool.enabled else None
+        self._around = Surroundings(
+            clock=self.clock,
+            fabric=self._fabric,
+            answers=answers,
+            posts=self._posts,
+            nodes=self.pools.nodes if self.pools is not None else {},
+        )
         self.fleet = self._fleet()
         draw = Random(simulation.seed).random
         self.clients = Clients(self.routers, self.clock, timed, answers, simulation, draw)
@@ -97,6 +104,11 @@ class ClusterSimulation:
     def _router(self) -> SimRouter:
         latency_s = self._config.simulation.fabric.router_latency
         return SimRouter(begin(_beginning(self._config)), self.clock, latency_s)
+
+    def _pools(self) -> SimPools:
+        config = self._config
+        block_bytes = kv_layout(config.simulation, config.engine.block_size).bytes_per_block
+        return SimPools(self.clock, config, block_bytes, [router.hear for router in self.routers])
 
     def _fleet(self) -> SimFleet:
         workers: dict[Incarnation, SimWorker] = {}
@@ -116,6 +128,8 @@ class ClusterSimulation:
         self._posts[worker.incarnation] = worker.hear
         for router in self.routers:
             router.attach(worker)
+        if self.pools is not None and worker.node_links is not None:
+            self.pools.join(worker.name, worker.node_links)
 
     def _failures(self) -> Failures:
         return Failures(
@@ -124,6 +138,7 @@ class ClusterSimulation:
             workers=self.fleet.workers,
             peer_latency_s=self._config.simulation.fabric.latency,
             again=self._again,
+            pools=self.pools,
         )
 
     def _again(self, name: str, life: int) -> SimWorker:
@@ -175,6 +190,7 @@ class ClusterSimulation:
             ended_s=self.clock.now_s,
             events=events,
             moved_bytes=self._fabric.moved_bytes,
+            pools=self.pools,
         )
 
     def _check_end(self) -> None:
@@ -182,6 +198,8 @@ class ClusterSimulation:
         for worker in self.fleet.workers.values():
             if not worker.is_dead:
                 worker.assert_nothing_held()
+        for node in self.pools.living if self.pools is not None else ():
+            node.assert_nothing_held()
         for router in self.routers:
             _assert_empty(router.core)
 
@@ -206,13 +224,13 @@ def _beginning(config: Config) -> Beginning:
 def check(config: Config) -> None:
     """Raises ConfigError for what can't be simulated."""
     simulation = config.simulation
-    if config.pool.enabled:
-        raise ConfigError("pool.enabled: pool nodes can't be simulated yet")
     if len(simulation.pools) > len(config.workers):
         raise ConfigError(
             f"simulation.pools: got {len(simulation.pools)}, but workers has {len(config.workers)}"
         )
-    check_failures(simulation.failures, worker_names(config.workers))
+    names = worker_names(config.workers)
+    hosts = hosts_of(names, simulation.host) if config.pool.enabled else ()
+    check_failures(simulation.failures, names, [host.name for host in hosts])
     if 512 % (simulation.block_size or config.engine.block_size):
         raise ConfigError(
             f"engine.block_size: got {config.engine.block_size}, expected a divisor of 512"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from cluster.sim.clock import Clock
+from cluster.sim.machines.clock import Clock
 from cluster.sim.worker import SimWorker
 
 LOOKS = 240

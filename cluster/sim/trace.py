@@ -24,6 +24,7 @@ HASH_TOKENS = 512
 """Tokens that one hash id of a trace stands for."""
 _MIX = 2654435761
 _IDS = 2**32
+_PRIME = 1_000_003
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,25 +84,36 @@ class TracePrompt(NamedTokens):
     def names(self, blocks: range, block_size: int, salt: CacheSalt) -> BlockHashes:
         if self._named != (salt, block_size):
             self._named = (salt, block_size)
-            self._names = BlockHashes(b"".join(self._all_names(block_size, salt[:8])))
+            self._names = BlockHashes(b"".join(self._all_names(block_size, salt)))
         return self._names[blocks.start : blocks.stop]
 
     def name(self, block: int, block_size: int, salt: CacheSalt) -> BlockHash:
         return self.names(range(block, block + 1), block_size, salt).at(0)
 
-    def _all_names(self, block_size: int, mark: bytes) -> Iterator[bytes]:
+    def _all_names(self, block_size: int, salt: CacheSalt) -> Iterator[bytes]:
+        """Their first bytes are scattered, as those of hashes are."""
+        seed, mark = int.from_bytes(salt[:4]), salt[:8]
         if self._hash_ids is None:
-            own = mark + b"own" + bytes(9) + self._number.to_bytes(8)
-            return (own + block.to_bytes(4) for block in range(self._length // block_size))
-        return self._end_names(self._hash_ids, block_size, mark + self._copy.to_bytes(4) + bytes(8))
+            seed, mark = seed + self._number * _PRIME, mark + b"own" + bytes(5)
+            mark += self._number.to_bytes(8)
+            return (
+                ((seed + block) * _MIX % _IDS).to_bytes(4, "little") + mark + block.to_bytes(4)
+                for block in range(self._length // block_size)
+            )
+        seed, mark = seed + self._copy * _PRIME, mark + self._copy.to_bytes(4) + bytes(4)
+        return self._end_names(self._hash_ids, block_size, seed, mark)
 
-    def _end_names(self, hash_ids: Sequence[int], block_size: int, mark: bytes) -> Iterator[bytes]:
+    def _end_names(
+        self, hash_ids: Sequence[int], block_size: int, seed: int, mark: bytes
+    ) -> Iterator[bytes]:
         """Equal for equal tokens before a block's end: the block of the trace that it lies in, and
         where. That stands for all tokens before it."""
         size, last = self._hash_tokens, self._length // block_size * block_size
         for end in range(block_size, last + 1, block_size):
             block, within = divmod(end - 1, size)
-            yield mark + hash_ids[block].to_bytes(8) + (within + 1).to_bytes(4)
+            scattered = (seed + hash_ids[block] * HASH_TOKENS + within) * _MIX % _IDS
+            named = hash_ids[block].to_bytes(8) + (within + 1).to_bytes(4)
+            yield scattered.to_bytes(4, "little") + mark + named
 
 
 class _Part(Sequence[int]):

@@ -10,15 +10,18 @@ from cluster.core.settings import WorkerSettings
 from cluster.core.worker.build import build_worker_core
 from cluster.core.worker.core import WorkerCore
 from cluster.core.worker.events import CoreEvent, SendToRouter, WorkerCommand
-from cluster.sim.clock import Clock
 from cluster.sim.device import SimDevice
-from cluster.sim.links import Fabric, Post, SimLinks, SimMover
+from cluster.sim.machines.clock import Clock
+from cluster.sim.machines.links import Fabric, Post, SimLinks, SimMover
+from cluster.sim.machines.node_links import SimNodeLinks
+from cluster.sim.machines.pool_node import SimPoolNode
 from cluster.sim.trace import Answers
 from engine.core.step import RunStep
 from engine.core.step_times import LinearTimes, StepTimes
 from kvpool.core.blocks.pool import BlockState
 from kvpool.core.layout.block_names import BlockNames
 from kvpool.core.layout.layout import KvLayout
+from kvpool.core.node.messages import PoolFormat
 from kvpool.core.transfer.commands import FromPeer, LinkMeasured, PeerLost, SendPeer
 from kvpool.core.transfer.messages import HandoffMode, PeerHello
 from kvpool.core.transfer.pool_map import KvFacts
@@ -27,6 +30,8 @@ from kvrelay.messages import WorkerHello
 from kvrelay.types import WIRE_VERSION, Incarnation, StepCoefficients
 
 FINGERPRINT = "simulated"
+_POOL_TICK_S = 1.0
+"""Workers lose patience with a silent pool node after a few of these."""
 _OF_PEERS = frozenset((FromPeer, LinkMeasured, PeerLost))
 
 
@@ -44,12 +49,13 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What all workers share; `posts` lead to each."""
+    """What all workers share; `posts` lead to each, and `nodes` are the pool nodes."""
 
     clock: Clock
     fabric: Fabric
     answers: Answers
     posts: Mapping[Incarnation, Post]
+    nodes: Mapping[Incarnation, SimPoolNode]
 
 
 class SimWorker:
@@ -63,7 +69,7 @@ class SimWorker:
         self.is_dead = False
         self.hardware = hardware
         self._clock = around.clock
-        self._lease_ttl_s = settings.lease_ttl_s
+        self._tick_s = settings.lease_ttl_s / 3
         self._ticking = False
         self.device = SimDevice(
             around.clock, hardware.times, around.answers, _layers(hardware.layout), self.hear
@@ -83,6 +89,7 @@ class SimWorker:
             SendPeer: self.links.send,
             SendToRouter: _tell,
         }
+        self.node_links = self._node_links(around) if settings.pool_address is not None else None
         self.hello = self._hello(settings)
 
     # --- what happens ---------------------------------------------------------------------------
@@ -117,6 +124,8 @@ class SimWorker:
     def die(self) -> None:
         """Nothing comes of what it was about to do."""
         self.is_dead = True
+        if self.node_links is not None:
+            self.node_links.die()
 
     def _execute(self, commands: Iterable[WorkerCommand]) -> None:
         for command in commands:
@@ -134,7 +143,7 @@ class SimWorker:
             self.device.cut()
         if not self._ticking and not core.idle:
             self._ticking = True
-            self._clock.after(self._lease_ttl_s / 3, self._tick)
+            self._clock.after(self._tick_s, self._tick)
 
     @property
     def _is_wanted_otherwise(self) -> bool:
@@ -166,6 +175,24 @@ class SimWorker:
             max_model_len=self.hardware.max_model_len,
             most_steps=self.hardware.most_steps,
         )
+
+    def _node_links(self, around: Surroundings) -> SimNodeLinks:
+        layout = self.hardware.layout
+        links = SimNodeLinks(
+            around.clock,
+            around.fabric,
+            self.incarnation,
+            PoolFormat(
+                fingerprint=FINGERPRINT,
+                physical_format=layout.physical_format(),
+                block_bytes=layout.bytes_per_block,
+            ),
+            around.nodes,
+            self.hear,
+        )
+        self._executors |= links.executors
+        self._tick_s = min(self._tick_s, _POOL_TICK_S)
+        return links
 
     def _peer_hello(self, staging: Staging) -> PeerHello:
         layout = self.hardware.layout
@@ -216,6 +243,8 @@ class SimWorker:
         assert counts[BlockState.FREE] + counts[BlockState.CACHED] == tables.blocks
         assert slabs.counts()[SlabState.FREE] == slabs.count, "a slab is lent"
         assert self.core.idle, f"{self.incarnation} has requests"
+        nodes = self.core.prefixes.nodes
+        assert nodes is None or nodes.own.idle, f"{self.incarnation} waits for its pool node"
 
 
 def _tell(command: SendToRouter) -> None:

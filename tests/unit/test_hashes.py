@@ -13,7 +13,6 @@ from kvpool.core.layout.hashes import (
     CacheSalt,
     block_hashes,
     cache_salt,
-    common_end,
 )
 
 
@@ -91,33 +90,6 @@ def test_few_states_are_kept(depths: list[int]) -> None:
     for depth in depths:
         assert chain.at(depth) == whole.at(depth)
     assert len(chain._states) == len(chain._depths) <= 64
-
-
-class _Asked(BlockHashes):
-    """Knows which of its hashes were asked for."""
-
-    __slots__ = ("depths",)
-
-    def __init__(self, packed: bytes) -> None:
-        super().__init__(packed)
-        self.depths: list[int] = []
-
-    def at(self, depth: int) -> BlockHash:
-        self.depths.append(depth)
-        return super().at(depth)
-
-
-@given(st.integers(0, 40), st.integers(1, 300), st.integers(0, 300), st.integers(0, 300))
-def test_names_are_followed_to_where_they_differ(
-    start: int, common: int, others: int, more: int
-) -> None:
-    """Along hashes of `common` + `others` blocks, by names that go on for `more` blocks."""
-    shared = [b"s%031d" % index for index in range(start + common)]
-    hashes = b"".join([*shared[start:], *(b"o%031d" % index for index in range(others))])
-    names = _Asked(b"".join([*shared, *(b"m%031d" % index for index in range(more))]))
-    assert common_end(names, bytearray(hashes), start) == start + common
-    assert max(names.depths, default=start) < start + 2 * common + 16
-    assert len(names.depths) <= 2 * common.bit_length() + 3
 
 
 def test_packed_hashes_are_a_sequence() -> None:

@@ -103,7 +103,7 @@ def test_the_cores_are_those_of_the_import_contract() -> None:
     tree = Path(__file__).parents[2]
     assert {*cores(tree)} >= {"router/core", "kvpool/core", "prefill_worker", "decode_worker"}
     assert is_core("cluster.core")
-    assert not is_core("cluster.sim.clock")
+    assert not is_core("cluster.sim.machines.clock")
     assert not is_core("engine.core")
     assert module_name("proto/kvrelay/types.py") == "kvrelay.types"
     assert module_name("router/core/__init__.py") == "router.core"

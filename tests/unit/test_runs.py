@@ -6,7 +6,7 @@ import itertools
 from array import array
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -21,8 +21,8 @@ from hypothesis.stateful import (
 from kvpool.core.blocks import eviction
 from kvpool.core.blocks.eviction import open_policy, policies
 from kvpool.core.blocks.news import Strand
-from kvpool.core.blocks.runs import Run, RunTree, path
-from kvpool.core.layout.hashes import BlockHash, BlockHashes, common_end
+from kvpool.core.blocks.runs import Run, RunTree, common_end, path
+from kvpool.core.layout.hashes import BlockHash, BlockHashes
 from tests.unit.naive_tree import NaiveTree, Path, hashes_of, names_of
 
 _paths = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
@@ -231,3 +231,30 @@ def test_no_name_far_behind_the_first_different_one_is_asked_for() -> None:
         assert tree.find(asked)[1] == common
         assert asked.most <= 3 * common + 32
     assert tree.find(names_of(tuple(range(1000))))[1] == 1000
+
+
+class _Asked(BlockHashes):
+    """Knows which of its hashes were asked for."""
+
+    __slots__ = ("depths",)
+
+    def __init__(self, packed: bytes) -> None:
+        super().__init__(packed)
+        self.depths: list[int] = []
+
+    def at(self, depth: int) -> BlockHash:
+        self.depths.append(depth)
+        return super().at(depth)
+
+
+@given(st.integers(0, 40), st.integers(1, 300), st.integers(0, 300), st.integers(0, 300))
+def test_names_are_followed_to_where_they_differ(
+    start: int, common: int, others: int, more: int
+) -> None:
+    """Along hashes of `common` + `others` blocks, by names that go on for `more` blocks."""
+    shared = [b"s%031d" % index for index in range(start + common)]
+    hashes = b"".join([*shared[start:], *(b"o%031d" % index for index in range(others))])
+    names = _Asked(b"".join([*shared, *(b"m%031d" % index for index in range(more))]))
+    assert common_end(names, bytearray(hashes), start) == start + common
+    assert max(names.depths, default=start) < start + 2 * common + 16
+    assert len(names.depths) <= 2 * common.bit_length() + 3

@@ -296,7 +296,6 @@ def test_a_router_that_knows_the_objectives_keeps_them_for_those_it_takes() -> N
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        (("pool.enabled=true",), "pool.enabled: pool nodes can't be simulated"),
         (("simulation.pools=[{}, {}, {}]",), "simulation.pools: got 3, but workers has 2"),
         (("simulation.block_size=100",), "simulation.block_size: got 100, expected a divisor"),
         (("simulation.block_size=auto", "engine.block_size=24"), "engine.block_size: got 24"),

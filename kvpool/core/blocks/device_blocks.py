@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from kvpool.core.blocks.news import RunNews
 from kvpool.core.blocks.pool import BlockPool, BlockState
-from kvpool.core.blocks.runs import Columns, Run, RunPolicy, RunTree, path
+from kvpool.core.blocks.runs import Columns, Run, RunPolicy, RunTree, common_end, path
 from kvpool.core.layout.hashes import (
     HASH_BYTES,
     BlockHash,
@@ -26,7 +26,6 @@ from kvpool.core.layout.hashes import (
     FullNames,
     Names,
     TenantRoots,
-    common_end,
 )
 from kvpool.core.layout.layout import NO_BLOCK, BlockId, KvLayout
 

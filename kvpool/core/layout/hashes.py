@@ -104,30 +104,6 @@ class BlockHashes(Sequence[BlockHash]):
 
 NO_NAMES = BlockHashes()
 
-_NEAR_BLOCKS = 16
-
-
-def common_end(names: Names, hashes: bytes | bytearray, start: int) -> int:
-    """Up to which depth the chain `names` goes along these packed hashes, the first of which is its
-    name at depth `start`. It asks for few names, and for none far behind the first different one,
-    for it takes time to make names."""
-    low, high, step = start + 1, min(start + len(hashes) // HASH_BYTES, len(names)), _NEAR_BLOCKS
-    while low < high:
-        probe = min(low + step, high)
-        if not _is_at(hashes, probe - 1 - start, names.at(probe - 1)):
-            high = probe - 1
-            break
-        low, step = probe, 2 * step
-    while low < high:
-        probe = (low + high + 1) // 2
-        same = _is_at(hashes, probe - 1 - start, names.at(probe - 1))
-        low, high = (probe, high) if same else (low, probe - 1)
-    return low
-
-
-def _is_at(hashes: bytes | bytearray, index: int, block_hash: BlockHash) -> bool:
-    return hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES] == block_hash
-
 
 class SupportsTokens(Protocol):
     """Token ids of a sequence, from its start; any sequence of ints is one."""

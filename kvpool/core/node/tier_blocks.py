@@ -19,8 +19,8 @@ from itertools import chain as chained
 from typing import NamedTuple, NewType, Protocol
 
 from kvpool.core.blocks.news import Strand
-from kvpool.core.blocks.runs import Evicted, Run, RunPolicy, RunTree, path
-from kvpool.core.layout.hashes import BlockHash, BlockHashes, Names, common_end
+from kvpool.core.blocks.runs import Evicted, Run, RunPolicy, RunTree, common_end, path
+from kvpool.core.layout.hashes import BlockHash, BlockHashes, Names
 from kvpool.core.node.block_index import BlockAt, BlockIndex
 from kvpool.core.node.tenants import TenantAges
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import compress
 
-from kvpool.core.layout.hashes import HASH_BYTES, Names, common_end
+from kvpool.core.blocks.runs import common_end
+from kvpool.core.layout.hashes import HASH_BYTES, Names
 from kvrelay.errors import PeerError
 from kvrelay.messages import BlockChanges, CutRun, PoolUpdate, StoredRun
 from kvrelay.types import Incarnation, Tier

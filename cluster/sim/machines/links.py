@@ -16,7 +16,7 @@ from typing import Any
 
 from cluster.config.simulation import FabricSection as FabricConfig
 from cluster.core.worker.events import CoreEvent
-from cluster.sim.clock import Clock
+from cluster.sim.machines.clock import Clock
 from kvpool.core.transfer.commands import (
     FetchPiece,
     FromPeer,
