@@ -130,11 +130,18 @@ def test_without_any_prefill_worker_decode_workers_do_it_all() -> None:
     assert off.report.refused["no_capacity"] > 50
 
 
-def test_workers_of_role_both_serve_alone() -> None:
-    config = load_config(None, map(Override.parse, ["workers=[{role: both, replicas: 3}]"]))
+@pytest.mark.parametrize("caching", [True, False])
+def test_workers_of_role_both_serve_alone(caching: bool) -> None:
+    """They hand nothing over, but pull prefixes from each other: at most what begins alike."""
+    settings = ["workers=[{role: both, replicas: 3}]", f"engine.prefix_caching={caching}".lower()]
+    config = load_config(None, map(Override.parse, settings))
     result = simulate(config, trace(120), Scale())
     assert all(done([*result.outcomes]))
-    assert result.report.moved_bytes == 0
+    cached = sum(one.cached_tokens for one in result.outcomes)
+    kv = config.simulation.kv
+    most = cached * kv.layers * kv.heads * kv.head_dim * 2 * 2
+    moved = result.report.moved_bytes
+    assert 0 < moved <= most if caching else moved == 0
 
 
 def test_a_cluster_that_is_full_refuses_and_preempts() -> None:
