@@ -175,8 +175,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_random_llama(Path(scratch), SMOLLM_135M)
         rows = without_hits(folder, arguments.repeats)
-        rows += after_a_death(folder, arguments.deaths)
-    print_table("A pool node that finds nothing, and one that is needed", rows)
+        print_table("A pool node that finds nothing", rows)
+        deaths = after_a_death(folder, arguments.deaths)
+        print_table("A pool node after a death", deaths)
+    rows += deaths
     if arguments.json is not None:
         write_json(arguments.json, rows)
 
