@@ -60,5 +60,5 @@ def test_there_are_snippets_for_both_clients() -> None:
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=["openai", "client"])
 def test_a_snippet_runs_as_it_stands(snippet: str, cluster: Cluster) -> None:
     out = run(snippet, cluster)
-    assert len(out.split()) > 5
+    assert out.strip()
     assert ("'prefill': " in out) == ("ledger" in snippet)
