@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,3 +85,16 @@ def test_imports_only_go_down_the_map() -> None:
         if (other := folder_of(name)) in height and height[other] > height[folder]
     ]
     assert upward == []
+
+
+def test_an_installation_brings_every_folder() -> None:
+    listed = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "packages"
+    ]
+    tops = {name.split(".")[0] for name in listed} - {"kvrelay"}
+    folders = {
+        ".".join(file.parent.relative_to(REPOSITORY).parts)
+        for top in tops
+        for file in (REPOSITORY / top).rglob("__init__.py")
+    }
+    assert {name for name in listed if name.split(".")[0] != "kvrelay"} == folders
