@@ -1,8 +1,6 @@
-"""What routers and workers say to each other, as values; `wire.py` turns them into protobuf. And
-what a worker did lately, from two readings of its counters. Pure.
+"""Messages between routers and workers, as values, and what a worker did lately. Pure.
 
-A message is a past noun, a command an imperative. Times are the sender's own clock; only ages cross
-the wire.
+`wire.py` turns them into protobuf. Times are the sender's clock; only ages cross the wire.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ class BlockPool:
     def is_shared(self, block: BlockId) -> bool:
         return block in self._more
 
-    def shared_among(self, blocks: Sequence[int]) -> set[BlockId]:
-        return {block for block in self._more if block in blocks} if self._more else set()
+    def shared_among(self, blocks: Sequence[int]) -> set[int]:
+        return {block for block in blocks if block in self._more} if self._more else set()
 
     def drop(self, blocks: Sequence[BlockId]) -> Sequence[BlockId]:
         """Drops one holder of each. Returns the blocks that have none now."""

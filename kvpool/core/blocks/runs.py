@@ -149,7 +149,7 @@ class RunTree:
     def hold(self, run: Run, depth: int, *, used: bool = True) -> Run:
         """Holds the chain's first `depth` blocks; `run` has the last of them. Returns the run that
         ends there."""
-        end = self.ending_at(run, depth)
+        end = self._ending_at(run, depth)
         for part in path(end):
             self._hold(part)
             part.uses += used
@@ -157,7 +157,7 @@ class RunTree:
 
     def hold_next(self, run: Run, depth: int) -> Run:
         """Holds one more run, up to `depth`, below a chain that the caller holds."""
-        end = self.ending_at(run, depth)
+        end = self._ending_at(run, depth)
         self._hold(end)
         above = end.parent
         # Who released this part of the chain alone uses it twice, and its parent once.
@@ -170,7 +170,7 @@ class RunTree:
             self.idle -= run.blocks
         run.holders += 1
 
-    def ending_at(self, run: Run, depth: int) -> Run:
+    def _ending_at(self, run: Run, depth: int) -> Run:
         """The run that ends at `depth`, where `run` has the last block before it; it may be split
         for that."""
         assert run.start < depth <= run.end, (run.start, depth, run.end)

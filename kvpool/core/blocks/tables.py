@@ -175,14 +175,18 @@ class BlockTables:
     def keep(self, holder: Holder, named: NamedBlocks, *, now_s: float) -> None:
         """Holds these named blocks unchanged until `release`. In groups without a window their run
         is held."""
-        run = self.device.tree.ending_at(named.run, named.end)
         found = [columns for _, columns in pieces(named)]
         tables = [
             [BlockId(block) for columns in found for block in columns[group]]
             for group in range(len(self.layout.groups))
         ]
         entry = Holding(
-            layout=self.layout, tables=tables, since_s=now_s, leased=False, seen_from=0, run=run
+            layout=self.layout,
+            tables=tables,
+            since_s=now_s,
+            leased=False,
+            seen_from=0,
+            run=named.run,
         )
         self._hold(entry, named.end, used=False)
         self._entries[holder] = entry
