@@ -69,9 +69,11 @@ class IncomingHandoff:
     """`source` None: the first prefill worker that announces or commits its KV becomes its source.
     The first `held_tokens` tokens are cached here. `stopped` choices need no more tokens.
 
-    `in_flight` counts the scatters, reads and digests that touch its blocks now. The prefill worker
-    is told of the pieces in `read` when none of the announced ones is `unread`. `prompt_tokens` are
-    with those emitted by earlier attempts.
+    `in_flight` counts the scatters, reads and digests that touch its blocks now, and what is being
+    fetched ahead for it: with `pool` the pool has the first `stored_tokens` tokens, and
+    `sought_tokens` of them were asked for. The prefill worker is told of the pieces in `read` when
+    none of the announced ones is `unread`. `prompt_tokens` are with those emitted by earlier
+    attempts.
     """
 
     message: Reserve
@@ -84,6 +86,8 @@ class IncomingHandoff:
     stopped: set[int] = field(default_factory=set)
     landed: int = 0
     in_flight: int = 0
+    stored_tokens: int = 0
+    sought_tokens: int = 0
     announced: set[int] = field(default_factory=set)
     _undecided: list[tuple[PiecesAhead, Sequence[SlabWrite]]] = field(default_factory=list)
     _by_slab: dict[int, tuple[Piece, SlabWrite]] = field(default_factory=dict)

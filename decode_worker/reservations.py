@@ -6,7 +6,7 @@ also RenewLeases, which it sends at each tick and which says only that it lives.
     push   for the prompt and its first token, from the reservation on
     pull   the same, from its first announced piece on; requests get them in that order, so a large
            one is not passed by
-    pool   none: the batch takes them, and fetches the KV from the pool
+    pool   none: the batch takes them; what is fetched ahead from the pool is only cached
 
 A reservation ends in one of two ways: its KV is complete and it joins the batch, or it is given up.
 """
@@ -122,7 +122,7 @@ class Reservations:
         here = [*self._incoming.values()]
         return (one for one in here if one.state is not HandoffState.DRAINING)
 
-    def _find(self, key: RequestKey) -> IncomingHandoff | None:
+    def find(self, key: RequestKey) -> IncomingHandoff | None:
         """None also for one that was given up."""
         incoming = self._incoming.get(key)
         if incoming is None or incoming.state is HandoffState.DRAINING:
@@ -167,8 +167,8 @@ class Reservations:
         incoming.held_tokens = held_tokens
         return True
 
-    def _begin(self, incoming: IncomingHandoff, *, needs_blocks: bool) -> None:
-        """Its KV was announced or committed: it receives now, or stands in line for blocks."""
+    def begin(self, incoming: IncomingHandoff, *, needs_blocks: bool) -> None:
+        """Some of its KV is on its way: it receives now, or stands in line for blocks."""
         if incoming.state is not HandoffState.RESERVED:
             return
         if needs_blocks and incoming.holder not in self.tables:
@@ -187,7 +187,7 @@ class Reservations:
             incoming.enter(HandoffState.RECEIVING)
             taken.append(incoming)
             commands += self._choose_ways(incoming, now_s)
-        return [*commands, *(one for incoming in taken for one in self._complete(incoming))]
+        return [*commands, *(one for incoming in taken for one in self.complete(incoming))]
 
     # --- events ---------------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class Reservations:
                 freed = self.grants.release(event.slab_id, event.lease_id, now_s)
                 incoming = self._incoming[event.key]
                 landed = self._on_landed(incoming, event, now_s)
-                return [*freed, *landed, *self._complete(incoming)]
+                return [*freed, *landed, *self.complete(incoming)]
             case PieceFetched():
                 return self._on_fetched(event, now_s)
             case BlocksDigested():
@@ -237,7 +237,7 @@ class Reservations:
     # --- pieces ---------------------------------------------------------------------------------
 
     def _on_announced(self, peer: Incarnation, ahead: PiecesAhead, now_s: float) -> list[Command]:
-        incoming = self._find(ahead.key)
+        incoming = self.find(ahead.key)
         if incoming is None or not incoming.is_from(peer):
             return [_cancel(peer, ahead.key, "no such reservation")]
         if ahead.number in incoming.announced:
@@ -250,7 +250,7 @@ class Reservations:
             return [_cancel(peer, ahead.key, str(error))]
         self.leases.renew(ahead.key, now_s)
         incoming.announce(ahead, writes)
-        self._begin(incoming, needs_blocks=True)
+        self.begin(incoming, needs_blocks=True)
         if incoming.state is HandoffState.AWAITING_BLOCKS:
             return []
         return self._choose_ways(incoming, now_s)
@@ -288,7 +288,7 @@ class Reservations:
         number = self.grants.try_fill(filled)
         if number is None:
             return []
-        incoming = self._find(filled.key)
+        incoming = self.find(filled.key)
         if incoming is None:
             return self.grants.release(filled.slab_id, filled.lease_id, now_s)
         self.leases.renew(filled.key, now_s)
@@ -300,7 +300,7 @@ class Reservations:
         self, peer: Incarnation, computed: PieceComputed, now_s: float
     ) -> list[Command]:
         """A piece that was awaited may be read."""
-        incoming = self._find(computed.key)
+        incoming = self.find(computed.key)
         if incoming is None or not incoming.is_from(peer):
             return []
         fetch = incoming.try_begin_read(computed.piece)
@@ -317,15 +317,21 @@ class Reservations:
             self.peers.forget_cost(incoming.sender)
         elif is_live:
             commands += incoming.end_read(done.piece)
-        return [*commands, *self._complete(incoming)]
+        return [*commands, *self.complete(incoming)]
+
+    def landed(self, key: RequestKey) -> IncomingHandoff | None:
+        """What was in flight has ended. None: the request was given up meanwhile."""
+        incoming = self._incoming[key]
+        incoming.in_flight -= 1
+        if incoming.state is not HandoffState.DRAINING:
+            return incoming
+        self._free_if_quiet(incoming)
+        return None
 
     def _on_landed(
         self, incoming: IncomingHandoff, done: SlabScattered | PieceFetched, now_s: float
     ) -> list[Command]:
-        """A copy into its blocks has ended."""
-        incoming.in_flight -= 1
-        if incoming.state is HandoffState.DRAINING:
-            self._free_if_quiet(incoming)
+        if self.landed(incoming.key) is None:
             return []
         if done.error is not None:
             cancel = self.cancel(done.key, done.error, now_s)
@@ -345,10 +351,10 @@ class Reservations:
         if not self.leases.renew(commit.key, now_s) or not incoming.is_from(peer):
             return []
         incoming.commit = commit
-        self._begin(incoming, needs_blocks=self.mode is not HandoffMode.POOL)
-        return self._complete(incoming)
+        self.begin(incoming, needs_blocks=self.mode is not HandoffMode.POOL)
+        return self.complete(incoming)
 
-    def _complete(self, incoming: IncomingHandoff) -> list[Command]:
+    def complete(self, incoming: IncomingHandoff) -> list[Command]:
         """When nothing is missing any more, it is checked, if it came with a digest, or joins."""
         if incoming.commit is None or not incoming.is_complete:
             return []
@@ -363,10 +369,8 @@ class Reservations:
 
     def _on_digested(self, event: BlocksDigested, now_s: float) -> list[Command]:
         """Wrong KV is given up; its prefill worker has done its part."""
-        incoming = self._incoming[event.holder.key]
-        incoming.in_flight -= 1
-        if incoming.state is HandoffState.DRAINING:
-            self._free_if_quiet(incoming)
+        incoming = self.landed(event.holder.key)
+        if incoming is None:
             return []
         commit, key = incoming.commit, incoming.key
         assert commit is not None and commit.digest is not None, key
@@ -376,7 +380,7 @@ class Reservations:
             self.canaries_passed += 1
             incoming.pass_check()
             checked = Emit(events=(Lifetime(key=key, at_s=now_s, name=LifetimeMoment.KV_CHECKED),))
-            return [checked, *self._complete(incoming)]
+            return [checked, *self.complete(incoming)]
         self.canaries_mismatched += 1
         self._leave(incoming)
         answer = SendPeer(peer=incoming.sender, message=Committed(key=key))
@@ -391,7 +395,7 @@ class Reservations:
 
     def cancel(self, key: RequestKey, reason: str, now_s: float) -> list[Command]:
         """The request won't come: its prefill worker is told to stop."""
-        incoming = self._find(key)
+        incoming = self.find(key)
         if incoming is None:
             return []
         self._leave(incoming)
@@ -431,7 +435,7 @@ class Reservations:
 
     def _on_fenced(self, key: RequestKey, now_s: float) -> list[Command]:
         """The prefill worker has stopped, because it was told to or by itself."""
-        if (incoming := self._find(key)) is not None:
+        if (incoming := self.find(key)) is not None:
             self._leave(incoming)
         return self.grants.fenced(key, now_s)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from decode_worker.admission import Admission
 from decode_worker.batch import Batch, Taken
+from decode_worker.fetch_ahead import FetchAhead
 from decode_worker.reservations import IncomingEvent, Reservations
 from decode_worker.sequence import Sequence
 from engine.core.step import (
@@ -22,7 +23,11 @@ from engine.core.step import (
     StepWanted,
     scored_event,
 )
+from kvpool.core.blocks.holding import Holder
 from kvpool.core.fetch.fetches import Restored
+from kvpool.core.fetch.prefix_lookup import AHEAD
+from kvpool.core.transfer.commands import FromPeer
+from kvpool.core.transfer.messages import PrefixStored
 from kvrelay.errors import FailureReason, RefusalReason
 from kvrelay.messages import (
     Abort,
@@ -54,8 +59,10 @@ class DecodeScheduler:
     generated_tokens: int = 0
     asking: list[Ask] = field(default_factory=list)
     admission: Admission = field(init=False)
+    ahead: FetchAhead = field(init=False)
 
     def __post_init__(self) -> None:
+        self.ahead = FetchAhead(lookup=self.batch.lookup, reservations=self.reservations)
         self.admission = Admission(reservations=self.reservations, batch=self.batch)
 
     def handle(self, event: DecodeEvent, now_s: float) -> list[Command]:
@@ -68,6 +75,11 @@ class DecodeScheduler:
                 commands = self._step_done(event, now_s)
             case Reserve() | Generate():
                 commands = self._ask(event, now_s)
+            case Restored(holder=Holder(side=side)) if side == AHEAD:
+                commands = self.ahead.restored(event, now_s)
+            case FromPeer(peer=peer, message=PrefixStored() as told):
+                self.ahead.stored(peer, told, now_s)
+                commands = []
             case Restored(holder=holder):
                 self.batch.running_set.restored(event)
                 commands = self._release_if_done(holder.key, now_s)
@@ -77,8 +89,8 @@ class DecodeScheduler:
                 commands = self._stop(event, now_s)
             case _:
                 commands = self.reservations.on_incoming_event(event, now_s)
-                if self.reservations.arrived:
-                    commands += self._join_arrived(now_s)
+        if self.reservations.arrived:
+            commands += self._join_arrived(now_s)
         if self.asking:
             commands += self._answer_asking(now_s)
         if self.reservations.awaiting_blocks or self.reservations.freed:

@@ -20,7 +20,7 @@ from engine.core.step import (
 )
 from kvpool.core.blocks.holding import Holder
 from kvpool.core.layout.block_names import ChainNames, HashChain
-from kvpool.core.layout.hashes import NO_NAMES, FullNames
+from kvpool.core.layout.hashes import NO_NAMES, BlockHashes, FullNames
 from kvpool.core.layout.layout import Tables
 from kvrelay.messages import Lifetime, LifetimeMoment, Prefill, Tokens
 from kvrelay.types import FinishReason, PrefixOrigin, RequestKey, Sampling
@@ -29,9 +29,10 @@ from prefill_worker.sender import Sender
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PrefillJob:
-    """`cached` tokens were found, and not computed. `first` has the first token drawn of each
-    choice; the `finished` choices end with it. The order of prompts sets `arrival`, `deadline_s`
-    and `left_s`: how long the rest of it would take alone."""
+    """`cached` tokens were found, and not computed. With `pool`, the pool has the first `stored`
+    blocks. `first` has the first token drawn of each choice; the `finished` choices end with it.
+    The order of prompts sets `arrival`, `deadline_s` and `left_s`: how long the rest of it would
+    take alone."""
 
     sender: Sender
     holder: Holder
@@ -45,6 +46,7 @@ class PrefillJob:
     started: bool = False
     first: tuple[int, ...] = ()
     finished: tuple[int, ...] = ()
+    stored: int = 0
     committing: bool = False
     message: Prefill = field(init=False)
     key: RequestKey = field(init=False)
@@ -99,6 +101,11 @@ class PrefillJob:
     def filled(self) -> ChainNames:
         """The names of the blocks that are full."""
         return self.names.full(self.computed)
+
+    @property
+    def unstored(self) -> BlockHashes:
+        """Of the full blocks those that may not be in the pool yet."""
+        return BlockHashes(self.filled.packed_from(self.stored))
 
     @property
     def cancelled(self) -> str | None:

@@ -154,13 +154,14 @@ class Handoffs:
         return [*writes, *self._commit(job)]
 
     def _commit(self, job: PrefillJob) -> list[Command]:
-        """If it is ready."""
-        if job.cancelled is not None or not job.may_commit or not self._is_stored(job):
-            return []
+        """If it is ready. With `pool` the decode worker hears first what it can fetch by now."""
+        told = self._tell_stored(job) if self.mode is HandoffMode.POOL else []
+        if job.cancelled is not None or not job.may_commit or self._has_unstored(job):
+            return told
         job.committing = True
         span = job.sender.handed_over
         if span is None or not is_chosen(job.key.request_id, self.canary_every):
-            return [job.sender.commit(job.first, job.finished)]
+            return [*told, job.sender.commit(job.first, job.finished)]
         return [DigestBlocks(holder=job.holder, span=span, tables=self.jobs.tables(job))]
 
     def _digested(self, event: BlocksDigested) -> list[Command]:
@@ -177,11 +178,16 @@ class Handoffs:
             return []
         return [command for job in self.jobs.live() for command in self._commit(job)]
 
-    def _is_stored(self, job: PrefillJob) -> bool:
-        """With `pool`: the decode worker can fetch it from there."""
-        if self.mode is not HandoffMode.POOL:
-            return True
-        return self.jobs.lookup.is_stored(job.filled.hashes())
+    def _tell_stored(self, job: PrefillJob) -> list[Command]:
+        if job.cancelled is not None or not self._has_unstored(job):
+            return []
+        more = self.jobs.lookup.stored_blocks(job.unstored)
+        job.stored += more
+        tokens = job.stored * self.jobs.block_tables.layout.block_size
+        return [*job.sender.stored(tokens)] if more else []
+
+    def _has_unstored(self, job: PrefillJob) -> bool:
+        return self.mode is HandoffMode.POOL and job.stored < len(job.filled)
 
 
 PrefillEvent = Prefill | Abort | StepWanted | StepDone | Restored | OutgoingEvent

@@ -27,6 +27,7 @@ from kvpool.core.transfer.messages import (
     PeerMessage,
     PieceComputed,
     PiecesAhead,
+    PrefixStored,
     RenewLeases,
     SlabLent,
     TransferCancelled,
@@ -210,6 +211,12 @@ class Sender:
     def written(self, number: int) -> None:
         self._writing.discard(number)
         self._done.add(number)
+
+    def stored(self, tokens: int) -> list[SendPeer]:
+        """With `pool`: the decode worker can fetch these by now."""
+        if not self.has_target:
+            return []
+        return [self._to_peer(PrefixStored(key=self.message.spec.key, tokens=tokens))]
 
     # --- endings --------------------------------------------------------------------------------
 

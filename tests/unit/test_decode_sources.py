@@ -18,8 +18,9 @@ from kvpool.core.fetch.client_events import (
 from kvpool.core.fetch.cost import RestoreCost
 from kvpool.core.fetch.fetches import Restored
 from kvpool.core.fetch.prefix_lookup import PoolUse, PrefixLookup
-from kvpool.core.transfer.messages import Commit, HandoffMode
-from kvrelay.messages import Abort, Generate, PrefixSource, Reserve
+from kvpool.core.transfer.commands import FromPeer
+from kvpool.core.transfer.messages import Commit, HandoffMode, PrefixStored
+from kvrelay.messages import Abort, Generate, LifetimeMoment, PrefixSource, Reserve
 from kvrelay.types import Incarnation, PrefixOrigin, RequestSpec
 from tests.unit.worker_kit import (
     BLOCK,
@@ -151,3 +152,85 @@ def test_one_that_ends_while_it_is_fetched_keeps_its_blocks_until_then() -> None
     (end,) = scene.lookup.on_pool_answer(PrefixFetched(key=A.key, blocks=2), 2)
     assert names(scene.decode.handle(end, 2)) == ["Released"]
     scene.decode.validate()
+
+
+# --- ahead --------------------------------------------------------------------------------------
+
+JOINED = [LifetimeMoment.HANDOFF_COMMITTED]
+
+
+def _told(scene: Scene, blocks: int) -> list[str]:
+    """P has stored so much of it."""
+    return names(scene.decode.handle(from_p(PrefixStored(key=A.key, tokens=blocks * BLOCK)), 0))
+
+
+def _committed(scene: Scene) -> list[str]:
+    commit = Commit(key=A.key, pieces=0, first_token_ids=(7,))
+    return names(scene.decode.handle(from_p(commit), 0))
+
+
+def _reserved(*, blocks: int = 16) -> Scene:
+    scene = Scene(blocks=blocks)
+    request = Reserve(spec=spec("a", 3 * BLOCK + 1), source=P, prefix_source=_node(3))
+    scene.decode.handle(request, 0)
+    return scene
+
+
+def test_what_is_stored_is_fetched_while_the_rest_of_the_prompt_is_computed() -> None:
+    scene = _reserved()
+    assert _told(scene, 2) == []
+    first = scene.wanted()
+    assert (first.node, first.skip, len(first.hashes)) == (NODE, 0, 2)
+    _told(scene, 3)
+    assert scene.taken() == [], "one fetch at a time"
+    scene.fetched(2)
+    rest = scene.wanted()
+    assert (rest.skip, len(rest.hashes)) == (2, 3)
+    assert _committed(scene) == [], "it joins when all that is on its way has come"
+    (end,) = scene.lookup.on_pool_answer(PrefixFetched(key=A.key, blocks=1), 2)
+    assert names(scene.decode.handle(end, 2)) == JOINED
+    scene.decode.validate()
+    assert scene.step() == (3 * BLOCK, 2)
+    assert scene.taken() == [] and scene.lookup.origins[PrefixOrigin.DEVICE] == 1
+
+
+def test_what_the_pool_does_not_have_after_all_is_asked_for_once() -> None:
+    scene = _reserved()
+    _told(scene, 2)
+    scene.wanted()
+    scene.fetched(0)
+    assert scene.taken() == []
+    _told(scene, 2)
+    assert scene.taken() == []
+    assert _committed(scene) == JOINED
+
+
+def test_one_that_is_given_up_while_it_is_fetched_ahead_is_released_when_the_fetch_ends() -> None:
+    scene = _reserved()
+    _told(scene, 2)
+    scene.wanted()
+    assert names(scene.decode.handle(Abort(key=key("a")), 1)) == []
+    assert _told(scene, 3) == []
+    (end,) = scene.lookup.on_pool_answer(PrefixFetched(key=A.key, blocks=2), 2)
+    assert names(scene.decode.handle(end, 2)) == ["Released"]
+    scene.decode.validate()
+    assert not list(scene.lookup.tables.held())
+
+
+def test_without_free_blocks_nothing_is_fetched_ahead() -> None:
+    scene = _reserved(blocks=4)
+    assert scene.lookup.tables.try_grow(Holder("decode", key("b")), 3 * BLOCK, now_s=0)
+    _told(scene, 2)
+    assert len(scene.taken()) == 1
+    found = PrefixFound(key=A.key, host_blocks=2, disk_blocks=0)
+    (end,) = scene.lookup.on_pool_answer(found, 1)
+    scene.decode.handle(end, 1)
+    assert scene.taken() == [] and len(list(scene.lookup.tables.held())) == 1
+    assert _committed(scene) == JOINED
+
+
+def test_a_stranger_can_not_have_anything_fetched() -> None:
+    scene = _reserved()
+    told = PrefixStored(key=A.key, tokens=2 * BLOCK)
+    stranger = FromPeer(peer=Incarnation("stranger"), message=told)
+    assert scene.decode.handle(stranger, 0) == [] and scene.taken() == []

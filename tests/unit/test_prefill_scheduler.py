@@ -14,13 +14,18 @@ from engine.core.step import (
     Tick,
 )
 from kvpool.core.blocks.tables import BlockTables
-from kvpool.core.fetch.prefix_lookup import PrefixLookup
+from kvpool.core.fetch.client_events import OfferBlocks, OfferConfirmed, PrefixFound, SeekPrefix
+from kvpool.core.fetch.cost import RestoreCost
+from kvpool.core.fetch.prefix_lookup import PoolUse, PrefixLookup
 from kvpool.core.transfer.commands import PeerLost, SendPeer, SlabWritten, WriteSlab
 from kvpool.core.transfer.messages import (
     CancelTransfer,
     Commit,
     Committed,
+    HandoffMode,
+    PeerMessage,
     PiecesAhead,
+    PrefixStored,
     RenewLeases,
     SlabLent,
     TransferCancelled,
@@ -42,6 +47,7 @@ from tests.unit.worker_kit import (
     done,
     events,
     from_d,
+    hello,
     key,
     names,
     prefill_of,
@@ -457,3 +463,67 @@ def test_a_chunk_has_room_behind_a_window() -> None:
             done(scheduler, (9,) if only.samples else ())
             steps += 1
         assert steps == (5 if name == "a" else 3)
+
+
+# --- by way of the pool -------------------------------------------------------------------------
+
+
+def pooled() -> tuple[PrefillScheduler, PoolUse]:
+    """It hands over through the pool, in chunks of two blocks."""
+    tables = BlockTables(LAYOUT, 16)
+    tables.device.reports = True
+    cost = RestoreCost(BLOCK)
+    pool = PoolUse(tables, cost)
+    lookup = PrefixLookup(tables=tables, cost=cost, pool=pool)
+    scheduler = PrefillScheduler(lookup=lookup, chunk_tokens=2 * BLOCK, mode=HandoffMode.POOL)
+    scheduler.handle(hello(D), 0)
+    begin(scheduler, pool, "a", 5 * BLOCK + 1)
+    return scheduler, pool
+
+
+def begin(scheduler: PrefillScheduler, pool: PoolUse, name: str, tokens: int) -> None:
+    """The pool has nothing of it."""
+    scheduler.handle(prefill_of(spec(name, tokens)), 0)
+    assert scheduler.handle(StepWanted(), 0) == []
+    (sought,) = pool.take_questions(0)
+    assert isinstance(sought, SeekPrefix)
+    found = PrefixFound(key=sought.key, host_blocks=0, disk_blocks=0)
+    (restored,) = scheduler.lookup.on_pool_answer(found, 0)
+    scheduler.handle(restored, 0)
+
+
+def chunk(scheduler: PrefillScheduler, pool: PoolUse, *sampled: int) -> OfferBlocks:
+    """The next chunk runs, and its blocks are offered to the pool."""
+    scheduler.handle(StepWanted(), 0)
+    told = to_peer(done(scheduler, sampled))
+    (offer,) = pool.take_questions(0)
+    assert isinstance(offer, OfferBlocks) and told == []
+    return offer
+
+
+def confirm(scheduler: PrefillScheduler, pool: PoolUse, offer: OfferBlocks) -> list[PeerMessage]:
+    pool.write_behind.settled(offer.offer)
+    pool.write_behind.confirmed(offer.offer)
+    return to_peer(scheduler.handle(OfferConfirmed(offer=offer.offer), 0))
+
+
+def test_with_pool_the_decode_worker_hears_what_is_stored_so_far_and_then_the_commit() -> None:
+    scheduler, pool = pooled()
+    first = chunk(scheduler, pool)
+    assert confirm(scheduler, pool, first) == [PrefixStored(key=key("a"), tokens=2 * BLOCK)]
+    second, third = chunk(scheduler, pool), chunk(scheduler, pool, 7)
+    assert confirm(scheduler, pool, third) == [], "it lies behind blocks that are on their way"
+    stored, commit = confirm(scheduler, pool, second)
+    assert stored == PrefixStored(key=key("a"), tokens=5 * BLOCK)
+    assert commit == Commit(key=key("a"), pieces=0, first_token_ids=(7,))
+    scheduler.handle(from_d(Committed(key=key("a"))), 0)
+    assert_gone(scheduler)
+
+
+def test_what_the_pool_has_already_is_told_with_the_first_chunk() -> None:
+    scheduler, pool = pooled()
+    confirm(scheduler, pool, chunk(scheduler, pool))
+    scheduler.handle(Abort(key=key("a")), 0)
+    begin(scheduler, pool, "b", 3 * BLOCK + 1)
+    scheduler.handle(StepWanted(), 0)
+    assert to_peer(done(scheduler, (7,))) == [PrefixStored(key=key("b"), tokens=2 * BLOCK)]

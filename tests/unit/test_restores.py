@@ -193,11 +193,11 @@ def test_an_end_is_heard_also_of_blocks_that_are_all_passed_over() -> None:
     assert tables.try_open(A, 8, seen_from=7, leased=True, now_s=0) == 0
     tables.activate(A)
     tables.fill(A, names.full(4).hashes())
-    assert not behind.has_settled(names.full(4).hashes())
+    assert behind.settled_blocks(names.full(4).hashes()) == 0
     offer = behind.offer(1.0)
     assert offer is not None
     assert offer.blocks == ()
     behind.settled(offer.offer)
     behind.confirmed(offer.offer)
-    assert behind.has_settled(names.full(4).hashes())
+    assert behind.settled_blocks(names.full(4).hashes()) == 1
     tables.validate()

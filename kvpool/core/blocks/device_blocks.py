@@ -15,6 +15,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from kvpool.core.blocks.news import RunNews
 from kvpool.core.blocks.pool import BlockPool, BlockState
@@ -213,9 +214,9 @@ class DeviceBlocks:
         if self._runs and over > 0:
             self._evict(over)
 
-    def has_named(self, hashes: frozenset[BlockHash]) -> bool:
-        """True if `take_named` will report one of these blocks."""
-        return any(not hashes.isdisjoint(hashes_of(named)) for named in self._named)
+    def named_hashes(self) -> frozenset[BlockHash]:
+        """Of the blocks that `take_named` will report."""
+        return frozenset(chain.from_iterable(map(hashes_of, self._named)))
 
     def take_named(self) -> list[NamedBlocks]:
         """What was named since the last call and is still cached."""

@@ -6,7 +6,6 @@ A sequence whose prefix is being fetched holds its blocks and waits for Restored
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvpool.core.blocks.holding import Holder
@@ -17,11 +16,14 @@ from kvpool.core.fetch.fetches import PrefixFetches, Restored
 from kvpool.core.fetch.peer_pull import PeerSource, PullEvent, PullGrants
 from kvpool.core.fetch.pool_sources import OwnPoolSource, RemotePoolSource
 from kvpool.core.fetch.write_behind import WriteBehind
-from kvpool.core.layout.hashes import BlockHash, FullNames
+from kvpool.core.layout.hashes import BlockHashes, FullNames
 from kvrelay.messages import PrefixSource
 from kvrelay.types import PrefixOrigin
 
 log = logging.getLogger(__name__)
+
+AHEAD = "ahead"
+"""The side of holders whose prefix is fetched before it is opened."""
 
 
 class PoolUse:
@@ -50,7 +52,7 @@ class PoolUse:
 @dataclass(slots=True, kw_only=True)
 class PrefixLookup:
     """`pool` None: no pool is used. `peers` and `grants` are None if peers neither give nor get
-    prefixes. `origins` counts where prefixes came from."""
+    prefixes. `origins` counts where opened prefixes came from."""
 
     tables: BlockTables
     cost: RestoreCost
@@ -108,6 +110,17 @@ class PrefixLookup:
         here = found // self.tables.layout.block_size
         return self.fetches.begin(holder, names.hashes(), here, hint, now_s)
 
+    def fetch_ahead(
+        self, holder: Holder, names: FullNames, hint: PrefixSource | None, now_s: float
+    ) -> bool:
+        """Fetches what this worker lacks of a prefix that will be opened later. It is held
+        meanwhile. True: the holder waits for Restored; else it holds nothing."""
+        here = self.tables.keep_prefix(holder, names, now_s=now_s)
+        if self.fetches.begin(holder, names.hashes(), here, hint, now_s):
+            return True
+        self.tables.release(holder)
+        return False
+
     def is_fetching(self, holder: Holder) -> bool:
         """None of the sequence's blocks may be used or freed."""
         return holder in self.fetches
@@ -116,9 +129,11 @@ class PrefixLookup:
         """The sequence is over. True: its blocks must stay until Restored."""
         return self.fetches.drop(holder)
 
-    def is_stored(self, hashes: Iterable[BlockHash]) -> bool:
-        """The pool has taken these blocks, or won't take them."""
-        return self.pool is None or self.pool.write_behind.has_settled(hashes)
+    def stored_blocks(self, hashes: BlockHashes) -> int:
+        """How many of these blocks, from the first on, the pool has taken or won't take."""
+        if self.pool is None:
+            return len(hashes)
+        return self.pool.write_behind.settled_blocks(hashes)
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
         """Its time, to compare fetching with."""
@@ -142,6 +157,6 @@ class PrefixLookup:
 
     def _ended(self, restored: Restored) -> Restored:
         """All KV that could be fetched is now in the holder's blocks."""
-        self.origins[restored.origin] += 1
+        self.origins[restored.origin] += restored.holder.side != AHEAD
         log.debug("%s: %d tokens, %s", restored.holder, restored.tokens, restored.origin)
         return restored

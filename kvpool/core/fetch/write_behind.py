@@ -6,7 +6,7 @@ wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import cast
@@ -28,12 +28,12 @@ class WriteBehind:
     _kept: dict[int, int] = field(default_factory=dict)
     """# offer |-> its runs, which are held"""
 
-    def has_settled(self, hashes: Iterable[BlockHash]) -> bool:
-        """None of these is on its way to the node, or still to be offered."""
-        wanted = frozenset(hashes)
-        if any(not wanted.isdisjoint(pending) for pending in self._pending.values()):
-            return False
-        return not self.tables.device.has_named(wanted)
+    def settled_blocks(self, hashes: BlockHashes) -> int:
+        """How many of these blocks, from the first on, are neither on their way to the node nor
+        still to be offered."""
+        busy = [*self._pending.values(), self.tables.device.named_hashes()]
+        unsettled = (i for i, one in enumerate(hashes) if any(one in among for among in busy))
+        return next(unsettled, len(hashes))
 
     def offer(self, now_s: float) -> OfferBlocks | None:
         """Offers all blocks named since the last call. A block without one of its parts is passed

@@ -16,6 +16,9 @@ Pieces are announced before they are computed. With `push` the decode worker hol
 the reservation on. With `pull` it takes them when the first piece is announced, or later when some
 are free; until then pieces wait.
 
+With `pool` there are no pieces. The prefill worker tells how much of the prompt it has stored by
+then (PrefixStored), the decode worker fetches it from the pool, and Commit says that all is there.
+
 Either side may end the handoff early, by CancelTransfer or, once no write is in flight,
 TransferCancelled. The latter is the fence: a slab is reused only after it, or after the slab is
 retired at the end of its lease.
@@ -250,6 +253,14 @@ class PiecesRead:
 
 
 @value
+class PrefixStored:
+    """The pool has the KV of the first `tokens` tokens; the rest is still being computed."""
+
+    key: RequestKey
+    tokens: int
+
+
+@value
 class Commit:
     """The next token of each choice; `finished_choices` ended with it and need no decoding. With a
     `digest` the KV is checked before it is used. A request of one choice that was moved here has
@@ -303,7 +314,7 @@ class LinkProbed:
 PieceMessage = PiecesAhead | SlabLent | SlabFilled | PiecesAwaited | PieceComputed | PiecesRead
 EndMessage = Commit | Committed | CancelTransfer | TransferCancelled
 LinkMessage = PeerHello | RenewLeases | Ping | Pong | LinkProbed
-PeerMessage = PieceMessage | EndMessage | LinkMessage | PullMessage
+PeerMessage = PieceMessage | PrefixStored | EndMessage | LinkMessage | PullMessage
 
 TO_PREFILL = (SlabLent, PiecesAwaited, PiecesRead, Committed, CancelTransfer)
 """Messages of a decode worker; all others are the prefill worker's, and the hello is sent by

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PeerMessage(_message.Message):
-    __slots__ = ("hello", "pieces_ahead", "slab_lent", "slab_filled", "commit", "committed", "cancel_transfer", "transfer_cancelled", "renew_leases", "pieces_awaited", "piece_computed", "pieces_read", "ping", "pong", "link_probed", "pull_wanted", "pull_granted", "pull_read", "pull_settled")
+    __slots__ = ("hello", "pieces_ahead", "slab_lent", "slab_filled", "commit", "committed", "cancel_transfer", "transfer_cancelled", "renew_leases", "pieces_awaited", "piece_computed", "pieces_read", "prefix_stored", "ping", "pong", "link_probed", "pull_wanted", "pull_granted", "pull_read", "pull_settled")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PIECES_AHEAD_FIELD_NUMBER: _ClassVar[int]
     SLAB_LENT_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class PeerMessage(_message.Message):
     PIECES_AWAITED_FIELD_NUMBER: _ClassVar[int]
     PIECE_COMPUTED_FIELD_NUMBER: _ClassVar[int]
     PIECES_READ_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_STORED_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
     PONG_FIELD_NUMBER: _ClassVar[int]
     LINK_PROBED_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +41,7 @@ class PeerMessage(_message.Message):
     pieces_awaited: PiecesAwaited
     piece_computed: PieceComputed
     pieces_read: PiecesRead
+    prefix_stored: PrefixStored
     ping: Ping
     pong: Pong
     link_probed: LinkProbed
@@ -47,7 +49,7 @@ class PeerMessage(_message.Message):
     pull_granted: PullGranted
     pull_read: PullRead
     pull_settled: PullSettled
-    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., pieces_ahead: _Optional[_Union[PiecesAhead, _Mapping]] = ..., slab_lent: _Optional[_Union[SlabLent, _Mapping]] = ..., slab_filled: _Optional[_Union[SlabFilled, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., cancel_transfer: _Optional[_Union[CancelTransfer, _Mapping]] = ..., transfer_cancelled: _Optional[_Union[TransferCancelled, _Mapping]] = ..., renew_leases: _Optional[_Union[RenewLeases, _Mapping]] = ..., pieces_awaited: _Optional[_Union[PiecesAwaited, _Mapping]] = ..., piece_computed: _Optional[_Union[PieceComputed, _Mapping]] = ..., pieces_read: _Optional[_Union[PiecesRead, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., link_probed: _Optional[_Union[LinkProbed, _Mapping]] = ..., pull_wanted: _Optional[_Union[PullWanted, _Mapping]] = ..., pull_granted: _Optional[_Union[PullGranted, _Mapping]] = ..., pull_read: _Optional[_Union[PullRead, _Mapping]] = ..., pull_settled: _Optional[_Union[PullSettled, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., pieces_ahead: _Optional[_Union[PiecesAhead, _Mapping]] = ..., slab_lent: _Optional[_Union[SlabLent, _Mapping]] = ..., slab_filled: _Optional[_Union[SlabFilled, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., cancel_transfer: _Optional[_Union[CancelTransfer, _Mapping]] = ..., transfer_cancelled: _Optional[_Union[TransferCancelled, _Mapping]] = ..., renew_leases: _Optional[_Union[RenewLeases, _Mapping]] = ..., pieces_awaited: _Optional[_Union[PiecesAwaited, _Mapping]] = ..., piece_computed: _Optional[_Union[PieceComputed, _Mapping]] = ..., pieces_read: _Optional[_Union[PiecesRead, _Mapping]] = ..., prefix_stored: _Optional[_Union[PrefixStored, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., link_probed: _Optional[_Union[LinkProbed, _Mapping]] = ..., pull_wanted: _Optional[_Union[PullWanted, _Mapping]] = ..., pull_granted: _Optional[_Union[PullGranted, _Mapping]] = ..., pull_read: _Optional[_Union[PullRead, _Mapping]] = ..., pull_settled: _Optional[_Union[PullSettled, _Mapping]] = ...) -> None: ...
 
 class PeerHello(_message.Message):
     __slots__ = ("wire_version", "incarnation", "fingerprint", "kv", "name", "probe_region")
@@ -196,6 +198,14 @@ class PiecesRead(_message.Message):
     key: _worker_pb2.Key
     pieces: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., pieces: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PrefixStored(_message.Message):
+    __slots__ = ("key", "tokens")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    key: _worker_pb2.Key
+    tokens: int
+    def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("key", "pieces", "first_token_ids", "finished_choices", "resumed_ids", "digest")
