@@ -22,7 +22,7 @@ from kvpool.core.blocks.pool import BlockState
 from kvpool.core.layout.block_names import BlockNames
 from kvpool.core.layout.layout import KvLayout
 from kvpool.core.node.messages import PoolFormat
-from kvpool.core.transfer.commands import FromPeer, LinkMeasured, PeerLost, SendPeer
+from kvpool.core.transfer.commands import DropLink, FromPeer, LinkMeasured, PeerLost, SendPeer
 from kvpool.core.transfer.messages import HandoffMode, PeerHello
 from kvpool.core.transfer.pool_map import KvFacts
 from kvpool.core.transfer.slabs import SlabId, SlabState, Staging, plan_staging
@@ -87,6 +87,7 @@ class SimWorker:
         self._executors: dict[type, Callable[[Any], None]] = mover.executors | {
             RunStep: self.device.submit,
             SendPeer: self.links.send,
+            DropLink: _ignore,
             SendToRouter: _tell,
         }
         self.node_links = self._node_links(around) if settings.pool_address is not None else None
@@ -245,6 +246,10 @@ class SimWorker:
         assert self.core.idle, f"{self.incarnation} has requests"
         nodes = self.core.prefixes.nodes
         assert nodes is None or nodes.own.idle, f"{self.incarnation} waits for its pool node"
+
+
+def _ignore(_: DropLink) -> None:
+    """No simulated copy hangs; one that takes long shares the network with many."""
 
 
 def _tell(command: SendToRouter) -> None:

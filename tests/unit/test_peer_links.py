@@ -194,8 +194,8 @@ def test_after_a_failed_send_both_sides_start_over(
 
     monkeypatch.setattr(type(connection), "notify", stuck)
     a.send(b, RENEW)
-    monkeypatch.undo()
     assert a.next() == PeerLost(peer=B, reason="it reads nothing")
+    monkeypatch.undo()
     assert isinstance(b.next(), PeerLost)
     connected(a, b)
 
