@@ -4,9 +4,9 @@ read peers' blocks.
 They run beside the device thread, on blocks that no step writes: a prompt's finished chunks on one
 side, blocks reserved for a handoff on the other.
 
-Each peer has a lane of its own, so one whose link hangs holds up no copy of another. What touches
-this worker's memory only has one lane. Slabs are replaced in another, as their peers must hear of
-it.
+The copies over each connection have a lane of their own: if one hangs, it holds up none of another
+peer, nor of the peer's next connection. What touches this worker's memory only has one lane. Slabs
+are replaced in another, as their peers must hear of it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Mover:
 
     def put(self, job: Job) -> None:
         """Never waits."""
-        self._lanes.put(_lane_of(job), job)
+        self._lanes.put(self._lane_of(job), job)
 
     def close(self) -> None:
         """Drops the jobs that have not begun."""
@@ -89,6 +89,15 @@ class Mover:
             self._links.endpoints.deregister(region)
         self.regions.clear()
         self._idle.clear()
+
+    def _lane_of(self, job: Job) -> str:
+        match job:
+            case WriteSlab(peer=peer) | FetchPiece(peer=peer) | PullBlocks(peer=peer):
+                return self._links.line(peer)
+            case ReplaceSlab():
+                return _REGIONS
+            case ScatterSlab() | DigestBlocks():
+                return _OWN
 
     def _beside(self) -> AbstractContextManager[object]:
         use_threads(1)
@@ -234,16 +243,6 @@ class Mover:
         self._links.endpoints.deregister(self.regions[slab_id])
         self.regions[slab_id] = self._links.endpoints.register(self._slab_bytes)
         return SlabReplaced(slab_id=slab_id, region=self.regions[slab_id].name)
-
-
-def _lane_of(job: Job) -> str:
-    match job:
-        case WriteSlab(peer=peer) | FetchPiece(peer=peer) | PullBlocks(peer=peer):
-            return peer
-        case ReplaceSlab():
-            return _REGIONS
-        case ScatterSlab() | DigestBlocks():
-            return _OWN
 
 
 def _facts(key: RequestKey, piece: int, write: SlabWrite) -> dict[str, Value]:

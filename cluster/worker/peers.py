@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 from cluster.worker.lanes import Lanes
 from cluster.worker.prober import Link, Prober
@@ -73,6 +72,7 @@ class PeerLinks:
         self._post = post
         self._outboxes = Lanes("kvrelay-outbox", self._deliver, crashed, most=MOST_WAITING)
         self._farewells = ThreadGroup()
+        self._parting: set[Connection] = set()  # what still comes over these is ignored
         self._lock = threading.Lock()
         self._by_peer: dict[Incarnation, Connection] = {}
         self._peer_of: dict[Connection, Incarnation] = {}
@@ -123,6 +123,11 @@ class PeerLinks:
             found = self._by_peer.get(peer)
         return scheme_of(found.peer_address) if found is not None else None
 
+    def line(self, peer: Incarnation) -> str:
+        """Of copies: those over one connection are made one after another."""
+        with self._lock:
+            return f"{peer} {id(self._by_peer.get(peer)):x}"
+
     def send(self, command: SendPeer) -> None:
         """In order for each peer; connects first if need be. Never waits. A peer that can't be
         reached, or takes no more messages, is reported as lost; an answer to one that is not
@@ -137,8 +142,7 @@ class PeerLinks:
             connection = self._by_peer.get(command.peer)
         if connection is not None:
             self._stall(connection, command.reason)
-            bid = partial(self._bid_farewell, connection)
-            self._farewells.start(f"kvrelay-farewell {command.peer}", bid)
+            self._close_apart(connection, stalled=True)
 
     def notify(self, peer: Incarnation, message: PeerMessage) -> None:
         """Raises PeerError."""
@@ -155,9 +159,7 @@ class PeerLinks:
         try:
             connection = self._connected(command)
         except PeerError as error:
-            connection = self._lose(command.peer, str(error))
-            if connection is not None:
-                connection.close()
+            self._part(command.peer, str(error))
             return
         if connection is None:
             return
@@ -165,7 +167,7 @@ class PeerLinks:
             self._say(connection, command.message)
         except PeerError as error:
             self._forget(connection, str(error))
-            connection.close()
+            self._close_apart(connection)
 
     def _say(self, connection: Connection, message: PeerMessage) -> None:
         """Regions go by the names that they have on this connection's transport."""
@@ -215,30 +217,30 @@ class PeerLinks:
             )
         return [scheme for _, scheme in stalled]
 
-    @staticmethod
-    def _bid_farewell(connection: Connection) -> None:
-        """The peer hears why, so it takes another transport too."""
-        with suppress(PeerError):
-            connection.notify(encode(LinkStalled()))
-        connection.close()
-
     def _part(self, peer: Incarnation, reason: str) -> None:
-        """Never waits."""
-        connection = self._lose(peer, reason)
-        if connection is not None:
-            self._farewells.start(f"kvrelay-farewell {peer}", connection.close)
-
-    def _lose(self, peer: Incarnation, reason: str) -> Connection | None:
-        """What waits for the peer is dropped, and the next message connects anew. Close the
-        connection that comes back: that tells the peer, so both sides start over."""
+        """What waits for the peer is dropped, and the next message connects anew. Never waits."""
         with self._lock:
             connection = self._by_peer.get(peer)
             if connection is None:
                 self._outboxes.clear(peer)
                 self._post(PeerLost(peer=peer, reason=reason))
-                return None
+                return
         self._forget(connection, reason)
-        return connection
+        self._close_apart(connection)
+
+    def _close_apart(self, connection: Connection, *, stalled: bool = False) -> None:
+        """Tells the peer, so both sides start over; if it `stalled`, the peer takes another
+        transport too. Copies over it may take long to end."""
+
+        def close() -> None:
+            if stalled:
+                with suppress(PeerError):
+                    connection.notify(encode(LinkStalled()))
+            connection.close()
+            self._parting.discard(connection)
+
+        self._parting.add(connection)
+        self._farewells.start(f"kvrelay-farewell {connection.peer_address}", close)
 
     def _admit(self, connection: Connection, peer: Incarnation) -> None:
         with self._lock:
@@ -246,6 +248,8 @@ class PeerLinks:
             self._peer_of[connection] = peer
 
     def _received(self, connection: Connection, payload: bytes) -> None:
+        if connection in self._parting:
+            return
         try:
             message = decode(payload)
             if isinstance(message, PeerHello):

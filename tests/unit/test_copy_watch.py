@@ -45,15 +45,22 @@ def test_the_limit_is_ten_times_what_is_predicted_and_two_seconds_at_least(
     assert drop.peer == D and f"took over {limit:.1f} s" in drop.reason
 
 
-def test_a_link_is_dropped_once_for_a_copy() -> None:
-    watch, stuck, behind = CopyWatch(), copy("stuck"), copy("behind")
+@pytest.mark.parametrize("by_itself", [True, False])
+def test_copies_over_a_link_that_is_gone_are_timed_no_more(by_itself: bool) -> None:
+    """They may last, and none of the next link is late because of them."""
+    watch, stuck, behind, later = CopyWatch(), copy("stuck"), copy("behind"), copy("later")
     watch.begin(stuck, 0)
     watch.begin(behind, 0)
-    assert late(watch, 2.5) == [D]
-    assert late(watch, 3) == []
-    watch.end(written(stuck), 4)
+    if by_itself:
+        watch.lost(D)
+    else:
+        assert late(watch, 2.5) == [D]
+    assert late(watch, 3) == [] and len(watch) == 0
+    watch.begin(later, 4)
+    watch.end(written(stuck), 5)
+    watch.end(written(behind), 5)
     assert late(watch, 6) == []
-    assert late(watch, 6.1) == [D], "the next one is timed from then on"
+    assert late(watch, 6.1) == [D], "timed from its own beginning"
 
 
 def test_what_waits_behind_others_is_not_late() -> None:
@@ -85,7 +92,6 @@ def test_any_schedule_agrees_with_a_list_of_copies(seed: int) -> None:
     watch, now_s = CopyWatch(), 0.0
     lines: dict[Incarnation, list[WriteSlab]] = defaultdict(list)
     since_s: dict[Incarnation, float] = {}
-    told: set[Incarnation] = set()
     for i in range(300):
         now_s += rng.choice([0.0, 0.3, 1.0])
         peer = rng.choice([P, D, Incarnation("x")])
@@ -94,15 +100,13 @@ def test_any_schedule_agrees_with_a_list_of_copies(seed: int) -> None:
             watch.begin(one, now_s)
             since_s[peer] = since_s[peer] if lines[peer] else now_s
             lines[peer].append(one)
-        elif lines[peer]:
+        elif lines[peer] and rng.random() < 0.9:
             watch.end(written(lines[peer].pop(0)), now_s)
             since_s[peer] = now_s
-            told.discard(peer)
-        due = {
-            peer
-            for peer, line in lines.items()
-            if line and now_s - since_s[peer] > LEAST_S and peer not in told
-        }
+        else:
+            watch.lost(peer)
+            lines[peer] = []
+        due = {peer for peer, line in lines.items() if line and now_s - since_s[peer] > LEAST_S}
         assert {*late(watch, now_s)} == due
-        told |= due
+        lines |= {peer: [] for peer in due}
         watch.validate()

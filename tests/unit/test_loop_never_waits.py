@@ -130,6 +130,9 @@ class Hanging:
         self.endpoints = links.endpoints
         self.asked: list[Incarnation] = []
 
+    def line(self, peer: Incarnation) -> str:
+        return peer
+
     def connection(self, peer: Incarnation) -> Connection:
         self.asked.append(peer)
         if peer == P:

@@ -288,6 +288,8 @@ class WorkerCore:
     # --- peers, pools and moves -----------------------------------------------------------------
 
     def _peer_came_or_went(self, event: FromPeer | PeerLost, now_s: float) -> list[Command]:
+        if isinstance(event, PeerLost):
+            self.copies.lost(event.peer)
         return [*self._both(event, now_s), *self._pulled(event, now_s)]
 
     def _pulled(self, event: PullEvent, now_s: float) -> list[Command]:

@@ -1,9 +1,9 @@
 """How long a copy of KV to or from a peer may take. Pure.
 
-A worker makes the copies with one peer one after another. So only the oldest of a peer is timed,
+A worker makes the copies over one link one after another. So only the oldest of a peer is timed,
 from the moment when it was first or the one before it had ended. A copy that takes longer than its
-limit is ended through its connection: that is dropped, and the copy fails. Its blocks are held
-until it has failed indeed.
+limit is ended through its link: that is dropped, and the copy fails. Its blocks are held until it
+has failed indeed. Copies over a link that is gone are timed no more.
 """
 
 from __future__ import annotations
@@ -38,12 +38,10 @@ def limit_s(predicted_s: float) -> float:
 
 @dataclass(slots=True)
 class _Line:
-    """The copies with one peer, the oldest first. That one is timed from `since_s`; the link was
-    `dropped` because of it."""
+    """The copies with one peer, the oldest first. That one is timed from `since_s`."""
 
     since_s: float
     copies: dict[_Name, PeerCopy] = field(default_factory=dict)
-    dropped: bool = False
 
 
 @dataclass(slots=True)
@@ -70,7 +68,7 @@ class CopyWatch:
         self._peers[name] = copy.peer
 
     def end(self, done: CopyEnd, now_s: float) -> None:
-        """It has succeeded or failed. Nothing happens when it was not watched."""
+        """It has succeeded or failed. Nothing happens when it is not timed."""
         match done:
             case BlocksPulled(pull=pull):
                 name: _Name = pull
@@ -81,18 +79,27 @@ class CopyWatch:
             return
         line = self._lines[peer]
         del line.copies[name]
-        line.since_s, line.dropped = now_s, False
+        line.since_s = now_s
         if not line.copies:
             del self._lines[peer]
 
+    def lost(self, peer: Incarnation) -> None:
+        """The link to it is gone: what is copied over it ends in its own time."""
+        line = self._lines.pop(peer, None)
+        for name in line.copies if line is not None else ():
+            del self._peers[name]
+
     def overdue(self, predicted_s: Callable[[PeerCopy], float], now_s: float) -> list[DropLink]:
         """The links whose copy is over its limit, each once."""
-        return [
+        drops = [
             drop
             for peer, line in self._lines.items()
-            if now_s - line.since_s > LEAST_S and not line.dropped
+            if now_s - line.since_s > LEAST_S
             if (drop := _judge(peer, line, predicted_s, now_s)) is not None
         ]
+        for drop in drops:
+            self.lost(drop.peer)
+        return drops
 
     def validate(self) -> None:
         lines = {(name, peer) for peer, line in self._lines.items() for name in line.copies}
@@ -107,6 +114,5 @@ def _judge(
     took_s, most_s = now_s - line.since_s, limit_s(predicted_s(copy))
     if took_s <= most_s:
         return None
-    line.dropped = True
     reason = f"a copy of {copy.write.nbytes} bytes took over {most_s:.1f} s"
     return DropLink(peer=peer, reason=reason)
