@@ -21,7 +21,7 @@ from router.core.policy.choice import Policies
 from router.core.state.generation import WorkerStatus
 from tests.forks import forks
 from tests.integration import worker_host
-from tests.integration.worker_host import Command, Damage, Failed, Start, Stop
+from tests.integration.worker_host import Command, Damage, Failed, Stall, Start, Stop
 
 PATIENCE_S = 60.0
 T = TypeVar("T")
@@ -110,6 +110,10 @@ class WorkerHost:
     def damage(self, address: str, *, pieces: int) -> None:
         """The next pieces of KV that this worker receives end up wrong."""
         self._ask(Damage(address, pieces))
+
+    def stall(self) -> None:
+        """No copy of its workers over a network moves a byte any more."""
+        self._ask(Stall())
 
     def kill(self) -> None:
         """Returns when it is dead."""
