@@ -34,7 +34,7 @@ class PeerLost:
 
 @value
 class SlabWritten:
-    """The transfer thread has written a piece and told the peer (`error` None), or failed."""
+    """A transfer thread has written a piece and told the peer (`error` None), or failed."""
 
     key: RequestKey
     piece: int
@@ -61,7 +61,7 @@ class LayersWritten:
 
 @value
 class SlabScattered:
-    """The transfer thread has checked and scattered a slab (`error` None), or refused it."""
+    """A transfer thread has checked and scattered a slab (`error` None), or refused it."""
 
     key: RequestKey
     piece: int
@@ -74,7 +74,7 @@ class SlabScattered:
 
 @value
 class PieceFetched:
-    """The transfer thread has read a piece out of the peer's blocks, or failed."""
+    """A transfer thread has read a piece out of the peer's blocks, or failed."""
 
     key: RequestKey
     piece: int
