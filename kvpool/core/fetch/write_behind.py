@@ -1,7 +1,6 @@
 """Offers newly named blocks to the host's pool node, from prefill and from decode alike. Pure.
 
-An offer keeps its blocks unchanged until it is settled. The pool client bounds how many blocks may
-wait.
+An offer keeps its blocks unchanged until it is settled. PoolStores bounds how many blocks may wait.
 """
 
 from __future__ import annotations
