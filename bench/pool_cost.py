@@ -23,8 +23,9 @@ from bench.models import SMOLLM_135M, write_random_llama
 from bench.plain_cluster import HANDED_OVER, PlainCluster, WorkerPlan, plain_cluster, pool_node
 from bench.report import Reading, Row, print_table, write_json
 
-REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 512, 64
-RATE_PER_S = 2.0
+REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 12, 512, 64
+RATE_PER_S = 0.8
+"""About 0.6 of what two cores can do."""
 STREAMS, STREAM_TOKENS, TOKENS_BEFORE_DEATH = 8, 192, 300
 GOAL = 1.01
 PAIR = [WorkerPlan(role="prefill", cores=(0,)), WorkerPlan(role="decode", cores=(1,))]

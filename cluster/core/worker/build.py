@@ -80,6 +80,7 @@ def _lookup(
     stores: PoolStores | None,
 ) -> PrefixLookup:
     """Without prefix caching nothing is shared with other workers."""
+    at_once = settings.handoff == HandoffMode.POOL
     has_pool, caching = settings.pool_address is not None, settings.prefix_caching
     if has_pool:
         tables.device.reports = True
@@ -90,7 +91,7 @@ def _lookup(
     return PrefixLookup(
         tables=tables,
         cost=cost,
-        pool=PoolUse(tables, cost, stores) if has_pool else None,
+        pool=PoolUse(tables, cost, stores, offers_at_once=at_once) if has_pool else None,
         peers=PeerSource(tables=tables, cost=cost, read_bytes=read_bytes) if caching else None,
         grants=PullGrants(tables=tables, leases=leases) if caching else None,
     )

@@ -24,17 +24,17 @@ class PrefixExchange:
 
     # --- pools ----------------------------------------------------------------------------------
 
-    def ask_pools(self, now_s: float) -> list[OfferConfirmed]:
-        """To send what the worker's sequences lack, and to take what it has named."""
+    def ask_pools(self, now_s: float, *, is_busy: bool) -> list[OfferConfirmed]:
+        """Questions of the worker's sequences, and what it has named. `is_busy`: a step runs."""
         assert self.pool is not None
-        self.pool.offer(now_s)
+        self.pool.offer(now_s, is_busy=is_busy)
         return self._take_orders()
 
     def on_node(self, event: NodeEvent, now_s: float) -> list[PrefixOutcome]:
         return [*self._lookup.on_node(event, now_s), *self._take_orders()]
 
     def _take_orders(self) -> list[OfferConfirmed]:
-        if self.pool is None:
+        if self.pool is None or not self.pool.nodes.outbox:
             return []
         orders, confirmed = self.pool.take_commands()
         self.outbox += orders

@@ -38,22 +38,27 @@ class PoolUse:
     stores in that of its host."""
 
     def __init__(
-        self, tables: BlockTables, cost: RestoreCost, stores: PoolStores | None = None
+        self,
+        tables: BlockTables,
+        cost: RestoreCost,
+        stores: PoolStores | None = None,
+        *,
+        offers_at_once: bool = False,
     ) -> None:
         """`stores` None: with the usual limits."""
         self.nodes = PoolNodes(stores)
         self.own = OwnPoolSource(tables=tables, cost=cost, nodes=self.nodes)
         self.remote = RemotePoolSource(tables=tables, cost=cost, nodes=self.nodes)
-        self.write_behind = WriteBehind(tables)
+        self.write_behind = WriteBehind(tables, offers_at_once)
 
     @property
     def declined_tokens(self) -> int:
         """Tokens that were in a pool, but were faster computed or fetched elsewhere."""
         return self.own.declined_tokens + self.remote.declined_tokens
 
-    def offer(self, now_s: float) -> None:
-        """What the worker has named since the last call."""
-        offer = self.write_behind.offer(now_s)
+    def offer(self, now_s: float, *, is_busy: bool = False) -> None:
+        """What the worker has named. `is_busy`: a step is running."""
+        offer = self.write_behind.offer(now_s, is_busy=is_busy)
         if offer is not None:
             self.nodes.stores.offer(offer, now_s)
 
