@@ -124,8 +124,6 @@ def test_a_source_is_asked_once_and_not_when_the_sequence_comes_again() -> None:
     scene.decode.batch.running_set.preempt(sequence)
     scene.decode.handle(StepWanted(), 3)
     assert sequence.hint is None
-    scene.nodes.sought()
-    assert scene.nodes.found(0) == [Restored.found_here(A, 0)]
     assert scene.nodes.orders() == []
 
 
