@@ -91,10 +91,12 @@ _FETCH_BLOCKS = 1000
 
 @dataclass(slots=True)
 class Want:
-    """The first `skip` blocks are the worker's own."""
+    """The first `skip` blocks are the worker's own. `void`: it is dropped, or the node has not held
+    what it granted until now."""
 
     hashes: BlockHashes
     skip: int
+    void: bool = False
 
 
 @dataclass(slots=True)
@@ -115,6 +117,10 @@ class Worker:
     @property
     def tables(self) -> BlockTables:
         return self.lookup.tables
+
+    def lose_grants(self) -> None:
+        for want in self.wants.values():
+            want.void = True
 
 
 def _worker(name: str) -> Worker:
@@ -204,6 +210,7 @@ class World:
             worker.connected = False
             worker.to_node.clear()
             worker.to_worker.clear()
+            worker.lose_grants()
             self._node(PoolWorkerLost(worker=worker.name))
             self._worker(worker, PoolLost(reason="cut"))
 
@@ -213,6 +220,7 @@ class World:
                 worker.connected = False
                 worker.to_node.clear()
                 worker.to_worker.clear()
+                worker.lose_grants()
                 self._worker(worker, PoolLost(reason="the node died"))
         for router in self.routers:
             self._hung_up(router)
@@ -268,9 +276,12 @@ class World:
             self._worker(worker, FromNode(message=message))
 
     def pass_time(self, _: Worker) -> None:
-        self.now_s += self.random.choice([1.0, PATIENCE_S, LEASE_TTL_S])
+        seconds = self.random.choice([1.0, PATIENCE_S, LEASE_TTL_S])
+        self.now_s += seconds
         self._node(PoolTick())
         for worker in self.workers:
+            if seconds == LEASE_TTL_S:
+                worker.lose_grants()
             self._ended(worker, worker.lookup.expire(self.now_s))
 
     def damage_disk(self, _: Worker) -> None:
@@ -360,6 +371,7 @@ class World:
     def drop(self, worker: Worker) -> None:
         if worker.wants:
             holder = self.random.choice(list(worker.wants))
+            worker.wants[holder].void = True
             if not worker.lookup.leave(holder):
                 self._release(worker, holder)
 
@@ -435,6 +447,7 @@ class World:
     def _ended(self, worker: Worker, ended: list[Restored]) -> None:
         for one in ended:
             want, table = worker.wants[one.holder], worker.tables.tables(one.holder)[0]
+            assert one.tokens == want.skip or not want.void
             worker.fetched += one.tokens - want.skip
             for i in range(want.skip, one.tokens):
                 assert worker.memory[table[i]] == want.hashes[i], "wrong KV"

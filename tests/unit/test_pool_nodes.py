@@ -364,6 +364,17 @@ def test_the_node_of_this_host_and_another_are_kept_apart() -> None:
     assert worker.orders() == [ConnectNode(node=OTHER, addresses=("x:1",))]
 
 
+def test_only_the_node_of_this_host_says_what_is_there() -> None:
+    worker = with_own()
+    worker.begin("far", NODE)
+    worker.hear(LookedUp(request_no=1, host_blocks=0, disk_blocks=0))
+    worker.tell(joined(NODE))
+    worker.begin()
+    worker.orders()
+    stray = LookedUp(request_no=2, host_blocks=3, disk_blocks=0)
+    assert worker.hear(stray, NODE) == [] and worker.orders() == []
+
+
 def test_no_second_link_is_made_to_the_node_of_its_own_host() -> None:
     """A router named it, which doesn't know yet whose host it is on."""
     worker = with_own()

@@ -28,13 +28,13 @@ class PrefixExchange:
         """Questions of the worker's sequences, and what it has named. `is_busy`: a step runs."""
         assert self.pool is not None
         self.pool.offer(now_s, is_busy=is_busy)
-        return self._take_orders()
+        return self._take_orders() if self.pool.nodes.outbox else []
 
     def on_node(self, event: NodeEvent, now_s: float) -> list[PrefixOutcome]:
         return [*self._lookup.on_node(event, now_s), *self._take_orders()]
 
     def _take_orders(self) -> list[OfferConfirmed]:
-        if self.pool is None or not self.pool.nodes.outbox:
+        if self.pool is None:
             return []
         orders, confirmed = self.pool.take_commands()
         self.outbox += orders
