@@ -76,8 +76,8 @@ def without_hits(folder: Path, repeats: int) -> list[Row]:
     ):
         for arm in (pooled, plain):
             closed_loop(arm.cluster.http_port, arm.prompts(2), 4)
-        for _ in range(repeats):
-            for arm in (pooled, plain):
+        for number in range(repeats):
+            for arm in (pooled, plain) if number % 2 else (plain, pooled):
                 arm.measure()
         memory = [sum(arm.cluster.resident_mib().values()) for arm in (pooled, plain)]
     return [
@@ -177,9 +177,9 @@ def main() -> None:
         folder = write_random_llama(Path(scratch), SMOLLM_135M)
         rows = without_hits(folder, arguments.repeats)
         print_table("A pool node that finds nothing", rows)
-        deaths = after_a_death(folder, arguments.deaths)
-        print_table("A pool node after a death", deaths)
-    rows += deaths
+        if arguments.deaths:
+            rows += (deaths := after_a_death(folder, arguments.deaths))
+            print_table("A pool node after a death", deaths)
     if arguments.json is not None:
         write_json(arguments.json, rows)
 
