@@ -2,8 +2,8 @@
 
 Also the options of `generate` and `stream` with their help texts, the choice between several
 routers, and the retries of refused requests. The client uses the router that answered last until it
-is gone, then the next untried one. It comes back after a refusal at the time that the refusal
-names.
+is gone, then the next untried one; a stream that has begun goes on there. It comes back after a
+refusal at the time that the refusal names.
 """
 
 from __future__ import annotations
@@ -149,8 +149,14 @@ def _described(name: str, text: str) -> str:
 
 Stub = TypeVar("Stub")
 
-CHANNEL_OPTIONS = (("grpc.max_receive_message_length", -1),)
-"""Log probabilities of a long prompt exceed the 4 MiB that gRPC accepts by default."""
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.http2.ping_timeout_ms", 2000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+"""Log probabilities of a long prompt exceed the 4 MiB that gRPC accepts by default. A router that
+does not answer for 4 s is gone."""
 
 
 def addresses_of(given: str | Sequence[str]) -> tuple[str, ...]:
@@ -181,6 +187,10 @@ class Tour(Generic[Stub]):
         self._left = len(routers.stubs) - 1
 
     @property
+    def routers(self) -> int:
+        return len(self._routers.stubs)
+
+    @property
     def stub(self) -> Stub:
         return self._routers.stubs[self._at]
 
@@ -190,9 +200,13 @@ class Tour(Generic[Stub]):
         if not is_gone(error) or not self._left:
             return False
         self._left -= 1
+        self.go_on()
+        return True
+
+    def go_on(self) -> None:
+        """To the next router, also one that was tried before."""
         self._at = (self._at + 1) % len(self._routers.stubs)
         self._routers.current = self._at
-        return True
 
 
 def is_gone(error: KvrelayError) -> bool:
