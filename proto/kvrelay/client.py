@@ -16,6 +16,7 @@ from kvrelay.requests import (
     GenerateOptions,
     Prompt,
     Routers,
+    SoFar,
     Tour,
     addresses_of,
     chunk_of,
@@ -30,7 +31,6 @@ from kvrelay.requests import (
     with_options,
 )
 from kvrelay.results import Chunk, Generated, ModelInfo, ServerInfo
-from kvrelay.so_far import SoFar
 from kvrelay.status import meant_by, raise_for
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1.inference_pb2_grpc import InferenceStub

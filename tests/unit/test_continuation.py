@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvrelay.errors import InvalidRequest, Refused, RequestFailedError
-from kvrelay.so_far import RECONNECT_EVERY_S, RECONNECT_FOR_S, SoFar
+from kvrelay.requests import RECONNECT_EVERY_S, RECONNECT_FOR_S, SoFar
 from kvrelay.v1 import inference_pb2 as pb
 from router.text.continuation import Continuation, Delivered, Ticket, TicketKey
 
