@@ -17,7 +17,7 @@ from kvpool.core.fetch.client_events import (
 from kvpool.core.fetch.cost import RestoreCost
 from kvpool.core.fetch.fetches import Restored
 from kvpool.core.fetch.prefix_lookup import PoolUse, PrefixLookup
-from kvpool.core.fetch.write_behind import WriteBehind
+from kvpool.core.fetch.write_behind import OFFER_AFTER_S, OFFER_BLOCKS, WriteBehind
 from kvpool.core.layout.block_names import HashChain
 from kvpool.core.layout.layout import NO_BLOCK, KvLayout, LayerGroup, Plane
 from kvrelay.types import PrefixOrigin, RequestKey
@@ -171,6 +171,38 @@ def test_an_offer_keeps_its_blocks_until_it_is_settled() -> None:
     tables.validate()
     assert tables.try_grow(B, 16, now_s=0)
     tables.validate()
+
+
+def _named(behind: WriteBehind, holder: Holder, tokens: int) -> None:
+    names = _names(behind.tables, list(range(tokens)))
+    assert behind.tables.try_grow(holder, tokens, now_s=0)
+    behind.tables.fill(holder, names.full(tokens).hashes())
+
+
+def test_while_a_step_runs_a_few_blocks_wait_for_more() -> None:
+    tables = _tables(None, blocks=64)
+    tables.device.reports = True
+    behind = WriteBehind(tables)
+    _named(behind, A, 4)
+    assert behind.offer(1.0, is_busy=True) is None
+    _named(behind, A, 8)
+    assert behind.offer(1.0 + OFFER_AFTER_S / 2, is_busy=True) is None
+    late = behind.offer(1.0 + OFFER_AFTER_S, is_busy=True)
+    assert late is not None and len(late.blocks) == 2
+    _named(behind, A, 12)
+    assert behind.offer(9.0, is_busy=True) is None, "a new one waits from now on"
+    assert behind.offer(9.0) is not None
+    _named(behind, A, 12 + 4 * OFFER_BLOCKS)
+    many = behind.offer(9.0, is_busy=True)
+    assert many is not None and len(many.blocks) == OFFER_BLOCKS
+
+
+def test_blocks_that_someone_waits_for_are_offered_at_once() -> None:
+    tables = _tables(None, blocks=4)
+    tables.device.reports = True
+    behind = WriteBehind(tables, at_once=True)
+    _named(behind, A, 4)
+    assert behind.offer(1.0, is_busy=True) is not None
 
 
 def test_what_a_window_has_passed_is_not_offered() -> None:

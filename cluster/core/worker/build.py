@@ -78,6 +78,7 @@ def _lookup(
     settings: WorkerSettings, tables: BlockTables, staging: Staging, cost: RestoreCost
 ) -> PrefixLookup:
     """Without prefix caching nothing is shared with other workers."""
+    at_once = settings.handoff == HandoffMode.POOL
     has_pool, caching = settings.pool_address is not None, settings.prefix_caching
     if has_pool:
         tables.device.reports = True
@@ -88,7 +89,7 @@ def _lookup(
     return PrefixLookup(
         tables=tables,
         cost=cost,
-        pool=PoolUse(tables, cost) if has_pool else None,
+        pool=PoolUse(tables, cost, offers_at_once=at_once) if has_pool else None,
         peers=PeerSource(tables=tables, cost=cost, read_bytes=read_bytes) if caching else None,
         grants=PullGrants(tables=tables, leases=leases) if caching else None,
     )

@@ -175,7 +175,8 @@ class WorkerCore:
     def _ask_pools(self, now_s: float) -> list[Command]:
         """An answer at once may give the device a step."""
         commands: list[Command] = []
-        while outcomes := self.prefixes.ask_pools(now_s):
+        is_busy = self._steps.stepping is not None
+        while outcomes := self.prefixes.ask_pools(now_s, is_busy=is_busy):
             commands += self._restored(outcomes, now_s)
             if self._steps.stepping is None:
                 commands += self._steps.start(now_s)

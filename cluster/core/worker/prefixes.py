@@ -34,11 +34,11 @@ class PrefixExchange:
 
     # --- pools ----------------------------------------------------------------------------------
 
-    def ask_pools(self, now_s: float) -> list[PrefixOutcome]:
-        """Questions of the worker's sequences, and what it has named since the last call."""
+    def ask_pools(self, now_s: float, *, is_busy: bool) -> list[PrefixOutcome]:
+        """Questions of the worker's sequences, and what it has named. `is_busy`: a step runs."""
         assert self.nodes is not None and self._lookup.pool is not None
         outcomes: list[PrefixOutcome] = []
-        while questions := self._lookup.pool.take_questions(now_s):
+        while questions := self._lookup.pool.take_questions(now_s, is_busy=is_busy):
             for question in questions:
                 outcomes += self._answered(self.nodes.ask(question, now_s), now_s)
         return outcomes

@@ -30,22 +30,24 @@ class PoolUse:
     """A worker's use of pools: it fetches from that of its host and those of other hosts, and
     stores in that of its host. `questions` are for the clients of their nodes."""
 
-    def __init__(self, tables: BlockTables, cost: RestoreCost) -> None:
+    def __init__(
+        self, tables: BlockTables, cost: RestoreCost, *, offers_at_once: bool = False
+    ) -> None:
         self.questions: list[PoolQuestion] = []
         self.own = OwnPoolSource(tables=tables, cost=cost, outbox=self.questions)
         self.remote = RemotePoolSource(tables=tables, cost=cost, outbox=self.questions)
-        self.write_behind = WriteBehind(tables)
+        self.write_behind = WriteBehind(tables, offers_at_once)
 
     @property
     def declined_tokens(self) -> int:
         """Tokens that were in a pool, but were faster computed or fetched elsewhere."""
         return self.own.declined_tokens + self.remote.declined_tokens
 
-    def take_questions(self, now_s: float) -> list[PoolQuestion]:
-        """With what the worker has named since the last call."""
+    def take_questions(self, now_s: float, *, is_busy: bool = False) -> list[PoolQuestion]:
+        """With what the worker has named. `is_busy`: a step is running."""
         questions = self.questions.copy()
         self.questions.clear()
-        offer = self.write_behind.offer(now_s)
+        offer = self.write_behind.offer(now_s, is_busy=is_busy)
         return questions if offer is None else [*questions, offer]
 
 
