@@ -1,7 +1,7 @@
 """Offers newly named blocks to the host's pool node, from prefill and from decode alike. Pure.
 
-An offer keeps its blocks unchanged until it is settled. The pool client bounds how many blocks may
-wait. A batch that decodes names a block in nearly every step: they are offered together.
+An offer keeps its blocks unchanged until it is settled. PoolStores bounds how many blocks may wait.
+A batch that decodes names a block in nearly every step: they are offered together.
 """
 
 from __future__ import annotations
