@@ -89,23 +89,23 @@ class Handoffs:
                 return [*self._renewals()]
 
     def _renewals(self) -> Iterator[SendPeer]:
-        """For each decode worker, of its requests. One that waits for the pool, and of which
-        nothing moves, is left out."""
+        """For each decode worker, of its requests."""
         targets: dict[Incarnation | None, list[PrefillJob]] = {}
         for job in self.jobs.live():
             if job.sender.has_target:
                 targets.setdefault(job.message.target, []).append(job)
         for jobs in targets.values():
             for i in range(0, len(jobs), MOST_RENEWED):
-                going: list[RequestKey] = []
-                waiting: list[RequestKey] = []
-                for job in jobs[i : i + MOST_RENEWED]:
-                    if self.jobs.makes_progress(job):
-                        going.append(job.key)
-                    elif not self._has_unstored(job):
-                        waiting.append(job.key)
-                if going or waiting:
-                    yield jobs[0].sender.renew(tuple(going), tuple(waiting))
+                yield from self._renewal(jobs[i : i + MOST_RENEWED])
+
+    def _renewal(self, jobs: list[PrefillJob]) -> list[SendPeer]:
+        """One that waits for the pool, and of which nothing moves, is left out."""
+        going = [job.key for job in jobs if self.jobs.makes_progress(job)]
+        by_pool, goes = self.mode is HandoffMode.POOL, {*going}
+        waiting = [
+            job.key for job in jobs if job.key not in goes and not (by_pool and job.has_unstored)
+        ]
+        return [jobs[0].sender.renew(tuple(going), tuple(waiting))] if going or waiting else []
 
     def _from_peer(self, event: FromPeer, now_s: float) -> list[Command]:
         """A message for a job that is over, or from a worker that is not its target, changes
@@ -177,8 +177,9 @@ class Handoffs:
 
     def _commit(self, job: PrefillJob) -> list[Command]:
         """If it is ready. With `pool` the decode worker hears first what it can fetch by now."""
-        told = self._tell_stored(job) if self.mode is HandoffMode.POOL else []
-        if job.cancelled is not None or not job.may_commit or self._has_unstored(job):
+        by_pool = self.mode is HandoffMode.POOL
+        told = self._tell_stored(job) if by_pool else []
+        if job.cancelled is not None or not job.may_commit or (by_pool and job.has_unstored):
             return told
         job.committing = True
         job.sender.moved = True
@@ -209,15 +210,12 @@ class Handoffs:
         return commands
 
     def _tell_stored(self, job: PrefillJob) -> list[Command]:
-        if job.cancelled is not None or not self._has_unstored(job):
+        if job.cancelled is not None or not job.has_unstored:
             return []
         more = self.jobs.lookup.stored_blocks(job.unstored)
         job.stored += more
         tokens = job.stored * self.jobs.block_tables.layout.block_size
         return [*job.sender.stored(tokens)] if more else []
-
-    def _has_unstored(self, job: PrefillJob) -> bool:
-        return self.mode is HandoffMode.POOL and job.stored < len(job.filled)
 
 
 PrefillEvent = Prefill | Abort | StepWanted | StepDone | Restored | OutgoingEvent

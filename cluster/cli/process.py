@@ -97,6 +97,7 @@ ROUTER_KEYS = (
     "qos.ladder.tail",
     "qos.tiers",
     "preload",
+    "network.secret",
     "drain_timeout",
 )
 POOL_KEYS = (
