@@ -98,6 +98,7 @@ ROUTER_KEYS = (
     "qos.tiers",
     "failure.detect",
     "preload",
+    "network.secret",
     "drain_timeout",
 )
 POOL_KEYS = (

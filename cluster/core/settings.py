@@ -99,7 +99,8 @@ class RouterSettings:
     """`name` is the cluster's, `process` the router's own. Port 0: the system chooses. Clients use
     `host`; workers, operators and Prometheus use `internal_host`. `record`: the file in which the
     core's events and decisions are recorded, up to `record_bytes`; None: no record. The core's
-    directory takes up to `directory_bytes`. A worker that is silent for `detect_s` is lost."""
+    directory takes up to `directory_bytes`. A worker that is silent for `detect_s` is lost. Routers
+    with the same `secret` go on with each other's requests."""
 
     name: str
     process: str
@@ -122,6 +123,7 @@ class RouterSettings:
     policies: Policies = DEFAULT_POLICIES
     qos: QosTiers = ONE_TIER
     tier_match: TierMatch = NO_MATCH
+    secret: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -233,6 +233,8 @@ class WorkerDispatcher(ClusterViews):
     # --- requests -------------------------------------------------------------------------------
 
     async def submit(self, request: GenerationRequest) -> WorkerGeneration:
+        if request.delivered:
+            self.abort(request.request_id)  # its client is not there any more
         self._check(request)
         generation = WorkerGeneration(self, request.request_id)
         self._generations[request.request_id] = generation

@@ -34,8 +34,7 @@ class PrefixExchange:
         return [*self._lookup.on_node(event, now_s), *self._take_orders()]
 
     def _take_orders(self) -> list[OfferConfirmed]:
-        if self.pool is None:
-            return []
+        assert self.pool is not None
         orders, confirmed = self.pool.take_commands()
         self.outbox += orders
         return confirmed
@@ -53,8 +52,10 @@ class PrefixExchange:
         """Time has passed: leases and patience may have ended."""
         if self._lookup.grants is not None:
             self._lookup.grants.expire(now_s)
-        ended = self._lookup.expire(now_s)
-        return [*ended, *self._take_orders()]
+        outcomes: list[PrefixOutcome] = [*self._lookup.expire(now_s)]
+        if self.pool is not None:
+            outcomes += self._take_orders()
+        return outcomes
 
     def take_commands(self) -> list[NodeOrder | SendPeer | PullBlocks]:
         """To be executed in order."""

@@ -280,7 +280,8 @@ class PrefixFetches:
 
     def expire(self, now_s: float) -> list[Restored]:
         """Stops waiting for sources that take too long to answer."""
-        return self._give_up([fetch for fetch in self if fetch.is_late(now_s)], now_s)
+        late = [fetch for fetch in self._open.values() if fetch.is_late(now_s)]
+        return self._give_up(late, now_s) if late else []
 
     def _give_up(self, fetches: list[Fetch], now_s: float) -> list[Restored]:
         ended: list[Restored] = []
