@@ -195,13 +195,14 @@ class RouterCore:
         affected = [one for one in state.requests.values() if incarnation in one.workers]
         affected += state.dispatch.stranded(state, now_s) if view.prefills else []
         reason, message = FailureReason.WORKER_LOST, f"worker {view.hello.name} was lost"
-        commands = self._suspicions(incarnation) if event.was_silent else []
+        commands: list[Command] = []
         for request in affected:
             commands += lifecycle.fail_attempt(state, request, reason, message, now_s)
-        return commands
+        return commands + self._suspicions(incarnation) if event.was_silent else commands
 
     def _suspicions(self, silent: Incarnation) -> list[Command]:
-        """Its peers drop their connections to it: it may write to them when it wakes up."""
+        """Its peers drop their connections to it: it may write to them when it wakes up. They hear
+        first which of its requests are over."""
         message = Suspect(incarnation=silent)
         return [Send(worker=one, message=message) for one in self.state.workers]
 

@@ -8,7 +8,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -16,7 +17,7 @@ import pytest
 
 from engine.model.checkpoint import open_checkpoint
 from engine.model.model import load_model
-from kvrelay.types import Role
+from kvrelay.types import Incarnation, Role
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from kvrelay.v1.counters_pb2 import Counters
@@ -50,6 +51,16 @@ def peers_of(cluster: Cluster, name: str) -> int:
     return len(found[0].counters.links)
 
 
+@contextmanager
+def woken(host: WorkerHost) -> Iterator[None]:
+    """At the end: who is stopped can't be told to end."""
+    try:
+        yield
+    finally:
+        if host.process.is_alive():
+            os.kill(host.pid, signal.SIGCONT)
+
+
 def test_streams_of_a_stopped_decode_worker_go_on_and_it_comes_back(llama: Path) -> None:
     with (
         WorkerHost() as steady,
@@ -63,6 +74,7 @@ def test_streams_of_a_stopped_decode_worker_go_on_and_it_comes_back(llama: Path)
                 (other, settings("other", Role.DECODE, llama)),
             ],
         ) as cluster,
+        woken(stopped),
     ):
         with Streams(cluster, prompts(8), TOKENS) as running:
             running.wait_for(5)
@@ -91,6 +103,61 @@ def test_streams_of_a_stopped_decode_worker_go_on_and_it_comes_back(llama: Path)
     for one in (*running.streams, *again.streams):
         expected = generate_reference(model, one.prompt, tokens=TOKENS)
         assert_same_tokens(expected, one.token_ids)
+
+
+def incarnation_of(cluster: Cluster, name: str) -> Incarnation:
+    views = cluster.router.process.dispatcher.core.state.workers
+    (found,) = cluster.router.read(lambda: [i for i, v in views.items() if v.hello.name == name])
+    return found
+
+
+def slabs_held(cluster: Cluster, owner: Incarnation, holder: Incarnation) -> int:
+    """Those of the worker `owner` that this peer holds, whatever their state."""
+
+    async def ask() -> pb.DebugKvResponse:
+        links = cluster.router.process.dispatcher.attached
+        return await links[owner].debug_kv()
+
+    return len([slab for slab in cluster.router.call(ask()).slabs if slab.holder == holder])
+
+
+def test_slabs_of_a_stopped_prefill_worker_are_taken_back(long_llama: Path) -> None:
+    """Long before their leases end. Its prompts are computed elsewhere."""
+    over = {"transports": ("ucx",)}  # a pool on this machine would be read where it lies
+    with (
+        WorkerHost() as steady,
+        WorkerHost() as stopped,
+        WorkerHost() as spare,
+        running_cluster(
+            long_llama,
+            [
+                (steady, settings("steady", Role.DECODE, long_llama, **over)),
+                (stopped, settings("stopped", Role.PREFILL, long_llama, **over)),
+            ],
+        ) as cluster,
+        woken(stopped),
+    ):
+        owner, holder = (incarnation_of(cluster, name) for name in ("steady", "stopped"))
+        spares = spare.start(settings("spare", Role.PREFILL, long_llama, **over))
+        rng = random.Random(3)
+        long = [[rng.randrange(2, VOCAB_SIZE) for _ in range(3000)] for _ in range(6)]
+        with Streams(cluster, long, 4) as running:
+            held, deadline_s = 0, time.monotonic() + 20.0
+            while time.monotonic() < deadline_s:
+                wait_until(lambda: slabs_held(cluster, owner, holder) > 0, "slabs are lent")
+                os.kill(stopped.pid, signal.SIGSTOP)
+                if held := slabs_held(cluster, owner, holder):
+                    break
+                os.kill(stopped.pid, signal.SIGCONT)
+            assert held, "it was never stopped with a slab"
+            stopped_s = time.monotonic()
+            cluster.join(spares, "spare")
+            wait_until(lambda: "stopped" not in names(cluster), "it is lost", MOST_PAUSE_S)
+            wait_until(lambda: not slabs_held(cluster, owner, holder), "they are back", 3.0)
+            print(f"{held} slabs, back after {time.monotonic() - stopped_s:.1f} s")
+        assert [one.error for one in running.streams] == [""] * 6
+        stopped.kill()
+        spare.stop(spares)
 
 
 def test_a_router_that_paused_has_lost_nobody(
