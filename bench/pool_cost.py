@@ -26,7 +26,7 @@ from bench.report import Reading, Row, print_table, write_json
 REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 12, 512, 64
 RATE_PER_S = 0.8
 """About 0.6 of what two cores can do."""
-STREAMS, STREAM_TOKENS, TOKENS_BEFORE_DEATH = 8, 192, 300
+STREAMS, STREAM_TOKENS, TOKENS_BEFORE_DEATH = 4, 640, 400
 GOAL = 1.01
 PAIR = [WorkerPlan(role="prefill", cores=(0,)), WorkerPlan(role="decode", cores=(1,))]
 SETTINGS = ("model.max_model_len=2304", "scheduler.prefill_chunk_tokens=512")
@@ -145,10 +145,13 @@ def _kill_under_streams(arm: Arm) -> tuple[float, float]:
 
 
 def _kill_one(cluster: PlainCluster, computed: list[float]) -> None:
-    begun = cluster.metric("kvrelay:worker_generated_tokens_total")
-    while cluster.metric("kvrelay:worker_generated_tokens_total") - begun < TOKENS_BEFORE_DEATH:
+    """When all prompts are computed, and enough tokens generated."""
+    prompts, generated = (f"kvrelay:worker_{kind}_tokens_total" for kind in ("prompt", "generated"))
+    begun = {name: cluster.metric(name) for name in (prompts, generated)}
+    wanted = {prompts: STREAMS * PROMPT_TOKENS, generated: TOKENS_BEFORE_DEATH}
+    while any(cluster.metric(name) - begun[name] < most for name, most in wanted.items()):
         time.sleep(0.05)
-    computed.append(cluster.metric("kvrelay:worker_prompt_tokens_total"))
+    computed.append(cluster.metric(prompts))
     cluster.processes.pop("decode-1").kill()
 
 

@@ -190,6 +190,17 @@ def test_fewer_blocks_than_wanted_are_granted() -> None:
     assert worker.read(sound=1) == restored(1, PrefixOrigin.HOST)
 
 
+def test_what_is_granted_beyond_what_was_asked_for_is_left_alone() -> None:
+    """A node that is wrong must not write into other requests' blocks, nor end the worker."""
+    worker = with_own()
+    worker.wants()
+    answer = Fetched(request_no=1, places=PLACES * 3, checksums=(8, 9) * 3)
+    assert worker.hear(answer) == []
+    (order,) = worker.orders()
+    assert isinstance(order, FetchBlocks)
+    assert order.places == PLACES and len(order.targets) == len(order.checksums) == 2
+
+
 def test_a_damaged_block_is_named_and_ends_the_prefix() -> None:
     worker = with_own()
     worker.wants()

@@ -188,12 +188,13 @@ class PoolNodes:
         welcome = self._links.get(node)
         if welcome is None:
             return []
-        number, count = granted.request_no, len(granted.places)
+        number = granted.request_no
         fetch = fetches.find(number, node)
         if fetch is None or fetch.state is not FetchState.ASKED:
-            if count:  # too late
+            if granted.places:  # too late
                 self._send(node, FetchDone(request_no=number))
             return []
+        count = min(len(granted.places), len(granted.checksums), fetch.end - fetch.here)
         if not count:
             return [fetches.end(fetch, 0, now_s)]
         tables = fetches.tables.tables(fetch.holder)
@@ -201,8 +202,8 @@ class PoolNodes:
             node=node,
             request_no=number,
             region=welcome.region,
-            places=granted.places,
-            checksums=granted.checksums,
+            places=granted.places[:count],
+            checksums=granted.checksums[:count],
             targets=places(tables, range(fetch.here, fetch.here + count)),
         )
         self.outbox.append(command)
