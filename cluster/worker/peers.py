@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from cluster.core.worker.events import DropPeer
 from cluster.worker.lanes import Lanes
 from cluster.worker.prober import Link, Prober
 from kvpool.core.layout.codec import Codec
@@ -135,7 +136,7 @@ class PeerLinks:
         if not self._outboxes.put(command.peer, command):
             self._part(command.peer, f"it has not taken {MOST_WAITING} messages")
 
-    def drop(self, command: DropLink) -> None:
+    def end(self, command: DropLink) -> None:
         """Never waits. Nothing happens when the connection is lost already: its copies are about to
         end."""
         with self._lock:
@@ -143,6 +144,10 @@ class PeerLinks:
         if connection is not None:
             self._stall(connection, command.reason)
             self._close_apart(connection, stalled=True)
+
+    def drop(self, command: DropPeer) -> None:
+        """The next message connects anew. Never waits."""
+        self._part(command.peer, command.reason)
 
     def notify(self, peer: Incarnation, message: PeerMessage) -> None:
         """Raises PeerError."""

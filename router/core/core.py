@@ -16,6 +16,7 @@ from kvrelay.messages import (
     RequestFailed,
     Reserved,
     ReserveRefused,
+    Suspect,
     Tokens,
     WorkerEvent,
 )
@@ -31,10 +32,12 @@ from router.core.events import (
     PoolNodeLost,
     PoolNodeSaid,
     Rejected,
+    Send,
     Submitted,
     WorkerJoined,
     WorkerLost,
     WorkerSaid,
+    WorkerSuspected,
 )
 from router.core.request import Request
 from router.core.router_state import RouterState
@@ -86,8 +89,12 @@ class RouterCore:
                 state.workers.join(hello)
                 state.waiting.wake(now_s)
                 return lifecycle.preload(hello, self.preloads)
-            case WorkerLost(incarnation=incarnation):
-                return self._on_worker_lost(incarnation, now_s)
+            case WorkerSuspected(incarnation=incarnation):
+                if (view := state.workers.get(incarnation)) is not None:
+                    view.suspect = True
+                return []
+            case WorkerLost():
+                return self._on_worker_lost(event, now_s)
             case PoolNodeSaid(update=update):
                 state.directory.updated(update)
                 return []
@@ -176,8 +183,8 @@ class RouterCore:
             return learning.trust(self.state, request, moment)
         return []
 
-    def _on_worker_lost(self, incarnation: Incarnation, now_s: float) -> list[Command]:
-        state = self.state
+    def _on_worker_lost(self, event: WorkerLost, now_s: float) -> list[Command]:
+        state, incarnation = self.state, event.incarnation
         view = state.workers.leave(incarnation)
         state.directory.lost(incarnation)
         if view is None:
@@ -188,11 +195,16 @@ class RouterCore:
         affected = [one for one in state.requests.values() if incarnation in one.workers]
         affected += state.dispatch.stranded(state, now_s) if view.prefills else []
         reason, message = FailureReason.WORKER_LOST, f"worker {view.hello.name} was lost"
-        return [
-            command
-            for request in affected
-            for command in lifecycle.fail_attempt(state, request, reason, message, now_s)
-        ]
+        commands: list[Command] = []
+        for request in affected:
+            commands += lifecycle.fail_attempt(state, request, reason, message, now_s)
+        return commands + self._suspicions(incarnation) if event.was_silent else commands
+
+    def _suspicions(self, silent: Incarnation) -> list[Command]:
+        """Its peers drop their connections to it: it may write to them when it wakes up. They hear
+        first which of its requests are over."""
+        message = Suspect(incarnation=silent)
+        return [Send(worker=one, message=message) for one in self.state.workers]
 
     def validate(self) -> None:
         self.state.validate()

@@ -224,7 +224,7 @@ def _targets(state: RouterState, source: WorkerView) -> list[WorkerView]:
         for view in state.workers.values()
         if view is not source
         and view.hello.role is not Role.PREFILL
-        and not view.draining
+        and not (view.draining or view.suspect)
         and view.free_places > 0
         and _taken_blocks(view) < PRESSED * view.hello.total_blocks
     ]

@@ -38,12 +38,14 @@ from router.core.events import (
     WorkerJoined,
     WorkerLost,
     WorkerSaid,
+    WorkerSuspected,
 )
 from router.core.policy.choice import DEFAULT_POLICIES, Policies
 from router.core.request import Request
 from router.core.start import Beginning, begin
 from router.core.state.directory import DIRECTORY_BYTES
 from router.core.state.generation import ChoiceTokens, GenerationRequest
+from router.core.state.silence import DETECT_S, PERIOD_S, Silence
 from router.core.state.worker_view import check_joins
 from router.live import status
 from router.live.link import WorkerLink
@@ -131,6 +133,7 @@ class WorkerDispatcher(ClusterViews):
         tiers: QosTiers = ONE_TIER,
         *,
         directory_bytes: int = DIRECTORY_BYTES,
+        detect_s: float = DETECT_S,
         record: Callable[[Beginning], Recorder] | None = None,
     ) -> None:
         """`record` opens a file for all that the core hears and decides."""
@@ -147,6 +150,8 @@ class WorkerDispatcher(ClusterViews):
         self.incarnation = Incarnation(uuid4().hex)
         self._links: dict[str, WorkerLink] = {}  # address |-> link
         self._generations: dict[str, WorkerGeneration] = {}
+        self._silence = Silence(now_s=time.monotonic(), detect_s=detect_s)
+        self._watching: asyncio.Task[None] | None = None  # from the first worker on
 
     # --- workers --------------------------------------------------------------------------------
 
@@ -162,6 +167,8 @@ class WorkerDispatcher(ClusterViews):
     async def close(self) -> None:
         for address in list(self._links):
             await self.remove_worker(address)
+        if self._watching is not None:
+            self._watching.cancel()
         await self.pools.close()
         if self._recorder is not None:
             self._recorder.close()
@@ -171,6 +178,9 @@ class WorkerDispatcher(ClusterViews):
         log.info("worker %s joined: %s on %s", hello.name, hello.role, hello.device)
         self.attached[hello.incarnation] = link
         self.recent[hello.incarnation] = RecentActivity(hello.total_blocks)
+        self._silence.joined(hello.incarnation)
+        if self._watching is None:
+            self._watching = asyncio.ensure_future(self._watch())
         self._post(WorkerJoined(hello=hello))
 
     def said(
@@ -180,20 +190,45 @@ class WorkerDispatcher(ClusterViews):
         counters: Counters,
         blocks: tuple[BlockChanges, ...],
     ) -> None:
+        self._silence.heard(worker)
         if (recent := self.recent.get(worker)) is not None:
             recent.heard(counters, time.monotonic())
         said = WorkerSaid(incarnation=worker, events=events, counters=counters, blocks=blocks)
         self._post(said)
 
-    def lost(self, worker: Incarnation, reason: str) -> None:
+    def lost(self, worker: Incarnation, reason: str, *, was_silent: bool = False) -> None:
         link = self.attached.pop(worker, None)
         self.recent.pop(worker, None)
+        self._silence.left(worker)
         if link is not None:
             if link.address in self._links:
                 log.warning("lost the worker at %s: %s", link.address, reason)
             else:
                 log.info("the worker at %s has left", link.address)
-            self._post(WorkerLost(incarnation=worker))
+            self._post(WorkerLost(incarnation=worker, was_silent=was_silent))
+
+    async def _watch(self) -> None:
+        """The links' own pings are answered by threads that live on when a worker hangs."""
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            try:
+                self._look(time.monotonic())
+            except Exception:
+                log.exception("silent workers were not handled well")
+
+    def _look(self, now_s: float) -> None:
+        suspects, lost = self._silence.look(now_s)
+        for worker in suspects:
+            log.warning("worker %s is suspect: it has reported nothing lately", self._name(worker))
+            self._post(WorkerSuspected(incarnation=worker))
+        for worker in lost:
+            link = self.attached[worker]
+            link.hang_up()
+            reason = f"it has reported nothing for {self._silence.detect_s:g} s"
+            self.lost(worker, reason, was_silent=True)
+
+    def _name(self, worker: Incarnation) -> str:
+        return self.core.state.workers.name_of(worker)
 
     # --- requests -------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ it any more.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -54,11 +55,19 @@ class Stall:
 
 
 @dataclass(frozen=True, slots=True)
+class Hang:
+    """This worker's next step never ends; it is given up after `least_s`."""
+
+    address: str
+    least_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     reason: str
 
 
-Command = Start | Stop | Damage | Stall
+Command = Start | Stop | Damage | Hang | Stall
 
 
 def serve(commands: Connection) -> None:
@@ -89,6 +98,9 @@ async def answer(command: Command, workers: dict[str, WorkerProcess]) -> str | F
         case Stall():
             OneSidedPeer.write = OneSidedPeer.read = stall  # type: ignore[method-assign]
             return ""
+        case Hang(address=address, least_s=least_s):
+            hang(workers[address], least_s)
+            return address
         case _:
             assert_never(command)
 
@@ -127,6 +139,12 @@ def damage(worker: WorkerProcess, pieces: int) -> None:
         spoil_fetches(pools._mover._blocks, left)
     mover._scatter = spoiling(type(mover)._scatter.__get__(mover))  # type: ignore[method-assign]
     mover._fetch = spoiling(type(mover)._fetch.__get__(mover))  # type: ignore[method-assign]
+
+
+def hang(worker: WorkerProcess, least_s: float) -> None:
+    assert worker._parts is not None
+    worker._parts.watchdog.watch.least_s = least_s
+    worker._parts.device._engine.run = lambda *_: threading.Event().wait()  # type: ignore[method-assign, assignment, return-value]
 
 
 def spoil_fetches(blocks: HostBlocks, left: Iterator[int]) -> None:

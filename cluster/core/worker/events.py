@@ -22,6 +22,7 @@ from kvpool.core.transfer.commands import (
 from kvpool.core.transfer.messages import BlocksDigested
 from kvpool.core.transfer.pull import BlocksPulled, PullBlocks
 from kvrelay.messages import BlockChanges, Counters, ToWorker, WorkerEvent
+from kvrelay.types import Incarnation
 
 
 class RouterStream(Protocol):
@@ -76,7 +77,14 @@ class SendToRouter(NamedTuple):
     blocks: Sequence[BlockChanges]
 
 
+class DropPeer(NamedTuple):
+    """Close the connection to the peer; PeerLost follows, even if there is none."""
+
+    peer: Incarnation
+    reason: str
+
+
 MoveJob = KvMove | PullBlocks
 """What a worker's transfer threads do; the outcome of each job comes back as an event."""
 
-WorkerCommand = RunStep | SendPeer | DropLink | MoveJob | NodeOrder | SendToRouter
+WorkerCommand = RunStep | SendPeer | DropPeer | DropLink | MoveJob | NodeOrder | SendToRouter
