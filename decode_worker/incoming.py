@@ -118,6 +118,11 @@ class IncomingHandoff:
         assert state in TRANSITIONS[self.state], f"{self.key}: {self.state} -> {state}"
         self.state = state
 
+    @property
+    def waits_here(self) -> bool:
+        """It is this worker's turn. A copy that hangs ends by its own limit."""
+        return self.in_flight > 0 or self.state is HandoffState.AWAITING_BLOCKS
+
     # --- pieces ---------------------------------------------------------------------------------
 
     def announce(self, ahead: PiecesAhead, writes: Sequence[SlabWrite]) -> None:

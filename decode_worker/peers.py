@@ -14,13 +14,17 @@ from kvpool.core.transfer.codec_choice import (
     choose_codec,
     wire_dtype,
 )
-from kvpool.core.transfer.commands import FetchPiece
-from kvpool.core.transfer.link_cost import LinkCost, TransferWay
+from kvpool.core.transfer.commands import FetchPiece, WriteSlab
+from kvpool.core.transfer.copy_watch import PeerCopy
+from kvpool.core.transfer.link_cost import LinkCost, TransferShape, TransferWay
 from kvpool.core.transfer.messages import PiecesAhead, allowed_distance
 from kvpool.core.transfer.piece import check_cut, holds, source_side, transfer_shape
 from kvpool.core.transfer.pool_map import KvFacts
 from kvpool.core.transfer.write import Side, SlabSection, SlabWrite
 from kvrelay.types import Incarnation
+
+UNMEASURED_BYTES_PER_S = 1e8
+"""Of a link whose cost is not known yet: Ethernet of 1 Gbit/s."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,6 +70,18 @@ class PeerPools:
         if facts is None:
             return CodecChoice()
         return choose_codec(facts.offer, self.offer, self._wire_layout(peer), self._costs.get(peer))
+
+    def predicted_s(self, copy: PeerCopy) -> float:
+        """How long it takes by the cost of the link, or over a slow one."""
+        cost, nbytes = self._costs.get(copy.peer), copy.write.nbytes
+        if cost is None:
+            return nbytes / UNMEASURED_BYTES_PER_S
+        if isinstance(copy, WriteSlab):
+            shape = TransferShape(nbytes=nbytes, descriptors=0, source_runs=0, target_runs=0)
+            return cost.seconds(TransferWay.COLLATED, shape)
+        target = Side(tables=copy.tables, block_size=self.layout.block_size)
+        shape = transfer_shape(copy.write, copy.source, target, (copy.kv.ranks, self.ranks))
+        return cost.seconds(TransferWay.DIRECT, shape)
 
     def canary_distance(self, peer: Incarnation) -> float:
         """How far apart the digests of the peer's KV and of its copy here may be."""

@@ -1,7 +1,9 @@
 """The requests that are reserved on this decode worker, and how their KV comes in. Pure.
 
-A reservation holds a lease and blocks. Any word of the prefill worker about it renews the lease,
-also RenewLeases, which it sends at each tick and which says only that it lives. The blocks:
+A reservation holds a lease and blocks. Progress renews the lease: a message of the prefill worker
+about its KV, or RenewLeases, which says that its prompt waits or is computed there, or that some of
+its KV moves. If the prefill worker says that it waits for this worker, that must be so: for blocks,
+a slab or a copy made here. The blocks:
 
     push   for the prompt and its first token, from the reservation on
     pull   the same, from its first announced piece on; requests get them in that order, so a large
@@ -209,8 +211,8 @@ class Reservations:
                 return []
             case SlabReplaced(slab_id=slab_id, region=region):
                 return self.grants.replaced(slab_id, region, now_s)
-            case PeerLost(peer=peer, reason=reason):
-                return self._on_peer_lost(peer, reason, now_s)
+            case PeerLost():
+                return self._on_peer_lost(event, now_s)
             case Tick():
                 return self._expire(now_s)
 
@@ -224,8 +226,8 @@ class Reservations:
                 return self._on_computed(peer, message, now_s)
             case Commit():
                 return self._on_commit(peer, message, now_s)
-            case RenewLeases(keys=keys):
-                self._renew(keys, now_s)
+            case RenewLeases():
+                self._renew(message, now_s)
             case TransferCancelled(key=key):
                 return self._on_fenced(key, now_s)
             case PeerHello(kv=kv):
@@ -399,7 +401,7 @@ class Reservations:
         if incoming is None:
             return []
         self._leave(incoming)
-        self.grants.begin_fence(key, now_s)
+        self.grants.begin_fence(key)
         return [] if incoming.source is None else [_cancel(incoming.source, key, reason)]
 
     def _leave(self, incoming: IncomingHandoff) -> None:
@@ -439,13 +441,16 @@ class Reservations:
             self._leave(incoming)
         return self.grants.fenced(key, now_s)
 
-    def _renew(self, keys: tuple[RequestKey, ...], now_s: float) -> None:
-        for key in keys:
+    def _renew(self, told: RenewLeases, now_s: float) -> None:
+        asking = self.grants.asking() if told.waiting else ()
+        waits = (one for one in map(self.find, told.waiting) if one is not None)
+        here = [one.key for one in waits if one.waits_here or one.key in asking]
+        for key in (*told.keys, *here):
             if self.leases.renew(key, now_s):
                 self.grants.renew(key, now_s)
 
     def _expire(self, now_s: float) -> list[Command]:
-        """Gives up what nobody renewed. A request that no prefill worker has come for yet is its
+        """Gives up what made no progress. A request that no prefill worker has come for yet is its
         router's, which gives it up when it goes."""
         for incoming in self._live():
             if incoming.source is None:
@@ -461,13 +466,13 @@ class Reservations:
             commands += cancels
         return [*commands, Emit(events=tuple(failures))] if failures else commands
 
-    def _on_peer_lost(self, peer: Incarnation, reason: str, now_s: float) -> list[Command]:
-        self.peers.lost(peer)
-        lost = [one for one in self._live() if one.source == peer]
+    def _on_peer_lost(self, event: PeerLost, now_s: float) -> list[Command]:
+        self.peers.lost(event.peer)
+        lost = [one for one in self._live() if one.source == event.peer]
         for incoming in lost:
             self._leave(incoming)
-        commands = self.grants.peer_lost(peer)
-        failures = tuple(_failure(one.key, FailureReason.PEER_LOST, reason, now_s) for one in lost)
+        commands = self.grants.peer_lost(event.peer)
+        failures = tuple(_failure(one.key, event.failure, event.reason, now_s) for one in lost)
         return [*commands, Emit(events=failures)] if failures else commands
 
     def validate(self) -> None:

@@ -51,6 +51,10 @@ class SlabGrants:
         if self._asked:
             self._asked = deque(asked for asked in self._asked if asked.key != key)
 
+    def asking(self) -> set[RequestKey]:
+        """The handoffs that wait for a slab."""
+        return {asked.key for asked in self._asked}
+
     def grant(self, now_s: float) -> list[Command]:
         """Grants free slabs, and tells their writers."""
         sends: list[Command] = []
@@ -91,10 +95,10 @@ class SlabGrants:
         for slab_id in self._of(key):
             self.slabs.renew(self._granted[slab_id].lease_id, now_s, self.ttl_s)
 
-    def begin_fence(self, key: RequestKey, now_s: float) -> None:
+    def begin_fence(self, key: RequestKey) -> None:
         """The handoff was given up, but its writer may still write."""
         for slab_id in self._of(key):
-            self.slabs.begin_fence(slab_id, self._granted[slab_id].lease_id, now_s, self.ttl_s)
+            self.slabs.begin_fence(slab_id, self._granted[slab_id].lease_id)
 
     def fenced(self, key: RequestKey, now_s: float) -> list[Command]:
         """The writer says that it has stopped: its slabs are free."""

@@ -48,6 +48,7 @@ class PrefillJob:
     finished: tuple[int, ...] = ()
     stored: int = 0
     committing: bool = False
+    awaits_digest: bool = False
     message: Prefill = field(init=False)
     key: RequestKey = field(init=False)
     tenant: str = field(init=False)

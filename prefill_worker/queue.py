@@ -20,10 +20,10 @@ from engine.core.step import MOST_SCORED_TOKENS, Command, Emit
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.fetch.prefix_lookup import PrefixLookup
 from kvpool.core.layout.layout import Tables
-from kvpool.core.transfer.commands import SendPeer
+from kvpool.core.transfer.commands import PeerLost, SendPeer
 from kvrelay.errors import FailureReason
 from kvrelay.messages import Released, RequestFailed
-from kvrelay.types import Incarnation, PrefixOrigin, RequestKey
+from kvrelay.types import PrefixOrigin, RequestKey
 from prefill_worker.job import PrefillJob
 
 
@@ -189,6 +189,14 @@ class PrefillJobs:
         """Those that are not cancelled; some may be while this is read."""
         return (job for job in [*self._jobs.values()] if job.sender.cancelled is None)
 
+    def makes_progress(self, job: PrefillJob) -> bool:
+        """Since this was asked before some of its KV has moved; or it is this worker's turn: the
+        prompt waits or is computed, or a copy or a digest of it is under way. A copy that hangs
+        ends by its own limit."""
+        moved = job.sender.take_moved()
+        busy = not job.sender.settled or job.awaits_digest
+        return moved or busy or job.key in self.queue.awaiting_prefill
+
     def live_for(self, peer: str) -> Iterator[PrefillJob]:
         return (job for job in self.live() if job.message.target == peer)
 
@@ -224,11 +232,11 @@ class PrefillJobs:
         failed = RequestFailed(key=job.key, at_s=now_s, reason=reason, message=message)
         return [Emit(events=(failed,)), *self.cancel(job.key, reason, now_s)]
 
-    def peer_lost(self, peer: Incarnation, reason: str, now_s: float) -> list[Command]:
+    def peer_lost(self, event: PeerLost, now_s: float) -> list[Command]:
         return [
             command
-            for job in self.live_for(peer)
-            for command in self.fail(job, FailureReason.PEER_LOST, reason, now_s)
+            for job in self.live_for(event.peer)
+            for command in self.fail(job, event.failure, event.reason, now_s)
             if not isinstance(command, SendPeer)
         ]
 

@@ -48,6 +48,9 @@ from prefill_worker.job import PrefillJob
 from prefill_worker.queue import PrefillJobs, PromptQueue
 from prefill_worker.sender import Sender
 
+MOST_RENEWED = 400
+"""Requests in one message, which has at most 64 KiB."""
+
 OutgoingEvent = (
     FromPeer | PeerLost | SlabWritten | LayersWritten | OfferConfirmed | BlocksDigested | Tick
 )
@@ -79,11 +82,30 @@ class Handoffs:
                 return self._digested(event)
             case OfferConfirmed():
                 return self._stored()
-            case PeerLost(peer=peer, reason=reason):
+            case PeerLost(peer=peer):
                 self.peers.pop(peer, None)
-                return self.jobs.peer_lost(peer, reason, now_s)
+                return self.jobs.peer_lost(event, now_s)
             case Tick():
-                return [told for job in self.jobs.live() for told in job.sender.renew()]
+                return [*self._renewals()]
+
+    def _renewals(self) -> Iterator[SendPeer]:
+        """For each decode worker, of its requests."""
+        targets: dict[Incarnation | None, list[PrefillJob]] = {}
+        for job in self.jobs.live():
+            if job.sender.has_target:
+                targets.setdefault(job.message.target, []).append(job)
+        for jobs in targets.values():
+            for i in range(0, len(jobs), MOST_RENEWED):
+                yield from self._renewal(jobs[i : i + MOST_RENEWED])
+
+    def _renewal(self, jobs: list[PrefillJob]) -> list[SendPeer]:
+        """One that waits for the pool, and of which nothing moves, is left out."""
+        going = [job.key for job in jobs if self.jobs.makes_progress(job)]
+        by_pool, goes = self.mode is HandoffMode.POOL, {*going}
+        waiting = [
+            job.key for job in jobs if job.key not in goes and not (by_pool and job.has_unstored)
+        ]
+        return [jobs[0].sender.renew(tuple(going), tuple(waiting))] if going or waiting else []
 
     def _from_peer(self, event: FromPeer, now_s: float) -> list[Command]:
         """A message for a job that is over, or from a worker that is not its target, changes
@@ -160,9 +182,11 @@ class Handoffs:
         if job.cancelled is not None or not job.may_commit or (by_pool and job.has_unstored):
             return told
         job.committing = True
+        job.sender.moved = True
         span = job.sender.handed_over
         if span is None or not is_chosen(job.key.request_id, self.canary_every):
             return [*told, job.sender.commit(job.first, job.finished)]
+        job.awaits_digest = True
         return [DigestBlocks(holder=job.holder, span=span, tables=self.jobs.tables(job))]
 
     def _digested(self, event: BlocksDigested) -> list[Command]:
@@ -171,13 +195,19 @@ class Handoffs:
         if key not in self.jobs or self.jobs[key].cancelled is not None:
             return []
         job = self.jobs[key]
+        job.awaits_digest = False
         return [job.sender.commit(job.first, job.finished, event.digests[0])]
 
     def _stored(self) -> list[Command]:
-        """More blocks can be fetched from the pool."""
+        """More blocks can be fetched from the pool. Blocks are stored one request after another, so
+        those behind make progress too."""
         if self.mode is not HandoffMode.POOL:
             return []
-        return [command for job in self.jobs.live() for command in self._commit(job)]
+        commands: list[Command] = []
+        for job in self.jobs.live():
+            job.sender.moved = True
+            commands += self._commit(job)
+        return commands
 
     def _tell_stored(self, job: PrefillJob) -> list[Command]:
         if job.cancelled is not None or not job.has_unstored:
@@ -252,7 +282,7 @@ class PrefillScheduler:
         if target is None:
             return [Emit(events=(Reserved(key=key, at_s=now_s), moment))]
         received = Emit(events=(moment,))
-        return [received] if sender.peer else [received, *sender.renew()]  # connects
+        return [received] if sender.peer else [received, sender.renew((key,))]  # connects
 
     def _next_step(self, now_s: float) -> list[Command]:
         chosen = self.queue.pack(self.lookup, budget_tokens=self.chunk_tokens, now_s=now_s)

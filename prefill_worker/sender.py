@@ -37,7 +37,7 @@ from kvpool.core.transfer.piece import Piece, cut_span, piece_blocks, span_token
 from kvpool.core.transfer.pool_map import KvFacts
 from kvpool.core.transfer.write import SlabWrite, TokenSpan
 from kvrelay.messages import Prefill
-from kvrelay.types import Incarnation, value
+from kvrelay.types import Incarnation, RequestKey, value
 
 SendCommands = list[SendPeer | WriteSlab]
 
@@ -54,13 +54,15 @@ class _Announced:
 
 @dataclass(slots=True, kw_only=True)
 class Sender:
-    """`peer` is None until the target has said hello. `cancelled` is the reason."""
+    """`peer` is None until the target has said hello. `cancelled` is the reason. Some of its KV has
+    `moved` since leases were last renewed."""
 
     message: Prefill
     layout: KvLayout
     mode: HandoffMode
     peer: KvFacts | None
     cancelled: str | None = None
+    moved: bool = False
     _planned: list[TokenSpan] = field(default_factory=list)
     _pieces: list[_Announced] = field(default_factory=list)
     _lent: dict[int, SlabLent] = field(default_factory=dict)
@@ -145,6 +147,7 @@ class Sender:
     def computed(self, end: int, tables: Tables) -> SendCommands:
         """The KV of tokens `[0, end)` is in the blocks of `tables`."""
         self._computed = end
+        self.moved = True
         return self._moves(tables)
 
     def layer_marks(self, end: int) -> set[int]:
@@ -176,6 +179,7 @@ class Sender:
         read = self._readable.intersection(numbers)
         self._readable -= read
         self._done |= read
+        self.moved = True
 
     def _is_waiting(self, number: int) -> bool:
         chosen = number in self._lent or number in self._awaited
@@ -211,6 +215,7 @@ class Sender:
     def written(self, number: int) -> None:
         self._writing.discard(number)
         self._done.add(number)
+        self.moved = True
 
     def stored(self, tokens: int) -> list[SendPeer]:
         """With `pool`: the decode worker can fetch these by now."""
@@ -254,10 +259,13 @@ class Sender:
             return []
         return [self._to_peer(TransferCancelled(key=self.message.spec.key, reason=reason))]
 
-    def renew(self) -> list[SendPeer]:
-        if not self.has_target:
-            return []
-        return [self._to_peer(RenewLeases(keys=(self.message.spec.key,)))]
+    def take_moved(self) -> bool:
+        moved, self.moved = self.moved, False
+        return moved
+
+    def renew(self, keys: tuple[RequestKey, ...], waiting: tuple[RequestKey, ...] = ()) -> SendPeer:
+        """Of requests that have the same target."""
+        return self._to_peer(RenewLeases(keys=keys, waiting=waiting))
 
     @property
     def _target(self) -> Incarnation:

@@ -9,7 +9,7 @@ from typing import Any
 from cluster.core.settings import WorkerSettings
 from cluster.core.worker.build import build_worker_core
 from cluster.core.worker.core import WorkerCore
-from cluster.core.worker.events import CoreEvent, SendToRouter, WorkerCommand
+from cluster.core.worker.events import CoreEvent, DropPeer, SendToRouter, WorkerCommand
 from cluster.sim.device import SimDevice
 from cluster.sim.machines.clock import Clock
 from cluster.sim.machines.links import Fabric, Post, SimLinks, SimMover
@@ -22,7 +22,7 @@ from kvpool.core.blocks.pool import BlockState
 from kvpool.core.layout.block_names import BlockNames
 from kvpool.core.layout.layout import KvLayout
 from kvpool.core.node.messages import PoolFormat
-from kvpool.core.transfer.commands import FromPeer, LinkMeasured, PeerLost, SendPeer
+from kvpool.core.transfer.commands import DropLink, FromPeer, LinkMeasured, PeerLost, SendPeer
 from kvpool.core.transfer.messages import HandoffMode, PeerHello
 from kvpool.core.transfer.pool_map import KvFacts
 from kvpool.core.transfer.slabs import SlabId, SlabState, Staging, plan_staging
@@ -87,6 +87,8 @@ class SimWorker:
         self._executors: dict[type, Callable[[Any], None]] = mover.executors | {
             RunStep: self.device.submit,
             SendPeer: self.links.send,
+            DropLink: _ignore,
+            DropPeer: _ignore,
             SendToRouter: _tell,
         }
         self.node_links = self._node_links(around) if settings.pool_address is not None else None
@@ -245,6 +247,10 @@ class SimWorker:
         assert self.core.idle, f"{self.incarnation} has requests"
         pool = self.core.lookup.pool
         assert pool is None or pool.nodes.stores.idle, f"{self.incarnation} waits for its pool node"
+
+
+def _ignore(_: DropLink | DropPeer) -> None:
+    """No simulated worker is silent, and no copy hangs: many may share the network."""
 
 
 def _tell(command: SendToRouter) -> None:

@@ -80,6 +80,7 @@ def open_links(
         copies=measure_copies(
             engine.layout, engine.memory.device, staging.payload_bytes, engine.memory.map.ranks
         ),
+        crashed=lambda error: inbox.put(Crashed(error)),
     )
 
 
@@ -188,7 +189,6 @@ def _build_around(
     if pools is not None:
         opened.callback(pools.close)
     loop = WorkerLoop(core, device, links, mover, pools, inbox, trace=trace)
-    mover.start()
     watchdog.start()
     device.start()
     log.info("%s on %s: %s", settings.role, engine.facts.device, engine.sizing.reason)

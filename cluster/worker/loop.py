@@ -23,7 +23,7 @@ from cluster.process.trace import NO_TRACE, Trace
 from cluster.worker.events import Close, Crashed, Incoming, RunOnLoop
 from engine.core.step import RunStep
 from kvpool.core.fetch.client_events import NodeOrder
-from kvpool.core.transfer.commands import FromPeer, SendPeer
+from kvpool.core.transfer.commands import DropLink, FromPeer, SendPeer
 from kvpool.core.transfer.messages import Commit
 from kvrelay.messages import LinkState
 
@@ -38,11 +38,13 @@ class StepDevice(Protocol):
 
 
 class Links(Protocol):
-    """To peers."""
+    """To peers. Nothing here waits for one."""
 
     def send(self, command: SendPeer) -> None: ...
 
-    def drop(self, command: DropPeer) -> None: ...
+    def part(self, command: DropPeer) -> None: ...
+
+    def drop(self, command: DropLink) -> None: ...
 
     def states(self) -> tuple[LinkState, ...]: ...
 
@@ -83,7 +85,8 @@ class WorkerLoop:
         self._executors: dict[type, Callable[[Any], None]] = {
             RunStep: device.submit,
             SendPeer: links.send,
-            DropPeer: links.drop,
+            DropPeer: links.part,
+            DropLink: links.drop,
             SendToRouter: _tell,
         }
         self._own_events: dict[type, Callable[[Any], None]] = {

@@ -1,18 +1,24 @@
-"""The transfer thread of a worker: collates blocks into lent slabs, scatters filled ones, reads
-peers' blocks.
+"""The transfer threads of a worker: they collate blocks into lent slabs, scatter filled ones, and
+read peers' blocks.
 
-It runs beside the device thread, on blocks that no step writes: a prompt's finished chunks on one
+They run beside the device thread, on blocks that no step writes: a prompt's finished chunks on one
 side, blocks reserved for a handoff on the other.
+
+The copies over each connection have a lane of their own: if one hangs, it holds up none of another
+peer, nor of the peer's next connection. What touches this worker's memory only has one lane. Slabs
+are replaced in another, as their peers must hear of it.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 from cluster.process.trace import NO_TRACE, Trace, Value
+from cluster.worker.lanes import Lanes
 from cluster.worker.peers import PeerLinks
 from engine.core.step import KvMove
 from engine.device.threads import use_threads
@@ -40,6 +46,7 @@ from kvrelay.errors import PeerError
 from kvrelay.types import RequestKey
 
 Job = KvMove | PullBlocks
+_OWN, _REGIONS = "own", "regions"
 _Outcome = SlabWritten | SlabScattered | PieceFetched | SlabReplaced | BlocksPulled | BlocksDigested
 
 
@@ -62,55 +69,54 @@ class Mover:
         self._links = links
         self._fingerprint = fingerprint
         self._post = post
-        self._crashed = crashed
         self._trace = trace
         self._slab_bytes = slab_bytes
         self.regions: dict[SlabId, SharedRegion] = {
             SlabId(i): links.endpoints.register(self._slab_bytes) for i in range(slabs)
         }
-        self._staging: SharedRegion | None = None
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="kvrelay-mover", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
+        self._lock = threading.Lock()
+        self._idle: list[SharedRegion] = []  # staging that no copy uses
+        self._lanes: Lanes[Job] = Lanes("kvrelay-mover", self._move, crashed, around=self._beside)
 
     def put(self, job: Job) -> None:
-        self._jobs.put(job)
+        """Never waits."""
+        self._lanes.put(self._lane_of(job), job)
 
     def close(self) -> None:
-        self._jobs.put(None)
-        if self._thread.is_alive():
-            self._thread.join()
-        for region in self.regions.values():
+        """Drops the jobs that have not begun."""
+        self._lanes.close()
+        for region in (*self.regions.values(), *self._idle):
             self._links.endpoints.deregister(region)
         self.regions.clear()
-        if self._staging is not None:
-            self._links.endpoints.deregister(self._staging)
+        self._idle.clear()
 
-    def _run(self) -> None:
+    def _lane_of(self, job: Job) -> str:
+        match job:
+            case WriteSlab(peer=peer) | FetchPiece(peer=peer) | PullBlocks(peer=peer):
+                return self._links.line(peer)
+            case ReplaceSlab():
+                return _REGIONS
+            case ScatterSlab() | DigestBlocks():
+                return _OWN
+
+    def _beside(self) -> AbstractContextManager[object]:
         use_threads(1)
-        try:
-            with self._memory.beside():
-                self._work()
-        except Exception as error:
-            self._crashed(error)
+        return self._memory.beside()
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            match job:
-                case WriteSlab():
-                    self._post(self._write(job))
-                case ScatterSlab():
-                    self._post(self._scatter(job))
-                case FetchPiece():
-                    self._post(self._fetch(job))
-                case PullBlocks():
-                    self._post(self._pull(job))
-                case DigestBlocks():
-                    self._post(self._digest(job))
-                case ReplaceSlab(slab_id=slab_id):
-                    self._post(self._replace(slab_id))
+    def _move(self, job: Job) -> None:
+        match job:
+            case WriteSlab():
+                self._post(self._write(job))
+            case ScatterSlab():
+                self._post(self._scatter(job))
+            case FetchPiece():
+                self._post(self._fetch(job))
+            case PullBlocks():
+                self._post(self._pull(job))
+            case DigestBlocks():
+                self._post(self._digest(job))
+            case ReplaceSlab(slab_id=slab_id):
+                self._post(self._replace(slab_id))
 
     def _write(self, job: WriteSlab) -> SlabWritten:
         started_s, error = time.monotonic(), None
@@ -137,33 +143,42 @@ class Mover:
         connection = self._links.connection(job.peer)
         region = RegionName(job.lent.region)
         window = connection.window(region)
-        needed = HEADER_BYTES + job.write.nbytes
-        staging = window if window is not None else self._own_staging(needed).memory
         facts = _facts(job.lent.key, job.lent.piece, job.write)
-        with self._trace.span("gather", **facts):
-            size = write_slab(
-                self._memory,
-                job.tables,
-                job.piece,
-                job.write,
-                fingerprint=self._fingerprint,
-                lease_id=job.lent.lease_id,
-                window=staging,
-            )
-        if window is None:
+        collate = partial(
+            write_slab,
+            self._memory,
+            job.tables,
+            job.piece,
+            job.write,
+            fingerprint=self._fingerprint,
+            lease_id=job.lent.lease_id,
+        )
+        if window is not None:
+            with self._trace.span("gather", **facts):
+                collate(window=window)
+            return
+        with self._staging(HEADER_BYTES + job.write.nbytes) as staging:
+            with self._trace.span("gather", **facts):
+                size = collate(window=staging.memory)
             with self._trace.span("write", **facts):
-                connection.write(region, 0, staging[:size])
+                connection.write(region, 0, staging.memory[:size])
 
-    def _own_staging(self, needed_bytes: int) -> SharedRegion:
-        """Registered on first use, for links that cannot map the peer's slab; again for a peer
-        whose slabs are larger than this worker's."""
-        if self._staging is not None and self._staging.memory.numel() < needed_bytes:
-            self._links.endpoints.deregister(self._staging)
-            self._staging = None
-        if self._staging is None:
-            size = max(self._slab_bytes, needed_bytes)
-            self._staging = self._links.endpoints.register(size)
-        return self._staging
+    @contextmanager
+    def _staging(self, needed_bytes: int) -> Iterator[SharedRegion]:
+        """For links that cannot map the peer's slab: registered on first use, as much as there are
+        copies at once; again for a peer whose slabs are larger than this worker's."""
+        with self._lock:
+            region = self._idle.pop() if self._idle else None
+        if region is not None and region.memory.numel() < needed_bytes:
+            self._links.endpoints.deregister(region)
+            region = None
+        if region is None:
+            region = self._links.endpoints.register(max(self._slab_bytes, needed_bytes))
+        try:
+            yield region
+        finally:
+            with self._lock:
+                self._idle.append(region)
 
     def _scatter(self, job: ScatterSlab) -> SlabScattered:
         started_s, error = time.monotonic(), None

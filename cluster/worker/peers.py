@@ -1,31 +1,53 @@
 """A worker's links to other workers: connects, says hello, refuses what doesn't match.
 
-Callbacks come on transport threads and only queue; everything else runs on the loop's thread.
+The loop's thread never waits here: messages to a peer are sent, and the peer is dialled, on a
+thread of the peer's own. Callbacks come on transport threads and only queue.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from cluster.core.worker.events import DropPeer
+from cluster.worker.lanes import Lanes
 from cluster.worker.prober import Link, Prober
 from kvpool.core.layout.codec import Codec
-from kvpool.core.transfer.commands import FromPeer, LinkMeasured, PeerLost, SendPeer
+from kvpool.core.transfer.commands import DropLink, FromPeer, LinkMeasured, PeerLost, SendPeer
 from kvpool.core.transfer.link_cost import LinkCost, Sample
-from kvpool.core.transfer.messages import LinkProbed, PeerHello, PeerMessage, Ping, Pong, SlabLent
+from kvpool.core.transfer.messages import (
+    LinkProbed,
+    LinkStalled,
+    PeerHello,
+    PeerMessage,
+    Ping,
+    Pong,
+    SlabLent,
+)
 from kvpool.memory.kv_memory import KvMemory
 from kvpool.transport.endpoints import DEFAULTS, EndpointOptions, Endpoints, scheme_of
 from kvpool.transport.link_kind import LinkKind
 from kvpool.transport.peer.base import Callbacks, Connection
+from kvpool.transport.peer.endpoint import ThreadGroup
 from kvpool.wire.peer import decode, encode
-from kvrelay.errors import ConfigError, PeerError
+from kvrelay.errors import ConfigError, FailureReason, PeerError
 from kvrelay.messages import LinkState
 from kvrelay.types import Incarnation
 
 log = logging.getLogger(__name__)
+
+MOST_WAITING = 4096
+"""Messages to one peer. With more the peer is taken for lost."""
+STALLED_S = 300.0
+"""For this long a transport over which a copy stalled is the last to be tried with that peer."""
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 class PeerLinks:
@@ -44,15 +66,20 @@ class PeerLinks:
         require: Collection[LinkKind] = (),
         copies: tuple[Sample, ...] = (),
         memory: KvMemory | None = None,
+        crashed: Callable[[BaseException], None] = _raise,
     ) -> None:
         """Peers may read `memory`, the KV pool, where the link can share it; `copies`: see Prober.
-        Raises ConfigError when no transport can be used."""
+        `crashed` hears of bugs. Raises ConfigError when no transport can be used."""
         self._post = post
+        self._outboxes = Lanes("kvrelay-outbox", self._deliver, crashed, most=MOST_WAITING)
+        self._farewells = ThreadGroup()
+        self._parting: set[Connection] = set()  # what still comes over these is ignored
         self._lock = threading.Lock()
         self._by_peer: dict[Incarnation, Connection] = {}
         self._peer_of: dict[Connection, Incarnation] = {}
         self._links: dict[Connection, Link] = {}  # those whose peer has said hello
         self._costs: dict[Connection, LinkCost] = {}
+        self._stalled: dict[tuple[Incarnation, str], float] = {}  # peer, transport |-> last time
         callbacks = Callbacks(
             on_connect=lambda connection: None, on_message=self._received, on_lost=self._lost
         )
@@ -97,19 +124,30 @@ class PeerLinks:
             found = self._by_peer.get(peer)
         return scheme_of(found.peer_address) if found is not None else None
 
-    def send(self, command: SendPeer) -> None:
-        """Connect first if need be. A peer that can't be reached is reported as lost; an answer
-        to one that is not connected (any more) goes nowhere, and it has been told or will ask."""
-        try:
-            connection = self._connected(command)
-            if connection is not None:
-                self._say(connection, command.message)
-        except PeerError as error:
-            self._give_up(command.peer, str(error))
+    def line(self, peer: Incarnation) -> str:
+        """Of copies: those over one connection are made one after another."""
+        with self._lock:
+            return f"{peer} {id(self._by_peer.get(peer)):x}"
 
-    def drop(self, command: DropPeer) -> None:
-        """The next message connects anew."""
-        self._give_up(command.peer, command.reason)
+    def send(self, command: SendPeer) -> None:
+        """In order for each peer; connects first if need be. Never waits. A peer that can't be
+        reached, or takes no more messages, is reported as lost; an answer to one that is not
+        connected (any more) goes nowhere, and it has been told or will ask."""
+        if not self._outboxes.put(command.peer, command):
+            self._part(command.peer, f"it has not taken {MOST_WAITING} messages")
+
+    def drop(self, command: DropLink) -> None:
+        """Never waits. Nothing happens when the connection is lost already: its copies are about to
+        end."""
+        with self._lock:
+            connection = self._by_peer.get(command.peer)
+        if connection is not None:
+            self._stall(connection, command.reason)
+            self._close_apart(connection, stalled=True)
+
+    def part(self, command: DropPeer) -> None:
+        """Never waits. The next message connects anew."""
+        self._part(command.peer, command.reason)
 
     def notify(self, peer: Incarnation, message: PeerMessage) -> None:
         """Raises PeerError."""
@@ -117,7 +155,24 @@ class PeerLinks:
 
     def close(self) -> None:
         self.endpoints.close()
+        self._outboxes.close()
+        self._farewells.join()
         self._prober.close()
+
+    def _deliver(self, command: SendPeer) -> None:
+        """Runs on the peer's own thread."""
+        try:
+            connection = self._connected(command)
+        except PeerError as error:
+            self._part(command.peer, str(error))
+            return
+        if connection is None:
+            return
+        try:
+            self._say(connection, command.message)
+        except PeerError as error:
+            self._forget(connection, str(error))
+            self._close_apart(connection)
 
     def _say(self, connection: Connection, message: PeerMessage) -> None:
         """Regions go by the names that they have on this connection's transport."""
@@ -142,20 +197,55 @@ class PeerLinks:
             known = self._by_peer.get(command.peer)
         if known is not None or not command.addresses:
             return known
-        connection = self.endpoints.connect(command.addresses)
+        connection = self.endpoints.connect(command.addresses, self._last_resorts(command.peer))
         self._admit(connection, command.peer)
         self._say(connection, self._hello)
         return connection
 
-    def _give_up(self, peer: Incarnation, reason: str) -> None:
-        """The next message connects anew; closing tells the peer, so both sides start over."""
+    def _stall(self, connection: Connection, reason: str) -> None:
+        """No copy goes over it any more; its transport is the last to be tried for the next one."""
+        scheme = scheme_of(connection.peer_address)
+        with self._lock:
+            peer = self._peer_of.get(connection)
+            if peer is not None:
+                self._stalled[peer, scheme] = time.monotonic()
+        log.warning("the link to %s over %s stalls: %s", peer, scheme, reason)
+        self._forget(connection, reason, FailureReason.TRANSFER_TIMEOUT)
+
+    def _last_resorts(self, peer: Incarnation) -> list[str]:
+        """Transports over which a copy with this peer stalled, the longest ago first."""
+        with self._lock:
+            old_s = time.monotonic() - STALLED_S
+            self._stalled = {link: s for link, s in self._stalled.items() if s > old_s}
+            stalled = sorted(
+                (s, scheme) for (who, scheme), s in self._stalled.items() if who == peer
+            )
+        return [scheme for _, scheme in stalled]
+
+    def _part(self, peer: Incarnation, reason: str) -> None:
+        """What waits for the peer is dropped, and the next message connects anew. Never waits."""
         with self._lock:
             connection = self._by_peer.get(peer)
             if connection is None:
+                self._outboxes.clear(peer)
                 self._post(PeerLost(peer=peer, reason=reason))
                 return
         self._forget(connection, reason)
-        connection.close()
+        self._close_apart(connection)
+
+    def _close_apart(self, connection: Connection, *, stalled: bool = False) -> None:
+        """Tells the peer, so both sides start over; if it `stalled`, the peer takes another
+        transport too. Copies over it may take long to end."""
+
+        def close() -> None:
+            if stalled:
+                with suppress(PeerError):
+                    connection.notify(encode(LinkStalled()))
+            connection.close()
+            self._parting.discard(connection)
+
+        self._parting.add(connection)
+        self._farewells.start(f"kvrelay-farewell {connection.peer_address}", close)
 
     def _admit(self, connection: Connection, peer: Incarnation) -> None:
         with self._lock:
@@ -163,6 +253,8 @@ class PeerLinks:
             self._peer_of[connection] = peer
 
     def _received(self, connection: Connection, payload: bytes) -> None:
+        if connection in self._parting:
+            return
         try:
             message = decode(payload)
             if isinstance(message, PeerHello):
@@ -180,6 +272,9 @@ class PeerLinks:
         match message:
             case Ping() | Pong() | LinkProbed():
                 self._prober.received(link, message)
+            case LinkStalled():
+                self._stall(connection, f"{link.name} has waited too long for a copy")
+                connection.close()
             case SlabLent(codec=codec) if codec not in self._codecs:
                 raise PeerError(f"{link.name} asks for codec {codec}, which is not allowed here")
             case _:
@@ -188,9 +283,9 @@ class PeerLinks:
     def _greeted(self, connection: Connection, theirs: PeerHello) -> None:
         with self._lock:
             expected = self._peer_of.get(connection)
-        if expected is None:  # they connected to us
-            self._admit(connection, theirs.incarnation)
+        if expected is None:  # they connected to us; our hello goes before any other message
             self._say(connection, self._hello)
+            self._admit(connection, theirs.incarnation)
         elif expected != theirs.incarnation:
             raise PeerError(f"worker {expected} is gone; {theirs.incarnation} is in its place")
         try:
@@ -268,7 +363,12 @@ class PeerLinks:
     def _lost(self, connection: Connection) -> None:
         self._forget(connection, f"the connection to worker {connection.peer_address} was lost")
 
-    def _forget(self, connection: Connection, reason: str) -> None:
+    def _forget(
+        self,
+        connection: Connection,
+        reason: str,
+        failure: FailureReason = FailureReason.PEER_LOST,
+    ) -> None:
         with self._lock:
             self._prober.lost(connection)
             self._links.pop(connection, None)
@@ -277,5 +377,6 @@ class PeerLinks:
             if peer is None or self._by_peer.get(peer) is not connection:
                 return
             del self._by_peer[peer]
+            self._outboxes.clear(peer)
             # Before any hello of its next connection.
-            self._post(PeerLost(peer=peer, reason=reason))
+            self._post(PeerLost(peer=peer, reason=reason, failure=failure))

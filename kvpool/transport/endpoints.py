@@ -144,12 +144,15 @@ class Endpoints:
         over = region.over if region is not None else {}
         return over[scheme].name if scheme in over else None
 
-    def connect(self, addresses: Iterable[str]) -> Connection:
+    def connect(self, addresses: Iterable[str], last: Sequence[str] = ()) -> Connection:
         """Connects over the first transport of our preference that the peer has too and that
-        reaches it. Raises PeerError that names all attempts."""
+        reaches it. Those in `last` are tried after all others, in that order. Raises PeerError that
+        names all attempts."""
         theirs = {scheme_of(address): address for address in addresses}
         failures: list[str] = []
-        for scheme in (scheme for scheme in self._open if scheme in theirs):
+        common = [scheme for scheme in self._open if scheme in theirs]
+        first = [scheme for scheme in common if scheme not in last]
+        for scheme in [*first, *(scheme for scheme in last if scheme in common)]:
             try:
                 connection = self._open[scheme].connect(theirs[scheme])
             except PeerError as error:

@@ -28,6 +28,7 @@ class FailureReason(StrEnum):
     KV_MISMATCH = "kv_mismatch"
     TRANSFER_FAILED = "transfer_failed"
     TRANSFER_CANCELLED = "transfer_cancelled"
+    TRANSFER_TIMEOUT = "transfer_timeout"
     HANDOFF_TIMEOUT = "handoff_timeout"
     PEER_LOST = "peer_lost"
     WORKER_LOST = "worker_lost"

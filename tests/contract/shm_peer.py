@@ -18,6 +18,7 @@ from kvpool.core.transfer.write import SlabWrite, TokenSpan, chunk_bytes
 from kvpool.memory.collate import write_slab
 from kvpool.memory.kv_memory import KvMemory
 from kvpool.transport.peer.base import Connection, RegionName
+from kvpool.transport.rdma.ucx_options import UcxOptions
 from tests.contract.transport_kit import PATIENCE_S, Side, mapped_inode
 from tests.forks import forks
 
@@ -98,8 +99,8 @@ def write_one_slab(connection: Connection, region: RegionName, end: Pipe) -> Non
     end.poll(None)
 
 
-def main(mode: str, address: str, region: str, end: Pipe) -> None:
-    with Side(address.partition(":")[0]) as side:
+def main(mode: str, address: str, region: str, end: Pipe, tls: str | None) -> None:
+    with Side(address.partition(":")[0], ucx=UcxOptions(tls=tls)) as side:
         connection = side.endpoint.connect(address)
         match mode:
             case "write-for-ever":
@@ -116,10 +117,13 @@ def tell(process: ForkServerProcess, number: signal.Signals) -> None:
 
 
 @contextmanager
-def running(mode: str, address: str, region: str = "") -> Iterator[ForkServerProcess]:
-    """That process; it ends by itself with the context where it can, else it is killed."""
+def running(
+    mode: str, address: str, region: str = "", *, tls: str | None = None
+) -> Iterator[ForkServerProcess]:
+    """That process; it ends by itself with the context where it can, else it is killed. `tls`: what
+    its UCX may use."""
     ours, theirs = forks().Pipe()
-    process = forks().Process(target=main, args=(mode, address, region, theirs))
+    process = forks().Process(target=main, args=(mode, address, region, theirs, tls))
     process.start()
     theirs.close()
     try:

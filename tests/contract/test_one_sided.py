@@ -69,6 +69,66 @@ def test_memory_is_kept_until_the_last_writer_lets_go(make_side: MakeSide) -> No
         assert process.exitcode == 1, "its next write raises"
 
 
+OVER_TCP = "tcp,self"
+"""A stopped process answers no read; within a host it would not be asked."""
+
+
+class Stalled:
+    """A read of a region of a process that is stopped by then."""
+
+    def __init__(self, reader: Side, process: ForkServerProcess) -> None:
+        self.connection = reader.connected.get(timeout=PATIENCE_S)
+        self.name = shm_peer.region_told(reader.next())
+        self.target = reader.region(16 << 20).memory
+        self.other = reader.region(1 << 20).memory
+        self.connection.read(self.name, 0, self.other)
+        shm_peer.tell(process, signal.SIGSTOP)
+        self.failed = threading.Event()
+        self.thread = threading.Thread(target=self._read)
+        self.thread.start()
+
+    def _read(self) -> None:
+        try:
+            self.connection.read(self.name, 0, self.target)
+        except PeerError:
+            self.failed.set()
+
+
+def test_no_byte_of_a_read_comes_after_it_has_failed(make_side: MakeSide) -> None:
+    """Its memory is another's then. A read whose link is closed fails at once, or goes on to its
+    end."""
+    reader = make_side(ucx=UcxOptions(tls=OVER_TCP))
+    with shm_peer.running("own-a-region", reader.endpoint.address, tls=OVER_TCP) as process:
+        stalled = Stalled(reader, process)
+        closing = threading.Thread(target=stalled.connection.close)
+        closing.start()
+        at_once = stalled.failed.wait(3.0)
+        if at_once:
+            stalled.target.fill_(7)
+        shm_peer.tell(process, signal.SIGCONT)
+        assert stalled.failed.wait(PATIENCE_S)
+        if not at_once:
+            stalled.target.fill_(7)
+        closing.join()
+        again = reader.endpoint.connect(stalled.connection.peer_address)
+        again.read(stalled.name, 0, stalled.other)
+        assert bool((stalled.target == 7).all())
+        stalled.thread.join()
+
+
+@pytest.mark.parametrize("how", ["killed", "closed"])
+def test_a_read_that_stalls_ends_with_either_process(make_side: MakeSide, how: str) -> None:
+    reader = make_side(ucx=UcxOptions(tls=OVER_TCP))
+    with shm_peer.running("own-a-region", reader.endpoint.address, tls=OVER_TCP) as process:
+        stalled = Stalled(reader, process)
+        if how == "killed":
+            process.kill()
+        else:
+            reader.endpoint.close()
+        assert stalled.failed.wait(PATIENCE_S)
+        stalled.thread.join()
+
+
 def test_registered_memory_travels_as_one_batch(
     make_side: MakeSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:

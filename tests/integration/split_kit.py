@@ -21,7 +21,7 @@ from router.core.policy.choice import Policies
 from router.core.state.generation import WorkerStatus
 from tests.forks import forks
 from tests.integration import worker_host
-from tests.integration.worker_host import Command, Damage, Failed, Hang, Start, Stop
+from tests.integration.worker_host import Command, Damage, Failed, Hang, Stall, Start, Stop
 
 PATIENCE_S = 60.0
 T = TypeVar("T")
@@ -114,6 +114,10 @@ class WorkerHost:
     def hang(self, address: str, *, least_s: float) -> None:
         """This worker's next step never ends; it is given up after `least_s`."""
         self._ask(Hang(address, least_s))
+
+    def stall(self) -> None:
+        """No copy of its workers over a network moves a byte any more."""
+        self._ask(Stall())
 
     def kill(self) -> None:
         """Returns when it is dead."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -23,6 +24,8 @@ from kvpool.core.blocks.device_blocks import Place
 from kvpool.core.layout.layout import NO_BLOCK, Tables
 from kvpool.memory.host import HostBlocks
 from kvpool.memory.kv_memory import KvMemory
+from kvpool.transport.peer.exposure import Check
+from kvpool.transport.rdma.one_sided import OneSidedPeer
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +57,17 @@ class Hang:
 
 
 @dataclass(frozen=True, slots=True)
+class Stall:
+    """From now on no copy of this process over NIXL or UCX moves a byte, though its connection
+    lives."""
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     reason: str
 
 
-Command = Start | Stop | Damage | Hang
+Command = Start | Stop | Damage | Hang | Stall
 
 
 def serve(commands: Connection) -> None:
@@ -89,8 +98,17 @@ async def answer(command: Command, workers: dict[str, WorkerProcess]) -> str | F
         case Hang(address=address, least_s=least_s):
             hang(workers[address], least_s)
             return address
+        case Stall():
+            OneSidedPeer.write = OneSidedPeer.read = stall  # type: ignore[method-assign]
+            return ""
         case _:
             assert_never(command)
+
+
+def stall(peer: OneSidedPeer, copies: object, check: Check) -> None:
+    while True:
+        check()
+        time.sleep(0.01)
 
 
 async def start(worker: WorkerProcess, workers: dict[str, WorkerProcess]) -> str | Failed:

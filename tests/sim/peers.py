@@ -7,10 +7,11 @@ from itertools import count
 from random import Random
 from typing import TYPE_CHECKING
 
-from kvpool.core.transfer.commands import FromPeer, LinkMeasured, PeerLost, SendPeer
+from kvpool.core.transfer.commands import DropLink, FromPeer, LinkMeasured, PeerLost, SendPeer
 from kvpool.core.transfer.messages import PeerHello
 from kvpool.transport.peer.base import MAX_MESSAGE_BYTES
 from kvpool.wire.peer import decode, encode
+from kvrelay.errors import FailureReason
 from kvrelay.types import Incarnation
 from tests.sim.model import AnyWay
 from tests.sim.simulation import Simulation
@@ -63,19 +64,42 @@ class PeerNet(Simulation):
             worker = self.workers.get(mine)
             if worker is not None and theirs in worker.links:
                 link = worker.links[theirs]
-                self._broken.add(link)
+                self._break(link)
                 self._notice(mine, theirs, link)
+
+    def drop(self, worker: Worker, command: DropLink) -> None:
+        """The worker hears of its loss at once, the peer in its own time."""
+        me, peer = worker.incarnation, command.peer
+        link = worker.links.get(peer)
+        if link is None or link in self._broken:
+            return
+        self._break(link)
+        lost = partial(self._lost, me, peer, link, FailureReason.TRANSFER_TIMEOUT)
+        self.by(me, f"notice {me} {link}", lost, 1e-6)
+        if peer in self.workers:
+            self._notice(peer, me, link)
+
+    def _break(self, link: int) -> None:
+        self._broken.add(link)
+        for worker in self.workers.values():
+            worker.mover.broken(link)
 
     def _notice(self, mine: Incarnation, theirs: Incarnation, link: int) -> None:
         scale_s = self.random.choice([0.01, 0.1, 1.0])
         lost = partial(self._lost, mine, theirs, link)
         self.by(mine, f"notice {mine} {link}", lost, scale_s)
 
-    def _lost(self, mine: Incarnation, theirs: Incarnation, link: int) -> None:
+    def _lost(
+        self,
+        mine: Incarnation,
+        theirs: Incarnation,
+        link: int,
+        failure: FailureReason = FailureReason.PEER_LOST,
+    ) -> None:
         worker = self.workers.get(mine)
         if worker is not None and worker.links.get(theirs) == link:
             del worker.links[theirs]
-            worker.post(PeerLost(peer=theirs, reason="lost"))
+            worker.post(PeerLost(peer=theirs, reason="lost", failure=failure))
 
     def send(self, worker: Worker, command: SendPeer) -> None:
         """Connects for a message with addresses, drops an answer without."""

@@ -11,7 +11,16 @@ import pytest
 from kvpool.core.layout.layout import KvLayout
 from kvpool.core.transfer.messages import HandoffMode
 from kvpool.core.transfer.slabs import SlabState
-from kvrelay.messages import Generate, Released, Reserve, Reserved, ReserveRefused, Stop, Tokens
+from kvrelay.messages import (
+    Generate,
+    Released,
+    RequestFailed,
+    Reserve,
+    Reserved,
+    ReserveRefused,
+    Stop,
+    Tokens,
+)
 from kvrelay.types import Incarnation, RequestKey, RequestSpec
 from tests.sim.fabric import Fabric
 from tests.sim.model import GEMMA, MISTRAL, PLAIN, ROW_BYTES, expected, make_spec
@@ -245,6 +254,48 @@ def test_stopped_choices_end_early_and_leave_nothing(seed: int) -> None:
     assert_clean(fabric)
     released = {event.key for event in fabric.events if isinstance(event, Released)}
     assert released == {spec.key for spec in specs}
+
+
+def failed(fabric: Fabric) -> dict[RequestKey, str]:
+    return {event.key: event.reason for event in fabric.events if isinstance(event, RequestFailed)}
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["slabs", "reads"])
+def test_a_copy_that_never_ends_is_told_and_all_comes_back(direct: bool) -> None:
+    """Both loops live, and messages flow. The copies end with their connection."""
+    rng = random.Random(1)
+    specs = [make_spec(rng, i) for i in range(4)]
+    fabric = Fabric(1, prefill_blocks=60, decode_blocks=80, slabs=4, direct=direct)
+    fabric.p.mover.hangs = fabric.d.mover.hangs = lambda job: True
+    Driver(fabric, specs, split=True)
+    fabric.run(until_s=5)
+    assert not failed(fabric)
+    fabric.settle()
+    assert {*failed(fabric)} == {spec.key for spec in specs if not ends_at_once(spec)}
+    assert "transfer_timeout" in failed(fabric).values()
+    assert {*failed(fabric).values()} <= {"transfer_timeout", "peer_lost", "transfer_failed"}
+    assert_clean(fabric)
+    assert not fabric.d.decode.reservations.leases
+    assert len(fabric.p.core.copies) == len(fabric.d.core.copies) == 0
+
+
+@pytest.mark.parametrize("mode", PIECEWISE)
+@pytest.mark.parametrize("seed", seeds(8, long=40))
+def test_copies_that_hang_now_and_then_cost_requests_and_no_block(
+    seed: int, mode: HandoffMode
+) -> None:
+    """Whoever is not told of a failure gets the right tokens."""
+    rng = random.Random(seed)
+    specs = [make_spec(rng, i) for i in range(20)]
+    fabric = any_fabric(seed, list(LAYOUTS.values())[seed % 3], mode)
+    fabric.p.mover.hangs = fabric.d.mover.hangs = lambda job: rng.random() < 0.03
+    Driver(fabric, specs, split=True)
+    fabric.run()
+    fabric.settle()
+    assert_clean(fabric)
+    for spec in specs:
+        if spec.key not in failed(fabric):
+            assert_right(fabric, spec)
 
 
 @pytest.mark.parametrize("mode", HandoffMode)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
@@ -27,6 +27,7 @@ from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.fetch.pool_stores import PoolStores
 from kvpool.core.layout.layout import KvLayout
 from kvpool.core.transfer.commands import (
+    DropLink,
     FetchPiece,
     LayersWritten,
     PieceFetched,
@@ -168,17 +169,24 @@ class Device:
 
 
 class Mover:
-    """The transfer thread."""
+    """The transfer threads. A copy that `hangs` ends when the link that it began over does, and
+    fails."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self.hangs: Callable[[WriteSlab | FetchPiece | PullBlocks], bool] = lambda job: False
+        self._hanging: dict[int | None, list[WriteSlab | FetchPiece | PullBlocks]] = {}
         self.moved_bytes = self.writes = self.fetches = self.pulls = 0
 
     def put(self, job: MoveJob) -> None:
+        if isinstance(job, WriteSlab | FetchPiece | PullBlocks) and self.hangs(job):
+            link = self._worker.links.get(job.peer)
+            self._hanging.setdefault(link, []).append(job)
+            return
         match job:
             case WriteSlab():
                 self.writes += 1
-                self._later(partial(self._write, job))
+                self._later(partial(self._write, job), peer=job.peer)
             case ScatterSlab():
                 self._later(partial(self._scatter, job))
             case DigestBlocks():
@@ -188,9 +196,16 @@ class Mover:
             case FetchPiece() | PullBlocks():
                 self._fetch(job)
 
-    def _later(self, action: partial[None], scale_s: float = 0.01) -> None:
+    def broken(self, link: int) -> None:
+        """Its copies end, a little later."""
+        for job in self._hanging.pop(link, []):
+            self._later(partial(self._worker.post, _failed(job)), 0.5, job.peer)
+
+    def _later(
+        self, action: partial[None], scale_s: float = 0.01, peer: Incarnation | None = None
+    ) -> None:
         name = self._worker.incarnation
-        self._worker.net.by(name, f"mover {name}", action, scale_s)
+        self._worker.net.by(name, f"mover {name} {peer}", action, scale_s)
 
     def _write(self, job: WriteSlab) -> None:
         worker, lent, error = self._worker, job.lent, None
@@ -255,8 +270,8 @@ class Mover:
 
         self.fetches += isinstance(job, FetchPiece)
         self.pulls += isinstance(job, PullBlocks)
-        self._later(partial(begin))
-        self._later(partial(end), worker.net.random.choice([0.01, 0.5]))
+        self._later(partial(begin), peer=job.peer)
+        self._later(partial(end), worker.net.random.choice([0.01, 0.1]), job.peer)
 
 
 @dataclass(slots=True)
@@ -280,6 +295,14 @@ class _Read:
         return True
 
 
+def _failed(job: WriteSlab | FetchPiece | PullBlocks) -> SlabWritten | PieceFetched | BlocksPulled:
+    why = "its link is gone"
+    if not isinstance(job, WriteSlab):
+        return _fetched(job, why)
+    lent = job.lent
+    return SlabWritten(key=lent.key, piece=lent.piece, bytes=0, seconds=0, error=why)
+
+
 def _fetched(job: FetchPiece | PullBlocks, error: str | None) -> PieceFetched | BlocksPulled:
     nbytes = job.write.nbytes
     if isinstance(job, PullBlocks):
@@ -296,8 +319,11 @@ class Links:
     def send(self, command: SendPeer) -> None:
         self._worker.net.send(self._worker, command)
 
-    def drop(self, command: DropPeer) -> None:
+    def part(self, command: DropPeer) -> None:
         self._worker.net.cut(self._worker.incarnation, command.peer)
+
+    def drop(self, command: DropLink) -> None:
+        self._worker.net.drop(self._worker, command)
 
     def states(self) -> tuple[LinkState, ...]:
         return tuple(

@@ -16,10 +16,10 @@ from uuid import uuid4
 import pytest
 import torch
 
-from cluster.worker import prober
+from cluster.worker import peers, prober
 from cluster.worker.peers import PeerLinks
 from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
-from kvpool.core.transfer.commands import FromPeer, LinkMeasured, PeerLost, SendPeer
+from kvpool.core.transfer.commands import DropLink, FromPeer, LinkMeasured, PeerLost, SendPeer
 from kvpool.core.transfer.link_cost import Sample, TimedStep
 from kvpool.core.transfer.messages import PeerHello, RenewLeases, SlabLent
 from kvpool.core.transfer.pool_map import KvFacts
@@ -298,6 +298,61 @@ def test_copies_of_a_pool_are_measured_apart_from_it() -> None:
     assert len({sample.pieces for sample in samples}) > 1
     assert all(sample.seconds > 0 and sample.pieces > 0 for sample in samples)
     assert all(sample.nbytes > 0 for sample in samples if sample.step is not TimedStep.PREPARE)
+
+
+# --- links that stall ---------------------------------------------------------------------------
+
+
+def drop(side: Side, peer: Side) -> None:
+    side.links.drop(DropLink(peer=peer.incarnation, reason="a copy took over 2.0 s"))
+
+
+def lost(side: Side) -> PeerLost:
+    event = side.until(PeerLost)
+    assert isinstance(event, PeerLost)
+    return event
+
+
+@pytest.mark.parametrize("opener_drops", [True, False])
+def test_a_stalled_link_ends_for_both_and_the_next_takes_another_transport(
+    side: Callable[..., Side], opener_drops: bool
+) -> None:
+    """Also when it was the other side that has waited for a copy."""
+    a, b = side("a", "shm", "loopback"), side("b", "shm", "loopback")
+    a.greet(b)
+    assert b.next() == FromPeer(peer=a.incarnation, message=RENEW)
+    here, there = (a, b) if opener_drops else (b, a)
+    drop(here, there)
+    assert lost(here).failure == lost(there).failure == "transfer_timeout"
+    a.greet(b)
+    assert b.until(FromPeer) == FromPeer(peer=a.incarnation, message=RENEW)
+    assert transport_of(a, b) == transport_of(b, a) == "loopback"
+
+
+def test_when_every_transport_has_stalled_the_one_of_longest_ago_is_tried_again(
+    side: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = side("a", "shm", "loopback"), side("b", "shm", "loopback")
+    used = []
+    for _ in range(4):
+        a.greet(b)
+        b.until(FromPeer)
+        used.append(transport_of(a, b))
+        drop(a, b)
+        lost(a), lost(b)
+    assert used == ["shm", "loopback", "shm", "loopback"]
+    monkeypatch.setattr(peers, "STALLED_S", 0.0)
+    a.greet(b)
+    b.until(FromPeer)
+    assert transport_of(a, b) == "shm", "after a while it is as good as the others"
+
+
+def test_a_link_that_is_lost_already_is_not_dropped(side: Callable[..., Side]) -> None:
+    a, b = side("a", "shm"), side("b", "shm")
+    drop(a, b)
+    a.greet(b)
+    assert b.next() == FromPeer(peer=a.incarnation, message=RENEW)
+    assert a.inbox.qsize() <= 1, "nothing but the hello"
 
 
 # --- require ------------------------------------------------------------------------------------

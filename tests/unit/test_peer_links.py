@@ -110,11 +110,11 @@ def test_a_dropped_peer_is_lost_on_both_sides_and_connects_anew(
     sides: tuple[Side, Side],
 ) -> None:
     a, b = connected(*sides)
-    a.links.drop(DropPeer(B, "a router has heard nothing from it"))
+    a.links.part(DropPeer(B, "a router has heard nothing from it"))
     assert a.next() == PeerLost(peer=B, reason="a router has heard nothing from it")
     assert isinstance(b.next(), PeerLost)
     connected(a, b)
-    a.links.drop(DropPeer(Incarnation("stranger"), "silent"))
+    a.links.part(DropPeer(Incarnation("stranger"), "silent"))
     assert a.next() == PeerLost(peer=Incarnation("stranger"), reason="silent")
 
 
@@ -207,8 +207,8 @@ def test_after_a_failed_send_both_sides_start_over(
 
     monkeypatch.setattr(type(connection), "notify", stuck)
     a.send(b, RENEW)
-    monkeypatch.undo()
     assert a.next() == PeerLost(peer=B, reason="it reads nothing")
+    monkeypatch.undo()
     assert isinstance(b.next(), PeerLost)
     connected(a, b)
 

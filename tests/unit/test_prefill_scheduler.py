@@ -33,9 +33,10 @@ from kvpool.core.transfer.messages import (
 from kvpool.core.transfer.piece import Piece, PieceBlocks, cut_span
 from kvpool.core.transfer.slabs import LeaseId, SlabId
 from kvpool.core.transfer.write import TokenSpan
+from kvrelay.errors import FailureReason
 from kvrelay.messages import Abort, Lifetime, Released, RequestFailed, Tokens
 from kvrelay.types import FinishReason
-from prefill_worker.scheduler import PrefillScheduler
+from prefill_worker.scheduler import MOST_RENEWED, PrefillScheduler
 from tests.unit.worker_kit import (
     BLOCK,
     FACTS,
@@ -379,13 +380,64 @@ def test_messages_that_no_healthy_peer_sends_change_nothing() -> None:
     assert_gone(scheduler)
 
 
-def test_a_tick_renews_what_is_alive() -> None:
+def renewed(scheduler: PrefillScheduler) -> list[str]:
+    """By this tick."""
+    keys = [
+        one
+        for m in to_peer(scheduler.handle(Tick(), 3))
+        if isinstance(m, RenewLeases)
+        for one in m.keys
+    ]
+    return [one.request_id for one in keys]
+
+
+def test_a_tick_renews_what_waits_is_computed_or_moves_in_one_message() -> None:
     scheduler = writing("a")
     scheduler.handle(prefill_of(spec("b", 3)), 2)
-    renewals = scheduler.handle(Tick(), 2)
-    assert to_peer(renewals) == [RenewLeases(keys=(key("a"),)), RenewLeases(keys=(key("b"),))]
+    (renewal,) = scheduler.handle(Tick(), 2)
+    assert isinstance(renewal, SendPeer) and renewal.addresses
+    assert renewal.message == RenewLeases(keys=(key("a"), key("b")))
+    scheduler.handle(StepWanted(), 2)
+    assert renewed(scheduler) == ["a", "b"], "b is on the device"
     scheduler.handle(Abort(key=key("a")), 3)
-    assert to_peer(scheduler.handle(Tick(), 3)) == [RenewLeases(keys=(key("b"),))]
+    assert renewed(scheduler) == ["b"]
+
+
+def test_what_waits_for_the_decode_worker_is_told_apart() -> None:
+    """Its pieces are announced and computed; now a slab, and later the commit, is D's to answer."""
+    scheduler = prefill_scheduler()
+    scheduler.handle(prefill_of(spec("a", 3)), 0)
+    run(scheduler, (9,))
+    assert renewed(scheduler) == ["a"], "it was computed since the last tick"
+    assert to_peer(scheduler.handle(Tick(), 1)) == [RenewLeases(keys=(), waiting=(key("a"),))]
+    scheduler.handle(from_d(lent("a", 0)), 1)
+    assert renewed(scheduler) == renewed(scheduler) == ["a"], "its write is under way"
+    scheduler.handle(written("a", 0), 1)
+    assert renewed(scheduler) == ["a"]
+    assert renewed(scheduler) == []
+
+
+def test_many_requests_are_renewed_in_messages_of_bounded_size() -> None:
+    scheduler = prefill_scheduler(blocks=2000)
+    for i in range(2 * MOST_RENEWED + 1):
+        scheduler.handle(prefill_of(spec(f"r{i}", 3)), 0)
+    messages = to_peer(scheduler.handle(Tick(), 1))
+    assert [len(m.keys) for m in messages if isinstance(m, RenewLeases)] == [
+        MOST_RENEWED,
+        MOST_RENEWED,
+        1,
+    ]
+
+
+def test_requests_fail_for_the_reason_for_which_the_peer_was_lost() -> None:
+    scheduler = writing()
+    lost = PeerLost(peer=D, reason="2 s", failure=FailureReason.TRANSFER_TIMEOUT)
+    assert events(scheduler.handle(lost, 2)) == [
+        RequestFailed(key=key("a"), at_s=2, reason="transfer_timeout", message="2 s")
+    ]
+    assert scheduler.tables.free_blocks < scheduler.tables.blocks, "the copy may still read them"
+    assert names(scheduler.handle(written("a", 0, "gone"), 3)) == ["Released"]
+    assert_gone(scheduler)
 
 
 def test_a_known_prefix_is_sent_and_not_computed() -> None:
@@ -501,7 +553,9 @@ def test_with_pool_the_decode_worker_hears_what_is_stored_so_far_and_then_the_co
     first = chunk(scheduler, pool)
     assert confirm(scheduler, pool, first) == [PrefixStored(key=key("a"), tokens=2 * BLOCK)]
     second, third = chunk(scheduler, pool), chunk(scheduler, pool, 7)
+    assert renewed(scheduler) == ["a"] and to_peer(scheduler.handle(Tick(), 0)) == []
     assert confirm(scheduler, pool, third) == [], "it lies behind blocks that are on their way"
+    assert renewed(scheduler) == ["a"], "but the pool goes on"
     stored, commit = confirm(scheduler, pool, second)
     assert stored == PrefixStored(key=key("a"), tokens=5 * BLOCK)
     assert commit == Commit(key=key("a"), pieces=0, first_token_ids=(7,))

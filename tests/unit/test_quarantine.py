@@ -151,7 +151,14 @@ def told(commands: list[Command]) -> list[Command]:
 
 @pytest.mark.parametrize(
     "reason",
-    ["transfer_failed", "transfer_cancelled", "handoff_timeout", "kv_mismatch", "peer_lost"],
+    [
+        "transfer_failed",
+        "transfer_cancelled",
+        "transfer_timeout",
+        "handoff_timeout",
+        "kv_mismatch",
+        "peer_lost",
+    ],
 )
 def test_a_failed_handoff_quarantines_its_pair(reason: str) -> None:
     core = cluster("d", "d2")

@@ -28,6 +28,7 @@ from kvpool.core.transfer.messages import (
     TransferCancelled,
 )
 from kvpool.core.transfer.slabs import LeaseId, SlabId, SlabState
+from kvrelay.errors import FailureReason
 from kvrelay.messages import Abort, Released, RequestFailed, Reserve
 from kvrelay.types import Incarnation
 from tests.unit.worker_kit import (
@@ -215,6 +216,50 @@ def test_a_renewal_keeps_reservation_and_slabs() -> None:
     want(scheduler, "a")
     scheduler.handle(from_p(RenewLeases(keys=(key("a"), key("unknown")))), TTL_S - 1)
     assert scheduler.handle(Tick(), TTL_S + 1) == []
+
+
+def failed_at(scheduler: DecodeScheduler, now_s: float) -> list[str]:
+    """By a tick; half a lease before, both were said to wait for this worker."""
+    waiting = RenewLeases(keys=(), waiting=(key("a"), key("b")))
+    scheduler.handle(from_p(waiting), now_s - TTL_S / 2)
+    found = events(scheduler.handle(Tick(), now_s))
+    return [event.key.request_id for event in found if isinstance(event, RequestFailed)]
+
+
+def test_who_is_said_to_wait_for_this_worker_must_do_so() -> None:
+    """For a slab that another holds, or for a scatter; not for what the other side owes."""
+    scheduler = reserved("a", "b", slabs=1)
+    (first,) = want(scheduler, "a")
+    want(scheduler, "b")
+    fill(scheduler, first)
+    assert failed_at(scheduler, TTL_S) == []
+    assert failed_at(scheduler, 2 * TTL_S) == []
+    (second,) = to_peer(scheduler.handle(scattered(first), 2 * TTL_S))
+    assert isinstance(second, SlabLent) and second.key == key("b")
+    assert failed_at(scheduler, 2.6 * TTL_S) == ["a", "b"]
+
+
+def test_a_silent_prefill_worker_gets_no_time_for_what_waits_for_this_one() -> None:
+    scheduler = reserved("a", "b", slabs=1)
+    want(scheduler, "a")
+    want(scheduler, "b")
+    assert names(scheduler.handle(Tick(), TTL_S)).count("RequestFailed") == 2
+
+
+def test_an_abort_gives_a_silent_writer_no_more_time() -> None:
+    scheduler = reserved("a")
+    (lent,) = want(scheduler, "a")
+    scheduler.handle(Abort(key=key("a")), TTL_S - 1)
+    assert scheduler.handle(Tick(), TTL_S - 0.1) == []
+    assert scheduler.handle(Tick(), TTL_S) == [ReplaceSlab(slab_id=lent.slab_id)]
+
+
+def test_requests_fail_for_the_reason_for_which_the_peer_was_lost() -> None:
+    scheduler = reserved("a")
+    lost = PeerLost(peer=P, reason="2 s", failure=FailureReason.TRANSFER_TIMEOUT)
+    assert events(scheduler.handle(lost, 1))[0] == RequestFailed(
+        key=key("a"), at_s=1, reason="transfer_timeout", message="2 s"
+    )
 
 
 def test_a_slab_nobody_renews_is_retired_and_replaced() -> None:

@@ -56,7 +56,7 @@ def test_a_late_actor_changes_nothing() -> None:
     assert new.slab_id == old.slab_id
     assert new.lease_id != old.lease_id
     assert not pool.mark_filled(old.slab_id, old.lease_id)
-    assert not pool.begin_fence(old.slab_id, old.lease_id, 0.0, 1.0)
+    assert not pool.begin_fence(old.slab_id, old.lease_id)
     assert not pool.fence_acknowledged(old.slab_id, old.lease_id)
     assert not pool.renew(old.lease_id, 0.0, 99.0)
     with pytest.raises(AssertionError):
@@ -67,7 +67,7 @@ def test_a_late_actor_changes_nothing() -> None:
 def test_filled_while_fencing_waits_for_the_acknowledgement() -> None:
     pool = _pool(1)
     lent = _lend(pool)
-    assert pool.begin_fence(lent.slab_id, lent.lease_id, 1.0, 2.0)
+    assert pool.begin_fence(lent.slab_id, lent.lease_id)
     assert not pool.mark_filled(lent.slab_id, lent.lease_id)
     assert _state(pool, lent.slab_id) is SlabState.FENCING
     assert pool.fence_acknowledged(lent.slab_id, lent.lease_id)
@@ -78,7 +78,7 @@ def test_a_filled_slab_needs_no_fence_and_does_not_expire() -> None:
     pool = _pool(1)
     lent = _lend(pool)
     pool.mark_filled(lent.slab_id, lent.lease_id)
-    assert not pool.begin_fence(lent.slab_id, lent.lease_id, 0.0, 1.0)
+    assert not pool.begin_fence(lent.slab_id, lent.lease_id)
     assert pool.expire(1e9) == ()
     assert pool.holder_lost("p0") == ()
     assert _state(pool, lent.slab_id) is SlabState.FILLED
@@ -99,12 +99,13 @@ def test_a_silent_writers_slab_is_retired_until_replaced() -> None:
     pool.validate()
 
 
-def test_a_fence_without_answer_expires_on_its_own_clock() -> None:
+def test_a_fence_without_answer_expires_with_the_lease_that_it_ended() -> None:
     pool = _pool(1)
     lent = _lend(pool)
-    pool.begin_fence(lent.slab_id, lent.lease_id, 9.0, 5.0)
-    assert pool.expire(13.9) == ()
-    assert [e.slab_id for e in pool.expire(14.0)] == [lent.slab_id]
+    pool.begin_fence(lent.slab_id, lent.lease_id)
+    assert not pool.renew(lent.lease_id, 9.0, 10.0)
+    assert pool.expire(9.9) == ()
+    assert [e.slab_id for e in pool.expire(10.0)] == [lent.slab_id]
 
 
 def test_progress_renews() -> None:
@@ -119,7 +120,7 @@ def test_a_lost_holder_loses_all_it_may_write_to() -> None:
     pool = _pool(4)
     lent, filled, fencing, other = _lend(pool), _lend(pool), _lend(pool), _lend(pool, "p1")
     pool.mark_filled(filled.slab_id, filled.lease_id)
-    pool.begin_fence(fencing.slab_id, fencing.lease_id, 0.0, 5.0)
+    pool.begin_fence(fencing.slab_id, fencing.lease_id)
     assert {e.slab_id for e in pool.holder_lost("p0")} == {lent.slab_id, fencing.slab_id}
     assert _state(pool, filled.slab_id) is SlabState.FILLED
     assert _state(pool, other.slab_id) is SlabState.LENT
@@ -165,14 +166,13 @@ class SlabSchedules(RuleBasedStateMachine):
             self.states[lease] = SlabState.FILLED
 
     @precondition(lambda self: self.ever)
-    @rule(data=st.data(), ttl_s=st.integers(1, 20))
-    def fence(self, data: st.DataObject, ttl_s: int) -> None:
+    @rule(data=st.data())
+    def fence(self, data: st.DataObject) -> None:
         slab, lease, _ = data.draw(st.sampled_from(self.ever))
-        done = self.pool.begin_fence(slab, lease, self.now_s, ttl_s)
+        done = self.pool.begin_fence(slab, lease)
         assert done == (self.states.get(lease) is SlabState.LENT)
         if done:
             self.states[lease] = SlabState.FENCING
-            self.deadlines[lease] = self.now_s + ttl_s
 
     @precondition(lambda self: self.ever)
     @rule(data=st.data())

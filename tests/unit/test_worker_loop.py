@@ -21,7 +21,7 @@ from engine.core.step_times import LinearTimes, decode_work, prefill_work
 from kvpool.core.blocks.news import RunNews
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.layout.hashes import BlockHashes
-from kvpool.core.transfer.commands import SendPeer
+from kvpool.core.transfer.commands import DropLink, SendPeer
 from kvrelay.messages import (
     Abort,
     BlockChanges,
@@ -106,8 +106,11 @@ class Links:
     def send(self, command: SendPeer) -> None:
         pass
 
-    def drop(self, command: DropPeer) -> None:
+    def part(self, command: DropPeer) -> None:
         self.dropped.append(command.peer)
+
+    def drop(self, command: DropLink) -> None:
+        pass
 
     def states(self) -> tuple[LinkState, ...]:
         return ()

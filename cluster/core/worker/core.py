@@ -40,6 +40,7 @@ from kvpool.core.transfer.commands import (
     SlabScattered,
     SlabWritten,
 )
+from kvpool.core.transfer.copy_watch import CopyEnd, CopyWatch, PeerCopy
 from kvpool.core.transfer.messages import TO_PREFILL, BlocksDigested, PeerHello, PeerMessage
 from kvpool.core.transfer.pull import BlocksPulled, PullMessage
 from kvrelay.errors import RefusalReason
@@ -65,6 +66,7 @@ log = logging.getLogger(__name__)
 
 LAST_EVENTS = (Released, ReserveRefused)
 """After one of these the worker holds nothing for the request."""
+_COPIES, _COPY_ENDS = get_args(PeerCopy), get_args(CopyEnd)
 _WITH_MESSAGE = (FromPeer, FromRouter)
 """Handlers of these are chosen by the type of their message."""
 
@@ -93,6 +95,7 @@ class WorkerCore:
         self.draining = False
         self.reports = BlockReports(lookup.tables.device)
         self.prefixes = PrefixExchange(lookup)
+        self.copies = CopyWatch()
         self._steps = StepTurns(
             decode, prefill, pace, most_steps=most_steps, launches_ahead=launches_ahead
         )
@@ -121,8 +124,8 @@ class WorkerCore:
             PeerLost: self._peer_came_or_went,
             LinkMeasured: self._link_measured,
             SlabWritten: prefill,
-            BlocksDigested: self._digested,
             BlocksPulled: self._pulled,
+            BlocksDigested: self._digested,
             LayersWritten: self._layers_written,
             StepDone: self._step_done,
         }
@@ -151,6 +154,8 @@ class WorkerCore:
         kind: type = type(event)
         if kind in _WITH_MESSAGE:
             kind = type(event.message)  # type: ignore[union-attr]
+        elif kind in _COPY_ENDS:
+            self.copies.end(event, now_s)  # type: ignore[arg-type]
         commands = self._handlers[kind](event, now_s)
         return self._without_events(commands, now_s) if commands else commands
 
@@ -183,8 +188,10 @@ class WorkerCore:
         return commands
 
     def tick(self, links: tuple[LinkState, ...], now_s: float) -> list[WorkerCommand]:
-        """Time has passed: leases may have ended. Every router hears that the worker lives."""
-        commands = self._both(Tick(), now_s)
+        """Time has passed: leases may have ended, and copies taken too long. Every router hears
+        that the worker lives."""
+        commands: list[Any] = self._both(Tick(), now_s)
+        commands += self.copies.overdue(self.decode.reservations.peers.predicted_s, now_s)
         self._totals.orphaned_blocks = self.tables.orphaned()
         commands += self._restored(self.prefixes.tick(now_s), now_s)
         kept = self._without_events(commands, now_s)
@@ -209,8 +216,10 @@ class WorkerCore:
         for command in commands:
             if type(command) is Emit:
                 self._emit(command.events, now_s)
-            else:
-                kept.append(command)
+                continue
+            if type(command) in _COPIES:
+                self.copies.begin(command, now_s)
+            kept.append(command)
         return kept
 
     def _emit(self, events: tuple[WorkerEvent, ...], now_s: float) -> None:
@@ -286,6 +295,8 @@ class WorkerCore:
     # --- peers, pools and moves -----------------------------------------------------------------
 
     def _peer_came_or_went(self, event: FromPeer | PeerLost, now_s: float) -> list[Command]:
+        if isinstance(event, PeerLost):
+            self.copies.lost(event.peer)
         return [*self._both(event, now_s), *self._pulled(event, now_s)]
 
     def _pulled(self, event: PullEvent, now_s: float) -> list[Command]:
@@ -331,6 +342,7 @@ class WorkerCore:
 
     def validate(self) -> None:
         """The conservation laws."""
+        self.copies.validate()
         self.prefixes.validate()
         self.prefill.validate()
         self.decode.validate()

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from engine.core.step import KvMove, RunStep, StepDone
 from kvpool.core.fetch.client_events import NodeEvent, NodeOrder
 from kvpool.core.transfer.commands import (
+    DropLink,
     FromPeer,
     LayersWritten,
     LinkMeasured,
@@ -84,6 +85,6 @@ class DropPeer(NamedTuple):
 
 
 MoveJob = KvMove | PullBlocks
-"""What a worker's transfer thread does; the outcome of each job comes back as an event."""
+"""What a worker's transfer threads do; the outcome of each job comes back as an event."""
 
-WorkerCommand = RunStep | SendPeer | DropPeer | MoveJob | NodeOrder | SendToRouter
+WorkerCommand = RunStep | SendPeer | DropPeer | DropLink | MoveJob | NodeOrder | SendToRouter

@@ -143,13 +143,21 @@ class PoolLink:
             raise PeerError("no pool node is connected")
         return connection
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """Sends what waits, then closes the connection. Never waits."""
         with self._changed:
             self._closing = True
             outbox = self._outbox
             self._changed.notify_all()
         if outbox is not None:
             outbox.finish()
+
+    def close(self) -> None:
+        """`end`, and waits for it."""
+        self.end()
+        with self._changed:
+            outbox = self._outbox
+        if outbox is not None:
             outbox.join()
         if self._thread.is_alive():
             self._thread.join()

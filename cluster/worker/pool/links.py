@@ -76,7 +76,7 @@ class PoolLinks:
             case ConnectNode(node=node, addresses=addresses):
                 self._connect(node, addresses)
             case CloseNode(node=node):
-                self._links.pop(node).close()
+                self._links.pop(node).end()
             case _:
                 assert_never(order)
 

@@ -1,7 +1,6 @@
 """Holds with a time limit, owned by the owner of the held thing. Pure.
 
-Word of whoever uses the held thing renews a lease, also without progress; only the owner lets it
-expire.
+Word that whoever uses the held thing makes progress renews a lease; only the owner lets it expire.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from kvpool.core.transfer.piece import Piece
 from kvpool.core.transfer.pool_map import KvFacts
 from kvpool.core.transfer.slabs import LeaseId, SlabId
 from kvpool.core.transfer.write import Side, SlabWrite
+from kvrelay.errors import FailureReason
 from kvrelay.types import Incarnation, RequestKey, value
 
 
@@ -24,13 +25,16 @@ class FromPeer:
 
 @value
 class PeerLost:
+    """The requests between this worker and the peer end with this `failure`."""
+
     peer: Incarnation
     reason: str
+    failure: FailureReason = FailureReason.PEER_LOST
 
 
 @value
 class SlabWritten:
-    """The transfer thread has written a piece and told the peer (`error` None), or failed."""
+    """A transfer thread has written a piece and told the peer (`error` None), or failed."""
 
     key: RequestKey
     piece: int
@@ -57,7 +61,7 @@ class LayersWritten:
 
 @value
 class SlabScattered:
-    """The transfer thread has checked and scattered a slab (`error` None), or refused it."""
+    """A transfer thread has checked and scattered a slab (`error` None), or refused it."""
 
     key: RequestKey
     piece: int
@@ -70,7 +74,7 @@ class SlabScattered:
 
 @value
 class PieceFetched:
-    """The transfer thread has read a piece out of the peer's blocks, or failed."""
+    """A transfer thread has read a piece out of the peer's blocks, or failed."""
 
     key: RequestKey
     piece: int
@@ -87,6 +91,16 @@ class SendPeer:
     peer: Incarnation
     message: PeerMessage
     addresses: tuple[str, ...] = ()
+
+
+@value
+class DropLink:
+    """A copy with this peer takes too long: end its connection, and with it the copy. PeerLost
+    follows at once, the copy's own end when it has ended. The next connection takes another
+    transport, if there is one."""
+
+    peer: Incarnation
+    reason: str
 
 
 @value

@@ -293,7 +293,11 @@ class TransferCancelled:
 
 @value
 class RenewLeases:
+    """The requests of `keys` make progress: they wait for their turn or are computed, or some of
+    their KV moves. Those that are `waiting` wait for the decode worker, which may know better."""
+
     keys: tuple[RequestKey, ...]
+    waiting: tuple[RequestKey, ...] = ()
 
 
 @value
@@ -313,7 +317,15 @@ class LinkProbed:
 
 PieceMessage = PiecesAhead | SlabLent | SlabFilled | PiecesAwaited | PieceComputed | PiecesRead
 EndMessage = Commit | Committed | CancelTransfer | TransferCancelled
-LinkMessage = PeerHello | RenewLeases | Ping | Pong | LinkProbed
+
+
+@value
+class LinkStalled:
+    """A copy took too long: this connection ends, and its transport is the last to be tried for the
+    next one. Links hear it themselves."""
+
+
+LinkMessage = PeerHello | RenewLeases | Ping | Pong | LinkProbed | LinkStalled
 PeerMessage = PieceMessage | PrefixStored | EndMessage | LinkMessage | PullMessage
 
 TO_PREFILL = (SlabLent, PiecesAwaited, PiecesRead, Committed, CancelTransfer)

@@ -94,7 +94,7 @@ class PullBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksPulled:
-    """The transfer thread has read them (`error` None), or failed."""
+    """A transfer thread has read them (`error` None), or failed."""
 
     pull: int
     bytes: int

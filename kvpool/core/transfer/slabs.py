@@ -131,8 +131,9 @@ class SlabPool:
         assert lease is not None, f"slab {slab_id} is not filled under lease {lease_id}"
         self._set_free(slab_id)
 
-    def begin_fence(self, slab_id: SlabId, lease_id: LeaseId, now_s: float, ttl_s: float) -> bool:
-        """The transfer is cancelled, but its writer may still write until it acknowledges.
+    def begin_fence(self, slab_id: SlabId, lease_id: LeaseId) -> bool:
+        """The transfer is cancelled, but its writer may still write until it acknowledges. The
+        lease is the old one: a silent writer keeps the slab no longer than without the fence.
 
         False and nothing changed unless the slab is lent; a filled one is simply released.
         """
@@ -140,7 +141,6 @@ class SlabPool:
         if lease is None:
             return False
         lease.state = SlabState.FENCING
-        lease.deadline_s = now_s + ttl_s
         return True
 
     def fence_acknowledged(self, slab_id: SlabId, lease_id: LeaseId) -> bool:

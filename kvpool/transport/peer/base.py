@@ -77,8 +77,10 @@ class Connection(Protocol):
         gone, it raises PeerError and delivers nothing."""
 
     def close(self) -> None:
-        """Idempotent. The other side's `on_lost` is called after everything that was sent to it.
-        This side's is not called, and messages that it has not received yet are dropped."""
+        """Idempotent. Copies of this connection end first: they fail, or go on to their end where
+        the link can't stop them. The other side's `on_lost` is called after everything that was
+        sent to it. This side's is not called, and messages that it has not received yet are
+        dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

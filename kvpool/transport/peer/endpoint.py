@@ -140,6 +140,7 @@ class PeerEndpoint:
             self._regions.clear()
             for region in regions:
                 self._exposure.retire(region)
+        self._exposure.give_up()
         for connection in connections:
             connection.close()
         self._part_from(connections)

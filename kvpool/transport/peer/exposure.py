@@ -60,5 +60,8 @@ class Exposure(Protocol):
     @property
     def staging_bytes(self) -> int: ...
 
+    def give_up(self) -> None:
+        """The endpoint closes: copies that run may be given up, as their memory goes too."""
+
     def close(self) -> None:
         """Frees the rest; no peer is connected."""

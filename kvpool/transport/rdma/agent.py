@@ -88,5 +88,8 @@ class Agent(Protocol):
 
     def remote(self) -> Remote: ...
 
+    def give_up(self) -> None:
+        """This end closes: transfers that run may be given up."""
+
     def close(self) -> None:
         """Call it when nothing is registered and no transfer runs."""

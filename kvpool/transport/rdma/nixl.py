@@ -30,6 +30,7 @@ from kvrelay.errors import ConfigError, PeerError
 _ASK_AGAIN = 4
 _YIELD_S = 1e-3
 _POLL_S = 50e-6
+_POLL_STALLED_S = 1e-3
 _GRACE_S = 1.0
 """After this time, a running transfer checks whether its peer is still there."""
 
@@ -37,8 +38,9 @@ _GRACE_S = 1.0
 class Waiting:
     """Waits for one transfer. `check` raises when the peer is gone."""
 
-    def __init__(self, check: Check) -> None:
+    def __init__(self, check: Check, poll_s: float = _POLL_S) -> None:
         self._check = check
+        self._poll_s = poll_s
         self._started_s = time.monotonic()
         self._idle = 0
 
@@ -51,7 +53,7 @@ class Waiting:
             return
         self._idle += 1
         if waited_s > _YIELD_S:
-            time.sleep(_POLL_S)
+            time.sleep(self._poll_s)
         elif self._idle > _ASK_AGAIN:
             os.sched_yield()
 
@@ -75,6 +77,7 @@ class NixlAgent:
         config.pthrDelay = _PROGRESS_SLEEP_US
         config.syncMode = nixl.NIXL_THREAD_SYNC_RW
         self._agent: Any = nixl.nixlAgent(name, config)
+        self._gives_up = False
         self.backends = [self._create_backend(options)]
 
     def register(self, memory: torch.Tensor) -> None:
@@ -91,6 +94,14 @@ class NixlAgent:
 
     def remote(self) -> NixlRemote:
         return NixlRemote(self)
+
+    def give_up(self) -> None:
+        self._gives_up = True
+
+    def check(self) -> None:
+        """Raises PeerError once copies may be given up."""
+        if self._gives_up:
+            raise PeerError("this end of the link closes")
 
     def close(self) -> None:
         self._agent = None
@@ -156,13 +167,23 @@ class NixlRemote:
         return False
 
     def _finish(self, agent: Any, request: int, check: Check) -> None:
-        nixl, waiting = self._agent.nixl, Waiting(check)
+        """A request that is released while it runs goes on, and its bytes would come into memory
+        that is another's by then. So it is waited for though the connection is over. It fails by
+        itself when the peer dies."""
         status = agent.postXferReq(request)
-        while status == nixl.NIXL_IN_PROG:
+        try:
+            status = self._wait(agent, request, status, Waiting(check))
+        except PeerError:
+            self._wait(agent, request, status, Waiting(self._agent.check, _POLL_STALLED_S))
+            raise
+        if status != self._agent.nixl.NIXL_SUCCESS:
+            raise PeerError(f"a transfer ended with {status}")
+
+    def _wait(self, agent: Any, request: int, status: Any, waiting: Waiting) -> Any:
+        while status == self._agent.nixl.NIXL_IN_PROG:
             waiting.again()
             status = agent.getXferStatus(request)
-        if status != nixl.NIXL_SUCCESS:
-            raise PeerError(f"a transfer ended with {status}")
+        return status
 
     def _add(self, place: RegionPlace) -> None:
         try:

@@ -59,6 +59,9 @@ class OneSidedExposure:
     def staging_bytes(self) -> int:
         return self._registered.staging_bytes
 
+    def give_up(self) -> None:
+        self._agent.give_up()
+
     def close(self) -> None:
         self._memory.clear()
         self._registered.close()

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PeerMessage(_message.Message):
-    __slots__ = ("hello", "pieces_ahead", "slab_lent", "slab_filled", "commit", "committed", "cancel_transfer", "transfer_cancelled", "renew_leases", "pieces_awaited", "piece_computed", "pieces_read", "prefix_stored", "ping", "pong", "link_probed", "pull_wanted", "pull_granted", "pull_read", "pull_settled")
+    __slots__ = ("hello", "pieces_ahead", "slab_lent", "slab_filled", "commit", "committed", "cancel_transfer", "transfer_cancelled", "renew_leases", "pieces_awaited", "piece_computed", "pieces_read", "prefix_stored", "ping", "pong", "link_probed", "link_stalled", "pull_wanted", "pull_granted", "pull_read", "pull_settled")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PIECES_AHEAD_FIELD_NUMBER: _ClassVar[int]
     SLAB_LENT_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +25,7 @@ class PeerMessage(_message.Message):
     PING_FIELD_NUMBER: _ClassVar[int]
     PONG_FIELD_NUMBER: _ClassVar[int]
     LINK_PROBED_FIELD_NUMBER: _ClassVar[int]
+    LINK_STALLED_FIELD_NUMBER: _ClassVar[int]
     PULL_WANTED_FIELD_NUMBER: _ClassVar[int]
     PULL_GRANTED_FIELD_NUMBER: _ClassVar[int]
     PULL_READ_FIELD_NUMBER: _ClassVar[int]
@@ -45,11 +46,12 @@ class PeerMessage(_message.Message):
     ping: Ping
     pong: Pong
     link_probed: LinkProbed
+    link_stalled: LinkStalled
     pull_wanted: PullWanted
     pull_granted: PullGranted
     pull_read: PullRead
     pull_settled: PullSettled
-    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., pieces_ahead: _Optional[_Union[PiecesAhead, _Mapping]] = ..., slab_lent: _Optional[_Union[SlabLent, _Mapping]] = ..., slab_filled: _Optional[_Union[SlabFilled, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., cancel_transfer: _Optional[_Union[CancelTransfer, _Mapping]] = ..., transfer_cancelled: _Optional[_Union[TransferCancelled, _Mapping]] = ..., renew_leases: _Optional[_Union[RenewLeases, _Mapping]] = ..., pieces_awaited: _Optional[_Union[PiecesAwaited, _Mapping]] = ..., piece_computed: _Optional[_Union[PieceComputed, _Mapping]] = ..., pieces_read: _Optional[_Union[PiecesRead, _Mapping]] = ..., prefix_stored: _Optional[_Union[PrefixStored, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., link_probed: _Optional[_Union[LinkProbed, _Mapping]] = ..., pull_wanted: _Optional[_Union[PullWanted, _Mapping]] = ..., pull_granted: _Optional[_Union[PullGranted, _Mapping]] = ..., pull_read: _Optional[_Union[PullRead, _Mapping]] = ..., pull_settled: _Optional[_Union[PullSettled, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., pieces_ahead: _Optional[_Union[PiecesAhead, _Mapping]] = ..., slab_lent: _Optional[_Union[SlabLent, _Mapping]] = ..., slab_filled: _Optional[_Union[SlabFilled, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., cancel_transfer: _Optional[_Union[CancelTransfer, _Mapping]] = ..., transfer_cancelled: _Optional[_Union[TransferCancelled, _Mapping]] = ..., renew_leases: _Optional[_Union[RenewLeases, _Mapping]] = ..., pieces_awaited: _Optional[_Union[PiecesAwaited, _Mapping]] = ..., piece_computed: _Optional[_Union[PieceComputed, _Mapping]] = ..., pieces_read: _Optional[_Union[PiecesRead, _Mapping]] = ..., prefix_stored: _Optional[_Union[PrefixStored, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., link_probed: _Optional[_Union[LinkProbed, _Mapping]] = ..., link_stalled: _Optional[_Union[LinkStalled, _Mapping]] = ..., pull_wanted: _Optional[_Union[PullWanted, _Mapping]] = ..., pull_granted: _Optional[_Union[PullGranted, _Mapping]] = ..., pull_read: _Optional[_Union[PullRead, _Mapping]] = ..., pull_settled: _Optional[_Union[PullSettled, _Mapping]] = ...) -> None: ...
 
 class PeerHello(_message.Message):
     __slots__ = ("wire_version", "incarnation", "fingerprint", "kv", "name", "probe_region")
@@ -262,10 +264,12 @@ class TransferCancelled(_message.Message):
     def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class RenewLeases(_message.Message):
-    __slots__ = ("keys",)
+    __slots__ = ("keys", "waiting")
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedCompositeFieldContainer[_worker_pb2.Key]
-    def __init__(self, keys: _Optional[_Iterable[_Union[_worker_pb2.Key, _Mapping]]] = ...) -> None: ...
+    waiting: _containers.RepeatedCompositeFieldContainer[_worker_pb2.Key]
+    def __init__(self, keys: _Optional[_Iterable[_Union[_worker_pb2.Key, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[_worker_pb2.Key, _Mapping]]] = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ()
@@ -276,6 +280,10 @@ class Pong(_message.Message):
     def __init__(self) -> None: ...
 
 class LinkProbed(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LinkStalled(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

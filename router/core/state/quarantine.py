@@ -63,6 +63,7 @@ SUSPICIOUS = frozenset(
         MISMATCH,
         FailureReason.TRANSFER_FAILED,
         FailureReason.TRANSFER_CANCELLED,
+        FailureReason.TRANSFER_TIMEOUT,
         FailureReason.HANDOFF_TIMEOUT,
         FailureReason.PEER_LOST,
     }
