@@ -9,7 +9,7 @@ from typing import Any
 from cluster.core.settings import WorkerSettings
 from cluster.core.worker.build import build_worker_core
 from cluster.core.worker.core import WorkerCore
-from cluster.core.worker.events import CoreEvent, SendToRouter, WorkerCommand
+from cluster.core.worker.events import CoreEvent, DropPeer, SendToRouter, WorkerCommand
 from cluster.sim.device import SimDevice
 from cluster.sim.machines.clock import Clock
 from cluster.sim.machines.links import Fabric, Post, SimLinks, SimMover
@@ -88,6 +88,7 @@ class SimWorker:
             RunStep: self.device.submit,
             SendPeer: self.links.send,
             DropLink: _ignore,
+            DropPeer: _ignore,
             SendToRouter: _tell,
         }
         self.node_links = self._node_links(around) if settings.pool_address is not None else None
@@ -248,8 +249,8 @@ class SimWorker:
         assert pool is None or pool.nodes.stores.idle, f"{self.incarnation} waits for its pool node"
 
 
-def _ignore(_: DropLink) -> None:
-    """No simulated copy hangs; one that takes long shares the network with many."""
+def _ignore(_: DropLink | DropPeer) -> None:
+    """No simulated worker is silent, and no copy hangs: many may share the network."""
 
 
 def _tell(command: SendToRouter) -> None:

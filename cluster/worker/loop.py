@@ -42,9 +42,9 @@ class Links(Protocol):
 
     def send(self, command: SendPeer) -> None: ...
 
-    def drop(self, command: DropPeer) -> None: ...
+    def part(self, command: DropPeer) -> None: ...
 
-    def end(self, command: DropLink) -> None: ...
+    def drop(self, command: DropLink) -> None: ...
 
     def states(self) -> tuple[LinkState, ...]: ...
 
@@ -85,8 +85,8 @@ class WorkerLoop:
         self._executors: dict[type, Callable[[Any], None]] = {
             RunStep: device.submit,
             SendPeer: links.send,
-            DropPeer: links.drop,
-            DropLink: links.end,
+            DropPeer: links.part,
+            DropLink: links.drop,
             SendToRouter: _tell,
         }
         self._own_events: dict[type, Callable[[Any], None]] = {

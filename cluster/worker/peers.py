@@ -136,7 +136,7 @@ class PeerLinks:
         if not self._outboxes.put(command.peer, command):
             self._part(command.peer, f"it has not taken {MOST_WAITING} messages")
 
-    def end(self, command: DropLink) -> None:
+    def drop(self, command: DropLink) -> None:
         """Never waits. Nothing happens when the connection is lost already: its copies are about to
         end."""
         with self._lock:
@@ -145,8 +145,8 @@ class PeerLinks:
             self._stall(connection, command.reason)
             self._close_apart(connection, stalled=True)
 
-    def drop(self, command: DropPeer) -> None:
-        """The next message connects anew. Never waits."""
+    def part(self, command: DropPeer) -> None:
+        """Never waits. The next message connects anew."""
         self._part(command.peer, command.reason)
 
     def notify(self, peer: Incarnation, message: PeerMessage) -> None:

@@ -71,9 +71,8 @@ both ends of a handoff must draw by it. 9: pool nodes no longer pin prefixes. 10
 digest of the KV. 11: pool nodes tell routers of their blocks themselves. 12: every field has the
 name that it has in its dataclass, and enums travel by name. 13: routers are told of blocks in
 strands. 14: a pool node confirms each store by a reply of its own. 15: decode workers are told of
-prefix sources. 16: and of what prefill workers have stored so far. 17: workers
-are told of silent ones. 18: leases are renewed for what moves, and peers hear that a link has
-stalled."""
+prefix sources. 16: and of what prefill workers have stored so far. 17: workers are told of silent
+ones. 18: leases are renewed for what moves, and peers hear that a link has stalled."""
 
 
 class Role(StrEnum):

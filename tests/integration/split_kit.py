@@ -111,13 +111,13 @@ class WorkerHost:
         """The next pieces of KV that this worker receives end up wrong."""
         self._ask(Damage(address, pieces))
 
-    def stall(self) -> None:
-        """No copy of its workers over a network moves a byte any more."""
-        self._ask(Stall())
-
     def hang(self, address: str, *, least_s: float) -> None:
         """This worker's next step never ends; it is given up after `least_s`."""
         self._ask(Hang(address, least_s))
+
+    def stall(self) -> None:
+        """No copy of its workers over a network moves a byte any more."""
+        self._ask(Stall())
 
     def kill(self) -> None:
         """Returns when it is dead."""

@@ -49,17 +49,17 @@ class Damage:
 
 
 @dataclass(frozen=True, slots=True)
-class Stall:
-    """From now on no copy of this process over NIXL or UCX moves a byte, though its connection
-    lives."""
-
-
-@dataclass(frozen=True, slots=True)
 class Hang:
     """This worker's next step never ends; it is given up after `least_s`."""
 
     address: str
     least_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """From now on no copy of this process over NIXL or UCX moves a byte, though its connection
+    lives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +95,12 @@ async def answer(command: Command, workers: dict[str, WorkerProcess]) -> str | F
         case Damage(address=address, pieces=pieces):
             damage(workers[address], pieces)
             return address
-        case Stall():
-            OneSidedPeer.write = OneSidedPeer.read = stall  # type: ignore[method-assign]
-            return ""
         case Hang(address=address, least_s=least_s):
             hang(workers[address], least_s)
             return address
+        case Stall():
+            OneSidedPeer.write = OneSidedPeer.read = stall  # type: ignore[method-assign]
+            return ""
         case _:
             assert_never(command)
 

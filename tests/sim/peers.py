@@ -67,7 +67,7 @@ class PeerNet(Simulation):
                 self._break(link)
                 self._notice(mine, theirs, link)
 
-    def end_link(self, worker: Worker, command: DropLink) -> None:
+    def drop(self, worker: Worker, command: DropLink) -> None:
         """The worker hears of its loss at once, the peer in its own time."""
         me, peer = worker.incarnation, command.peer
         link = worker.links.get(peer)

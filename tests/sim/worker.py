@@ -319,11 +319,11 @@ class Links:
     def send(self, command: SendPeer) -> None:
         self._worker.net.send(self._worker, command)
 
-    def drop(self, command: DropPeer) -> None:
+    def part(self, command: DropPeer) -> None:
         self._worker.net.cut(self._worker.incarnation, command.peer)
 
-    def end(self, command: DropLink) -> None:
-        self._worker.net.end_link(self._worker, command)
+    def drop(self, command: DropLink) -> None:
+        self._worker.net.drop(self._worker, command)
 
     def states(self) -> tuple[LinkState, ...]:
         return tuple(

@@ -304,7 +304,7 @@ def test_copies_of_a_pool_are_measured_apart_from_it() -> None:
 
 
 def drop(side: Side, peer: Side) -> None:
-    side.links.end(DropLink(peer=peer.incarnation, reason="a copy took over 2.0 s"))
+    side.links.drop(DropLink(peer=peer.incarnation, reason="a copy took over 2.0 s"))
 
 
 def lost(side: Side) -> PeerLost:

@@ -110,11 +110,11 @@ def test_a_dropped_peer_is_lost_on_both_sides_and_connects_anew(
     sides: tuple[Side, Side],
 ) -> None:
     a, b = connected(*sides)
-    a.links.drop(DropPeer(B, "a router has heard nothing from it"))
+    a.links.part(DropPeer(B, "a router has heard nothing from it"))
     assert a.next() == PeerLost(peer=B, reason="a router has heard nothing from it")
     assert isinstance(b.next(), PeerLost)
     connected(a, b)
-    a.links.drop(DropPeer(Incarnation("stranger"), "silent"))
+    a.links.part(DropPeer(Incarnation("stranger"), "silent"))
     assert a.next() == PeerLost(peer=Incarnation("stranger"), reason="silent")
 
 

@@ -106,10 +106,10 @@ class Links:
     def send(self, command: SendPeer) -> None:
         pass
 
-    def drop(self, command: DropPeer) -> None:
+    def part(self, command: DropPeer) -> None:
         self.dropped.append(command.peer)
 
-    def end(self, command: DropLink) -> None:
+    def drop(self, command: DropLink) -> None:
         pass
 
     def states(self) -> tuple[LinkState, ...]:
