@@ -61,16 +61,8 @@ from kvrelay.errors import FailureReason, PeerError
 from kvrelay.messages import Lifetime, LifetimeMoment, RequestFailed, Reserve
 from kvrelay.types import Incarnation, RequestKey, RequestSpec
 
-IncomingEvent = (
-    FromPeer
-    | SlabScattered
-    | PieceFetched
-    | BlocksDigested
-    | LinkMeasured
-    | SlabReplaced
-    | PeerLost
-    | Tick
-)
+_CopyDone = SlabScattered | PieceFetched | BlocksDigested
+IncomingEvent = FromPeer | _CopyDone | LinkMeasured | SlabReplaced | PeerLost | Tick
 
 
 @dataclass(slots=True, kw_only=True)
