@@ -26,6 +26,7 @@ from router.core.events import (
     Refuse,
     Send,
     Submitted,
+    TimePassed,
     WorkerJoined,
     WorkerLost,
     WorkerSaid,
@@ -54,6 +55,10 @@ class _Stream:
             blocks=tuple(blocks),
         )
         self._router.later(said)
+
+
+WAITING_LOOK_S = 1.0
+"""As in a live router's dispatcher."""
 
 
 class SimulatedClients(Protocol):
@@ -86,7 +91,19 @@ class SimRouter:
         self._clock.after(self._latency_s, self.hear, said)
 
     def later_lost(self, worker: Incarnation) -> None:
-        self._clock.after(self._latency_s, self.hear, WorkerLost(incarnation=worker))
+        self._clock.after(self._latency_s, self._lose, worker)
+
+    def _lose(self, worker: Incarnation) -> None:
+        self.hear(WorkerLost(incarnation=worker))
+        self._watch_waiting()
+
+    def _watch_waiting(self) -> None:
+        if self.core.state.waiting and not self.core.state.workers:
+            self._clock.after(WAITING_LOOK_S, self._pass_time)
+
+    def _pass_time(self, _: object = None) -> None:
+        self.hear(TimePassed())
+        self._watch_waiting()
 
     def hear(self, event: Event) -> None:
         for command in self.core.handle(event, self._clock.now_s):

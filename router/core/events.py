@@ -50,6 +50,11 @@ class WorkerSaid:
 
 
 @value
+class TimePassed:
+    """For those who wait: without any worker there are no reports."""
+
+
+@value
 class PoolNodeSaid:
     update: PoolUpdate
 
@@ -69,6 +74,7 @@ Event = (
     | WorkerJoined
     | WorkerLost
     | WorkerSaid
+    | TimePassed
     | PoolNodeSaid
     | PoolNodeLost
 )

@@ -35,6 +35,7 @@ from router.core.events import (
     Rejected,
     Send,
     Submitted,
+    TimePassed,
     WorkerJoined,
     WorkerLost,
     WorkerSaid,
@@ -44,6 +45,7 @@ from router.core.request import Request
 from router.core.start import Beginning, begin
 from router.core.state.directory import DIRECTORY_BYTES
 from router.core.state.generation import ChoiceTokens, GenerationRequest
+from router.core.state.waiting import FAILOVER_PATIENCE_S
 from router.core.state.worker_view import check_joins
 from router.live import status
 from router.live.link import WorkerLink
@@ -117,6 +119,8 @@ class WorkerGeneration:
         self._deliveries.put_nowait(delivery)
 
 
+WAITING_LOOK_S = 1.0
+"""Between two looks at those who wait, while there is no worker."""
 MAX_REQUEST_ID_BYTES = 256
 """It stands in every message between workers, and these are at most 64 KiB."""
 
@@ -131,6 +135,7 @@ class WorkerDispatcher(ClusterViews):
         tiers: QosTiers = ONE_TIER,
         *,
         directory_bytes: int = DIRECTORY_BYTES,
+        failover_patience_s: float = FAILOVER_PATIENCE_S,
         record: Callable[[Beginning], Recorder] | None = None,
     ) -> None:
         """`record` opens a file for all that the core hears and decides."""
@@ -141,12 +146,14 @@ class WorkerDispatcher(ClusterViews):
             tiers=tiers,
             preloads=preloads,
             directory_bytes=directory_bytes,
+            failover_patience_s=failover_patience_s,
         )
         super().__init__(begin(beginning), PoolNodes(self._post))
         self._recorder = record(beginning) if record is not None else None
         self.incarnation = Incarnation(uuid4().hex)
         self._links: dict[str, WorkerLink] = {}  # address |-> link
         self._generations: dict[str, WorkerGeneration] = {}
+        self._clock: asyncio.TimerHandle | None = None  # runs while requests wait without workers
 
     # --- workers --------------------------------------------------------------------------------
 
@@ -162,6 +169,8 @@ class WorkerDispatcher(ClusterViews):
     async def close(self) -> None:
         for address in list(self._links):
             await self.remove_worker(address)
+        if self._clock is not None:
+            self._clock.cancel()
         await self.pools.close()
         if self._recorder is not None:
             self._recorder.close()
@@ -171,7 +180,7 @@ class WorkerDispatcher(ClusterViews):
         log.info("worker %s joined: %s on %s", hello.name, hello.role, hello.device)
         self.attached[hello.incarnation] = link
         self.recent[hello.incarnation] = RecentActivity(hello.total_blocks)
-        self._post(WorkerJoined(hello=hello))
+        self._post_of_workers(WorkerJoined(hello=hello))
 
     def said(
         self,
@@ -193,7 +202,27 @@ class WorkerDispatcher(ClusterViews):
                 log.warning("lost the worker at %s: %s", link.address, reason)
             else:
                 log.info("the worker at %s has left", link.address)
-            self._post(WorkerLost(incarnation=worker))
+            self._post_of_workers(WorkerLost(incarnation=worker))
+            self._watch_waiting()
+
+    def _post_of_workers(self, event: WorkerJoined | WorkerLost) -> None:
+        workers = self.core.state.workers
+        before = workers.missing
+        try:
+            self._post(event)
+        finally:
+            status.tell_stand_ins(before, workers)
+
+    def _watch_waiting(self) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+        self._clock = None
+        if self.core.state.waiting and not self.core.state.workers:
+            self._clock = asyncio.get_running_loop().call_later(WAITING_LOOK_S, self._pass_time)
+
+    def _pass_time(self) -> None:
+        self._post(TimePassed())
+        self._watch_waiting()
 
     # --- requests -------------------------------------------------------------------------------
 
