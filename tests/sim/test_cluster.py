@@ -96,14 +96,14 @@ def test_deaths_and_broken_links_lose_nothing(seed: int, mode: HandoffMode) -> N
     assert ends["done"] > 0, ends
 
 
-def test_most_requests_survive_deaths() -> None:
+def test_requests_survive_deaths() -> None:
     ends: Counter[str] = Counter()
     for seed in range(8):
         clients = Clients(seed, requests=20)
         start(clients, prefill=2, decode=2)
         disturb(clients, moments=3)
         ends += clients.finish()
-    assert ends["done"] > 0.9 * ends.total(), ends
+    assert ends == {"done": 8 * 20}
 
 
 @pytest.mark.parametrize("gone", [Role.PREFILL, Role.DECODE])
