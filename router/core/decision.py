@@ -196,7 +196,7 @@ def demand_of(state: RouterState, request: Request, spec: RequestSpec, now_s: fl
         promised=_promised_soon(state, request, now_s),
         line=_promised_line(state, request),
         known=Known(),
-        goes_on=request.admitted and request.state is RequestState.SEEKING,
+        displaced=request.admitted and request.state is RequestState.SEEKING,
     )
 
 

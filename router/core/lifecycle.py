@@ -449,7 +449,12 @@ def ask_for_slot(
         alone = Prefill(spec=spec, target_addresses=(), target=None, within_s=within_s)
         return Send(worker=decode, message=alone)
     if candidate.prefill is None:
-        generate = Generate(spec=spec, prefix_source=candidate.source, within_s=within_s)
+        generate = Generate(
+            spec=spec,
+            prefix_source=candidate.source,
+            within_s=within_s,
+            displaced=demand.displaced,
+        )
         return Send(worker=decode, message=generate)
     return ask_to_reserve(state, demand, candidate.decode, candidate.prefill, admitted.counted)
 
@@ -466,6 +471,7 @@ def ask_to_reserve(
         source=None if prefill is None else prefill.incarnation,
         counted=counted,
         prefix_source=demand.held.handoff_source(state.workers, prefill, decode),
+        displaced=demand.displaced,
     )
     return Send(worker=decode.incarnation, message=message)
 

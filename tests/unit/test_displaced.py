@@ -142,7 +142,10 @@ class Halved:
 
     def _ask(self, worker: Incarnation, message: Reserve | Generate) -> None:
         key, there = message.spec.key, self.running[worker]
-        is_full = len(there) + message.spec.sampling.n > self.places
+        requests = self.core.state.requests
+        lent = sum(requests[one].tier.name == "free" for one in there) if message.displaced else 0
+        own = message.spec.qos_tier == "free"
+        is_full = len(there) + message.spec.sampling.n > self.places + (0 if own else lent)
         if reason := self.refuses or ("slots_exhausted" if is_full else ""):
             self.report(worker, ReserveRefused(key=key, at_s=self.now_s, reason=reason))
             return
@@ -238,14 +241,29 @@ def test_a_higher_tier_goes_before_and_a_lower_one_waits() -> None:
 
 def test_of_two_tiers_the_higher_one_is_first() -> None:
     world = cluster(ALONE, 2, tiers=TIERS)
-    for name, tier in (("a", "free"), ("b", "free"), ("c", "premium"), ("d", "premium")):
+    world.submit("free", "free")
+    for name in ("a", "b", "c"):
+        world.submit(name, "premium")
+    (home,) = (name for name, there in world.running.items() if "free" in there)
+    lost = world.lose(home)
+    (premium,) = {*lost} - {"free"}
+    assert world.waiting() == ["free", premium]
+    (left,) = world.running
+    world.end_one(left, next(iter(world.running[left])))
+    assert world.waiting() == ["free"]
+
+
+def test_a_lower_tier_makes_room_for_one_of_a_higher_tier() -> None:
+    """Only where no place is free, and not for its own tier or a higher one."""
+    world = cluster(ALONE, 2, tiers=TIERS)
+    for name, tier in (("a", "premium"), ("b", "premium"), ("c", "free"), ("d", "free")):
         world.submit(name, tier)
     lost = world.lose("d0")
-    (premium,) = {"c", "d"}.intersection(lost)
-    (free,) = {"a", "b"}.intersection(lost)
-    assert world.waiting() == [free, premium]
-    world.end_one("d1", next(iter(world.running[Incarnation("d1")])))
-    assert world.waiting() == [free]
+    (displaced,) = {"a", "b"}.intersection(lost)
+    (waits,) = {"c", "d"}.intersection(lost)
+    assert len(world.running[Incarnation("d1")]) == 3, "one of them stands back meanwhile"
+    assert displaced in world.running[Incarnation("d1")]
+    assert world.waiting() == [waits]
 
 
 def test_one_that_no_living_worker_could_hold_keeps_nobody_out() -> None:

@@ -143,7 +143,7 @@ def test_a_request_that_goes_on_is_computed_where_most_of_it_lies(policy: Placem
     p, d = pair()
     d2 = timed(view("d2", D))[0]
     directory = with_cached("d2", 9)
-    asked = replace(demand(prompt_tokens=40, directory=directory), goes_on=True)
+    asked = replace(demand(prompt_tokens=40, directory=directory), displaced=True)
     assert first(p, d, d2, asked=asked, policy=policy).placement == placed("d2", None)
     decodes(d2, 2)
     assert first(p, d, d2, asked=asked, policy=policy).placement == placed("d2", None)
@@ -153,7 +153,7 @@ def test_a_request_that_goes_on_is_computed_where_most_of_it_lies(policy: Placem
     names = asked.held.chains
     assert names, "kept for the next decision"
     directory.changed(p.incarnation, holding(next(iter(names.values())).full(36).hashes()))
-    again = replace(demand(prompt_tokens=40, directory=directory), goes_on=True)
+    again = replace(demand(prompt_tokens=40, directory=directory), displaced=True)
     assert first(p, d, d2, asked=again, policy=KvAware()).placement != placed("d2", None)
 
 
@@ -162,7 +162,7 @@ def test_a_long_rest_is_a_prefill_workers_also_if_it_goes_on() -> None:
     most = 4 + MOST_CHUNKS * d.hello.prefill_chunk_tokens
     for count, prefill in ((most, None), (most + 1, "p")):
         asked = demand(prompt_tokens=count, directory=with_cached("d", 1))
-        asked = replace(asked, goes_on=True)
+        asked = replace(asked, displaced=True)
         assert first(p, d, asked=asked, policy=KvAware()).placement == placed("d", prefill)
 
 

@@ -274,7 +274,7 @@ def test_a_lost_decode_worker_costs_no_token() -> None:
     core = running(core_with(p=Role.PREFILL, d=Role.DECODE, d2=Role.DECODE))
     assert delivered(says(core, "d", tokens(1, 11, 12))) == [(11, 12)]
     assert core.handle(WorkerLost(incarnation=D), 3) == [
-        Send(worker=D2, message=Reserve(spec=resumed, source=P))
+        Send(worker=D2, message=Reserve(spec=resumed, source=P, displaced=True))
     ]
     (prefill,) = says(core, "d2", reserved(attempt=1))  # no second Admit
     assert isinstance(prefill, Send) and isinstance(prefill.message, Prefill)
@@ -294,7 +294,7 @@ def test_a_lost_prefill_worker_is_replaced_before_the_handoff() -> None:
     says(core, "d", reserved())
     assert core.handle(WorkerLost(incarnation=P), 3) == [
         Send(worker=D, message=Abort(key=key())),
-        Send(worker=D, message=Reserve(spec=spec(attempt=1), source=P2)),
+        Send(worker=D, message=Reserve(spec=spec(attempt=1), source=P2, displaced=True)),
     ]
 
 
@@ -365,7 +365,7 @@ def test_each_choice_goes_on_behind_its_own_tokens() -> None:
     says(core, "d", tokens(1, 11, 12), tokens(1, 21, choice=1))
     resumed = replace(spec(attempt=1, n=2), resumed=((10, 11, 12), (10, 21)))
     assert core.handle(WorkerLost(incarnation=D), 3) == [
-        Send(worker=D2, message=Reserve(spec=resumed, source=P))
+        Send(worker=D2, message=Reserve(spec=resumed, source=P, displaced=True))
     ]
     says(core, "d2", reserved(attempt=1), lifetime("handoff_committed", attempt=1))
     assert core.state.requests["r"].workers == (D2,), "the prefill worker draws nothing"
@@ -444,7 +444,8 @@ def test_an_admitted_request_waits_for_a_place_but_not_for_ever() -> None:
 
 def test_a_waiting_request_is_asked_for_again_but_not_at_every_message() -> None:
     core = waiting()
-    again = Send(worker=D2, message=Reserve(spec=spec(attempt=1, emitted=(10,)), source=P))
+    asked = Reserve(spec=spec(attempt=1, emitted=(10,)), source=P, displaced=True)
+    again = Send(worker=D2, message=asked)
     assert core.handle(WorkerJoined(hello=hello("d2", Role.DECODE)), 3.1) == [again]
     assert says(core, "p", now_s=4) == []  # it is being asked for
     assert says(core, "d2", refused("kv_exhausted", attempt=1), now_s=4) == []

@@ -58,7 +58,7 @@ class Steps(NamedTuple):
 class KvAware:
     def candidates(self, demand: Demand, choice: WorkerChoice, now_s: float) -> Iterator[Candidate]:
         look = Look.at(demand, choice, now_s)
-        if demand.goes_on:
+        if demand.displaced:
             yield from _where_it_lies(look)
         yield from ways(look.ranked)
         yield from look.others()
@@ -244,7 +244,7 @@ IDLEST, HOLDERS = 2, 2
 class LocalPrefill:
     def candidates(self, demand: Demand, choice: WorkerChoice, now_s: float) -> Iterator[Candidate]:
         look = Look.at(demand, choice, now_s)
-        if demand.goes_on:
+        if demand.displaced:
             yield from _where_it_lies(look)
         yield from ways(sorted((*look.ranked, *_better(look)), key=by_rank))
         if choice.prefills:
