@@ -151,10 +151,10 @@ def line_of(state: RouterState, request: Request, demand: Demand) -> WaitingLine
 
 def workers_changed(state: RouterState, now_s: float) -> None:
     """One has come or gone: those who wait may be tried at once."""
-    for request_id in [*state.waiting]:
-        request = state.requests[request_id]
+    waiting = [state.requests[request_id] for request_id in state.waiting]
+    for request in filter(lambda one: one.admitted, waiting):
         demand = demand_of(state, request, request.spec, now_s)
-        state.waiting.move(request_id, line_of(state, request, demand))
+        state.waiting.move(request.request_id, line_of(state, request, demand))
     state.waiting.wake_all(now_s)
 
 
