@@ -32,18 +32,18 @@ from engine.core.sizing import EngineLimits
 from engine.load import load_engine
 from engine.model.checkpoint import open_checkpoint
 from engine.runner import Engine
+from kvpool.core.blocks.holding import Holder
+from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.fetch.client_events import (
-    ClientCommand,
     NodeEvent,
     OfferBlocks,
     OfferConfirmed,
     OfferedBlock,
     PoolAnswer,
-    PoolQuestion,
-    PrefixFetched,
-    WantPrefix,
 )
-from kvpool.core.fetch.pool_nodes import PoolNodes
+from kvpool.core.fetch.cost import RestoreCost
+from kvpool.core.fetch.fetches import Restored
+from kvpool.core.fetch.prefix_lookup import PoolUse, PrefixLookup
 from kvpool.core.layout.hashes import BlockHashes, block_hashes, cache_salt
 from kvpool.core.layout.layout import BlockId
 from kvrelay.types import Incarnation, RequestKey
@@ -56,11 +56,14 @@ _BLOCKS = _TOKENS // _BLOCK_SIZE
 _LOAD = Load(requests=1, prompt_tokens=_TOKENS, output_tokens=1, chunk_tokens=512)
 _SALT = cache_salt(fingerprint="bench", physical_format="bench", tenant="")
 _PATIENCE_S = 120.0
+_COMPUTED = Holder("bench", RequestKey("computed", 0))
+_RESTORED = Holder("bench", RequestKey("restored", 0))
+_Answer = PoolAnswer | Restored
 
 
 class Restorer:
-    """A worker's pool clients and links over the engine's memory. Blocks `[0, _BLOCKS)` hold the
-    computed prefix, which is stored under two names; restored ones go to
+    """A worker's lookup and links to pool nodes over the engine's memory. Blocks `[0, _BLOCKS)`
+    hold the computed prefix, which is stored under two names; restored ones go to
     `[_BLOCKS, 2 x _BLOCKS)`."""
 
     def __init__(self, engine: Engine, cluster: str, node: PoolNodeStub) -> None:
@@ -68,7 +71,12 @@ class Restorer:
         self._memory = engine.memory
         self._inbox: queue.SimpleQueue[NodeEvent | BaseException] = queue.SimpleQueue()
         self._stored = 0
-        self._nodes = PoolNodes()
+        self._tables = BlockTables(engine.layout, 2 * _BLOCKS, caching=False)
+        for holder in (_COMPUTED, _RESTORED):
+            assert self._tables.try_grow(holder, _TOKENS, now_s=0.0)
+        cost = RestoreCost(_BLOCK_SIZE)
+        self._pool = PoolUse(self._tables, cost)
+        self._lookup = PrefixLookup(tables=self._tables, cost=cost, pool=self._pool)
         self._links = PoolLinks(
             engine.memory,
             address=host_pool_address(cluster),
@@ -87,9 +95,12 @@ class Restorer:
             OfferedBlock(name, parent, (BlockId(i),))
             for i, (name, parent) in enumerate(zip(hashes, parents, strict=False))
         )
-        self._until(lambda answers: self._nodes.own.connected)
-        for offer in range(0, _BLOCKS, 64):
-            self._ask(OfferBlocks(offer=offer, blocks=blocks[offer : offer + 64]), OfferConfirmed)
+        stores = self._pool.nodes.stores
+        self._until(lambda answers: stores.connected)
+        for number in range(0, _BLOCKS, 64):
+            offer = OfferBlocks(offer=number, blocks=blocks[number : number + 64])
+            stores.offer(offer, time.monotonic())
+            self._await(OfferConfirmed)
         self._stored += len(hashes)
         deadline_s = time.monotonic() + _PATIENCE_S
         while self._on_disk() < self._stored:
@@ -107,12 +118,11 @@ class Restorer:
 
     def restore(self, hashes: BlockHashes) -> float:
         """Seconds."""
-        targets = tuple((BlockId(_BLOCKS + i),) for i in range(_BLOCKS))
-        wanted = WantPrefix(key=RequestKey("bench", 0), hashes=hashes, targets=targets)
-        begin = time.perf_counter()
-        fetched = self._ask(wanted, PrefixFetched)
+        begin, now_s = time.perf_counter(), time.monotonic()
+        assert self._lookup.fetches.begin(_RESTORED, hashes, 0, None, now_s)
+        restored = self._await(Restored)
         seconds = time.perf_counter() - begin
-        assert isinstance(fetched, PrefixFetched) and fetched.blocks == _BLOCKS, fetched
+        assert isinstance(restored, Restored) and restored.tokens == _TOKENS, restored
         return seconds
 
     def check(self) -> None:
@@ -125,29 +135,28 @@ class Restorer:
     def close(self) -> None:
         self._links.close()
 
-    def _ask(self, question: PoolQuestion, kind: type[object]) -> object:
-        found: list[PoolAnswer] = []
+    def _await(self, kind: type[object]) -> _Answer:
+        found: list[_Answer] = []
 
-        def has_come(answers: list[PoolAnswer]) -> bool:
+        def has_come(answers: list[_Answer]) -> bool:
             found.extend(answer for answer in answers if isinstance(answer, kind))
             return bool(found)
 
-        has_come(self._execute(self._nodes.ask(question, time.monotonic())))
         self._until(has_come)
         return found[0]
 
-    def _until(self, done: Callable[[list[PoolAnswer]], bool]) -> None:
+    def _until(self, done: Callable[[list[_Answer]], bool]) -> None:
         deadline_s = time.monotonic() + _PATIENCE_S
-        answers: list[PoolAnswer] = []
+        answers = self._execute()
         while not done(answers):
             event = self._inbox.get(timeout=max(0.0, deadline_s - time.monotonic()))
             if isinstance(event, BaseException):
                 raise event
-            answers = self._execute(self._nodes.handle(event, time.monotonic()))
+            answers = [*self._lookup.on_node(event, time.monotonic()), *self._execute()]
 
-    def _execute(self, commands: list[ClientCommand]) -> list[PoolAnswer]:
-        answers: list[PoolAnswer] = []
-        for command in commands:
+    def _execute(self) -> list[_Answer]:
+        answers: list[_Answer] = []
+        for command in self._pool.nodes.take_outbox():
             if isinstance(command, PoolAnswer):
                 answers.append(command)
             else:

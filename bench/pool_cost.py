@@ -23,9 +23,10 @@ from bench.models import SMOLLM_135M, write_random_llama
 from bench.plain_cluster import HANDED_OVER, PlainCluster, WorkerPlan, plain_cluster, pool_node
 from bench.report import Reading, Row, print_table, write_json
 
-REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 512, 64
-RATE_PER_S = 2.0
-STREAMS, STREAM_TOKENS, TOKENS_BEFORE_DEATH = 8, 192, 300
+REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 12, 512, 64
+RATE_PER_S = 0.8
+"""About 0.6 of what two cores can do."""
+STREAMS, STREAM_TOKENS, TOKENS_BEFORE_DEATH = 4, 640, 400
 GOAL = 1.01
 PAIR = [WorkerPlan(role="prefill", cores=(0,)), WorkerPlan(role="decode", cores=(1,))]
 SETTINGS = ("model.max_model_len=2304", "scheduler.prefill_chunk_tokens=512")
@@ -75,8 +76,8 @@ def without_hits(folder: Path, repeats: int) -> list[Row]:
     ):
         for arm in (pooled, plain):
             closed_loop(arm.cluster.http_port, arm.prompts(2), 4)
-        for _ in range(repeats):
-            for arm in (pooled, plain):
+        for number in range(repeats):
+            for arm in (pooled, plain) if number % 2 else (plain, pooled):
                 arm.measure()
         memory = [sum(arm.cluster.resident_mib().values()) for arm in (pooled, plain)]
     return [
@@ -144,10 +145,13 @@ def _kill_under_streams(arm: Arm) -> tuple[float, float]:
 
 
 def _kill_one(cluster: PlainCluster, computed: list[float]) -> None:
-    begun = cluster.metric("kvrelay:worker_generated_tokens_total")
-    while cluster.metric("kvrelay:worker_generated_tokens_total") - begun < TOKENS_BEFORE_DEATH:
+    """When all prompts are computed, and enough tokens generated."""
+    prompts, generated = (f"kvrelay:worker_{kind}_tokens_total" for kind in ("prompt", "generated"))
+    begun = {name: cluster.metric(name) for name in (prompts, generated)}
+    wanted = {prompts: STREAMS * PROMPT_TOKENS, generated: TOKENS_BEFORE_DEATH}
+    while any(cluster.metric(name) - begun[name] < most for name, most in wanted.items()):
         time.sleep(0.05)
-    computed.append(cluster.metric("kvrelay:worker_prompt_tokens_total"))
+    computed.append(cluster.metric(prompts))
     cluster.processes.pop("decode-1").kill()
 
 
@@ -176,9 +180,9 @@ def main() -> None:
         folder = write_random_llama(Path(scratch), SMOLLM_135M)
         rows = without_hits(folder, arguments.repeats)
         print_table("A pool node that finds nothing", rows)
-        deaths = after_a_death(folder, arguments.deaths)
-        print_table("A pool node after a death", deaths)
-    rows += deaths
+        if arguments.deaths:
+            rows += (deaths := after_a_death(folder, arguments.deaths))
+            print_table("A pool node after a death", deaths)
     if arguments.json is not None:
         write_json(arguments.json, rows)
 

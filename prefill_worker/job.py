@@ -103,6 +103,10 @@ class PrefillJob:
         return self.names.full(self.computed)
 
     @property
+    def has_unstored(self) -> bool:
+        return self.stored < len(self.filled)
+
+    @property
     def unstored(self) -> BlockHashes:
         """Of the full blocks those that may not be in the pool yet."""
         return BlockHashes(self.filled.packed_from(self.stored))

@@ -155,8 +155,9 @@ class Handoffs:
 
     def _commit(self, job: PrefillJob) -> list[Command]:
         """If it is ready. With `pool` the decode worker hears first what it can fetch by now."""
-        told = self._tell_stored(job) if self.mode is HandoffMode.POOL else []
-        if job.cancelled is not None or not job.may_commit or self._has_unstored(job):
+        by_pool = self.mode is HandoffMode.POOL
+        told = self._tell_stored(job) if by_pool else []
+        if job.cancelled is not None or not job.may_commit or (by_pool and job.has_unstored):
             return told
         job.committing = True
         span = job.sender.handed_over
@@ -179,15 +180,12 @@ class Handoffs:
         return [command for job in self.jobs.live() for command in self._commit(job)]
 
     def _tell_stored(self, job: PrefillJob) -> list[Command]:
-        if job.cancelled is not None or not self._has_unstored(job):
+        if job.cancelled is not None or not job.has_unstored:
             return []
         more = self.jobs.lookup.stored_blocks(job.unstored)
         job.stored += more
         tokens = job.stored * self.jobs.block_tables.layout.block_size
         return [*job.sender.stored(tokens)] if more else []
-
-    def _has_unstored(self, job: PrefillJob) -> bool:
-        return self.mode is HandoffMode.POOL and job.stored < len(job.filled)
 
 
 PrefillEvent = Prefill | Abort | StepWanted | StepDone | Restored | OutgoingEvent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from router.http.app import create_internal_app, create_public_app
 from router.http.event_stream import KEEP_ALIVE_S
 from router.live.listener import ListenAt, Listener, Ports
 from router.live.metrics import RouterMetrics
+from router.text.continuation import TicketKey
 from router.text.request_fields import ONE_FOR_ALL, TierRules
 from router.text.sampling import GenerationDefaults
 from router.text.service import TextService
@@ -48,6 +49,7 @@ class ServerOptions:
     internal_grpc_port: int = 0
     public_metrics: bool = False
     tiers: TierRules = ONE_FOR_ALL
+    secret: str = field(default="", repr=False)
     keep_alive_s: float = KEEP_ALIVE_S
 
     @property
@@ -80,6 +82,7 @@ class RouterServers:
             defaults=GenerationDefaults.load(checkpoint_dir),
             metrics=RouterMetrics(served_model_name),
             tiers=options.tiers,
+            ticket_key=TicketKey(options.secret.encode()),
         )
         self._options = options
         self._add_internal = add_internal

@@ -98,6 +98,7 @@ ROUTER_KEYS = (
     "qos.ladder.tail",
     "qos.tiers",
     "preload",
+    "network.secret",
     "drain_timeout",
 )
 POOL_KEYS = (

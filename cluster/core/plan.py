@@ -235,6 +235,7 @@ def router_settings(config: Config, number: int = 0) -> RouterSettings:
         ),
         qos=router_tiers(config.qos, config.router.admission.policy),
         tier_match=tier_match(config.qos),
+        secret=config.network.secret or "",
     )
 
 

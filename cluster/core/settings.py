@@ -100,7 +100,8 @@ class RouterSettings:
     `host`; workers, operators and Prometheus use `internal_host`. `record`: the file in which the
     core's events and decisions are recorded, up to `record_bytes`; None: no record. The core's
     directory takes up to `directory_bytes`. A request that lost its worker waits up to
-    `failover_patience_s` for another one."""
+    `failover_patience_s` for another one. Routers with the same `secret` go on with each other's
+    requests."""
 
     name: str
     process: str
@@ -123,6 +124,7 @@ class RouterSettings:
     policies: Policies = DEFAULT_POLICIES
     qos: QosTiers = ONE_TIER
     tier_match: TierMatch = NO_MATCH
+    secret: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

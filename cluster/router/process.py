@@ -152,6 +152,7 @@ class RouterProcess:
             max_body_bytes=settings.max_body_bytes,
             cluster=settings.name,
             tiers=TierRules(tiers=settings.qos, match=settings.tier_match),
+            secret=settings.secret,
         )
         self._servers = RouterServers(
             self.dispatcher,

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import overload
 
+import numpy as np
+
 from engine.core.step import Sampled, SequenceSlice
 from kvpool.core.layout.hashes import BlockHash, BlockHashes, CacheSalt, NamedTokens
 from kvrelay.types import Sampling
@@ -25,6 +27,8 @@ HASH_TOKENS = 512
 _MIX = 2654435761
 _IDS = 2**32
 _PRIME = 1_000_003
+_NAME = np.dtype([("scattered", "<u4"), ("mark", "V16"), ("block", ">u8"), ("end", ">u4")])
+"""A block's name: its first bytes are scattered, as those of hashes are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,36 +88,31 @@ class TracePrompt(NamedTokens):
     def names(self, blocks: range, block_size: int, salt: CacheSalt) -> BlockHashes:
         if self._named != (salt, block_size):
             self._named = (salt, block_size)
-            self._names = BlockHashes(b"".join(self._all_names(block_size, salt)))
+            self._names = BlockHashes(self._all_names(block_size, salt))
         return self._names[blocks.start : blocks.stop]
 
     def name(self, block: int, block_size: int, salt: CacheSalt) -> BlockHash:
         return self.names(range(block, block + 1), block_size, salt).at(0)
 
-    def _all_names(self, block_size: int, salt: CacheSalt) -> Iterator[bytes]:
-        """Their first bytes are scattered, as those of hashes are."""
-        seed, mark = int.from_bytes(salt[:4]), salt[:8]
-        if self._hash_ids is None:
-            seed, mark = seed + self._number * _PRIME, mark + b"own" + bytes(5)
-            mark += self._number.to_bytes(8)
-            return (
-                ((seed + block) * _MIX % _IDS).to_bytes(4, "little") + mark + block.to_bytes(4)
-                for block in range(self._length // block_size)
-            )
-        seed, mark = seed + self._copy * _PRIME, mark + self._copy.to_bytes(4) + bytes(4)
-        return self._end_names(self._hash_ids, block_size, seed, mark)
-
-    def _end_names(
-        self, hash_ids: Sequence[int], block_size: int, seed: int, mark: bytes
-    ) -> Iterator[bytes]:
+    def _all_names(self, block_size: int, salt: CacheSalt) -> bytes:
         """Equal for equal tokens before a block's end: the block of the trace that it lies in, and
         where. That stands for all tokens before it."""
-        size, last = self._hash_tokens, self._length // block_size * block_size
-        for end in range(block_size, last + 1, block_size):
-            block, within = divmod(end - 1, size)
-            scattered = (seed + hash_ids[block] * HASH_TOKENS + within) * _MIX % _IDS
-            named = hash_ids[block].to_bytes(8) + (within + 1).to_bytes(4)
-            yield scattered.to_bytes(4, "little") + mark + named
+        seed, of, mark = int.from_bytes(salt[:4]), self._number, b"own" + bytes(5)
+        at = np.arange(self._length // block_size, dtype=np.uint64)
+        names = np.empty(len(at), _NAME)
+        names["block"], names["end"] = of, at
+        if self._hash_ids is not None:
+            of, mark = self._copy, self._copy.to_bytes(4) + bytes(4)
+            last = at * np.uint64(block_size) + np.uint64(block_size - 1)
+            block, within = np.divmod(last, np.uint64(self._hash_tokens))
+            names["block"] = ids = np.array(self._hash_ids, np.uint64)[block]
+            names["end"] = within + np.uint64(1)
+            at = ids * np.uint64(HASH_TOKENS) + within
+        names["mark"] = np.void(salt[:8] + mark)
+        names["scattered"] = (
+            (at + np.uint64(seed + of * _PRIME)) * np.uint64(_MIX) % np.uint64(_IDS)
+        )
+        return names.tobytes()
 
 
 class _Part(Sequence[int]):

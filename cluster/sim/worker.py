@@ -243,8 +243,8 @@ class SimWorker:
         assert counts[BlockState.FREE] + counts[BlockState.CACHED] == tables.blocks
         assert slabs.counts()[SlabState.FREE] == slabs.count, "a slab is lent"
         assert self.core.idle, f"{self.incarnation} has requests"
-        nodes = self.core.prefixes.nodes
-        assert nodes is None or nodes.own.idle, f"{self.incarnation} waits for its pool node"
+        pool = self.core.lookup.pool
+        assert pool is None or pool.nodes.stores.idle, f"{self.incarnation} waits for its pool node"
 
 
 def _tell(command: SendToRouter) -> None:

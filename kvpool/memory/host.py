@@ -178,7 +178,8 @@ def _write(
 ) -> None:
     window = _window(connection, region, places, rows.shape[1])
     if window is not None:
-        window.index_copy_(0, torch.tensor(places), rows)
+        for place, row in zip(places, rows, strict=True):  # index_copy_ goes byte by byte
+            window[place].copy_(row)
         return
     size = rows.shape[1]
     writes = [RegionWrite(region, p * size, row) for p, row in zip(places, rows, strict=True)]

@@ -16,6 +16,7 @@ from kvrelay.requests import (
     GenerateOptions,
     Prompt,
     Routers,
+    SoFar,
     Tour,
     addresses_of,
     chunk_of,
@@ -54,7 +55,7 @@ class AsyncStream:
         self._retries = retries_of(request, retries, time.monotonic())
         self._call = tour.stub.Generate(request, timeout=timeout_s)
         self._chunks = aiter(self._call)
-        self._begun = False  # something has been delivered
+        self._so_far = SoFar(routers=tour.routers)
         self._closed = False
 
     def __aiter__(self) -> AsyncStream:
@@ -72,16 +73,18 @@ class AsyncStream:
     async def _next(self) -> Chunk:
         while True:
             try:
-                chunk = chunk_of(await anext(self._chunks))
+                response = await anext(self._chunks)
             except grpc.RpcError as error:
+                if self._so_far.is_whole(self._request):
+                    raise StopAsyncIteration from None
                 await self._call_again(error)
                 continue
-            self._begun = True
-            return chunk
+            self._so_far.add(response)
+            return chunk_of(response)
 
     async def _call_again(self, error: grpc.RpcError) -> None:
-        """Sends the request again: at the time that the refusal names, or at once to the next
-        router. Otherwise raises the error's meaning."""
+        """Sends the request again: at the time that the refusal names, or to the next router,
+        behind what was delivered. Otherwise raises the error's meaning."""
         meant = meant_by(error)
         delay_s = self._delay_s(meant)
         if delay_s is None:
@@ -94,11 +97,18 @@ class AsyncStream:
         self._chunks = aiter(self._call)
 
     def _delay_s(self, error: KvrelayError) -> float | None:
-        if self._begun:
-            return None
+        if self._so_far.has_begun:
+            return self._go_on(error)
         if self._tour.try_next(error):
             return 0.0
         return self._retries.delay_s(error, time.monotonic())
+
+    def _go_on(self, error: KvrelayError) -> float | None:
+        delay_s = self._so_far.delay_s(error, time.monotonic())
+        if delay_s is not None:
+            self._tour.go_on()
+            self._so_far.go_on(self._request)
+        return delay_s
 
     async def ledger_ms(self) -> dict[str, float]:
         """Filled after the last chunk, if `ledger` was asked for; else empty."""

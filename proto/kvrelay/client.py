@@ -16,6 +16,7 @@ from kvrelay.requests import (
     GenerateOptions,
     Prompt,
     Routers,
+    SoFar,
     Tour,
     addresses_of,
     chunk_of,
@@ -53,7 +54,7 @@ class Stream:
         self._timeout_s = timeout_s
         self._retries = retries_of(request, retries, time.monotonic())
         self._closed = threading.Event()
-        self._begun = False  # something has been delivered
+        self._so_far = SoFar(routers=tour.routers)
         self._call = tour.stub.Generate(request, timeout=timeout_s)
 
     def __iter__(self) -> Stream:
@@ -63,16 +64,18 @@ class Stream:
         """Raises Refused, InvalidRequest, ModelNotFound or RequestFailedError."""
         while True:
             try:
-                chunk = chunk_of(next(self._call))
+                response = next(self._call)
             except grpc.RpcError as error:
+                if self._so_far.is_whole(self._request):
+                    raise StopIteration from None
                 self._call_again(error)
                 continue
-            self._begun = True
-            return chunk
+            self._so_far.add(response)
+            return chunk_of(response)
 
     def _call_again(self, error: grpc.RpcError) -> None:
-        """Sends the request again: at the time that the refusal names, or at once to the next
-        router. Otherwise raises the error's meaning."""
+        """Sends the request again: at the time that the refusal names, or to the next router,
+        behind what was delivered. Otherwise raises the error's meaning."""
         meant = meant_by(error)
         delay_s = self._delay_s(meant)
         if delay_s is None or self._closed.wait(delay_s):
@@ -81,11 +84,18 @@ class Stream:
         self._call = self._tour.stub.Generate(self._request, timeout=self._timeout_s)
 
     def _delay_s(self, error: KvrelayError) -> float | None:
-        if self._begun:
-            return None
+        if self._so_far.has_begun:
+            return self._go_on(error)
         if self._tour.try_next(error):
             return 0.0
         return self._retries.delay_s(error, time.monotonic())
+
+    def _go_on(self, error: KvrelayError) -> float | None:
+        delay_s = self._so_far.delay_s(error, time.monotonic())
+        if delay_s is not None:
+            self._tour.go_on()
+            self._so_far.go_on(self._request)
+        return delay_s
 
     @property
     def ledger_ms(self) -> dict[str, float]:

@@ -2,8 +2,8 @@
 
 Also the options of `generate` and `stream` with their help texts, the choice between several
 routers, and the retries of refused requests. The client uses the router that answered last until it
-is gone, then the next untried one. It comes back after a refusal at the time that the refusal
-names.
+is gone, then the next untried one; a stream that has begun goes on there. It comes back after a
+refusal at the time that the refusal names.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import Parameter, cleandoc, signature
 from textwrap import fill
 from typing import Generic, TypedDict, TypeVar
@@ -149,8 +149,14 @@ def _described(name: str, text: str) -> str:
 
 Stub = TypeVar("Stub")
 
-CHANNEL_OPTIONS = (("grpc.max_receive_message_length", -1),)
-"""Log probabilities of a long prompt exceed the 4 MiB that gRPC accepts by default."""
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.http2.ping_timeout_ms", 2000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+"""Log probabilities of a long prompt exceed the 4 MiB that gRPC accepts by default. A router that
+does not answer for 4 s is gone."""
 
 
 def addresses_of(given: str | Sequence[str]) -> tuple[str, ...]:
@@ -181,6 +187,10 @@ class Tour(Generic[Stub]):
         self._left = len(routers.stubs) - 1
 
     @property
+    def routers(self) -> int:
+        return len(self._routers.stubs)
+
+    @property
     def stub(self) -> Stub:
         return self._routers.stubs[self._at]
 
@@ -190,14 +200,79 @@ class Tour(Generic[Stub]):
         if not is_gone(error) or not self._left:
             return False
         self._left -= 1
+        self.go_on()
+        return True
+
+    def go_on(self) -> None:
+        """To the next router, also one that was tried before."""
         self._at = (self._at + 1) % len(self._routers.stubs)
         self._routers.current = self._at
-        return True
 
 
 def is_gone(error: KvrelayError) -> bool:
     """A router itself never sends this."""
     return isinstance(error, RequestFailedError) and error.reason == "unavailable"
+
+
+RECONNECT_FOR_S = 10.0
+"""Without any router for so long, a stream is lost. A router that was killed is back before."""
+RECONNECT_EVERY_S = 0.25
+
+
+@dataclass(slots=True, kw_only=True)
+class SoFar:
+    """What a stream has delivered, so that it can go on at another router when its own is gone.
+
+    `routers` are how many may be asked. `has_begun`: something was delivered."""
+
+    routers: int
+    has_begun: bool = False
+    _answer: pb.GenerateResponse = field(default_factory=pb.GenerateResponse)
+    _ticket: bytes = b""
+    _choices: dict[int, pb.Delivered] = field(default_factory=dict)
+    _losses: int = 0  # since something was delivered
+    _lost_s: float = 0.0
+
+    def add(self, response: pb.GenerateResponse) -> None:
+        self.has_begun, self._losses = True, 0
+        self._ticket = self._ticket or response.ticket
+        self._answer = response
+        choice = self._choices.setdefault(response.index, pb.Delivered())
+        choice.token_ids.extend(response.token_ids)
+        choice.finished |= bool(response.finish_reason)
+
+    def is_whole(self, request: pb.GenerateRequest) -> bool:
+        """All choices have ended."""
+        finished = sum(choice.finished for choice in self._choices.values())
+        return finished == _choices_of(request)
+
+    def delay_s(self, error: KvrelayError, now_s: float) -> float | None:
+        """When to ask the next router; None: not, since another one would say the same, or all have
+        been gone for long. A router that has just started knows no worker yet, and refuses."""
+        is_refused = isinstance(error, Refused) and error.retry_after_s is not None
+        if not (is_refused or is_gone(error)):
+            return None
+        if not self._losses:
+            self._lost_s = now_s
+        self._losses += 1
+        if self._losses < self.routers:
+            return 0.0
+        return RECONNECT_EVERY_S if now_s - self._lost_s < RECONNECT_FOR_S else None
+
+    def go_on(self, request: pb.GenerateRequest) -> None:
+        """The request becomes one that goes on behind all that was delivered."""
+        asked, answer = request.sampling_params, self._answer
+        asked.seed = answer.seed
+        asked.ClearField("prompt_logprobs")
+        if answer.HasField("capped_tokens"):
+            asked.max_tokens = answer.capped_tokens
+        choices = [self._choices.get(i, pb.Delivered()) for i in range(_choices_of(request))]
+        request.continuation.CopyFrom(pb.Continuation(choices=choices, ticket=self._ticket))
+
+
+def _choices_of(request: pb.GenerateRequest) -> int:
+    asked = request.sampling_params
+    return asked.n if asked.HasField("n") else 1
 
 
 @dataclass(slots=True, kw_only=True)

@@ -72,7 +72,8 @@ def submit(state: RouterState, submitted: GenerationRequest, now_s: float) -> li
     )
     request.promise = state.promises.claim(request.digest, now_s)
     state.requests[request.request_id] = request
-    return seek(state, request, NO_CAPACITY, now_s)
+    told = [_admit(state, request)] if request.admitted else []
+    return [*told, *seek(state, request, NO_CAPACITY, now_s)]
 
 
 # --- seeking --------------------------------------------------------------------------------------

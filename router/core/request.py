@@ -259,7 +259,17 @@ class Request:
         self.key = RequestKey(self.request_id, self.attempt)
         self.digest = digest_of(self.submitted)
         self.choices = tuple(TokenOrder(choice=i) for i in range(self.submitted.sampling.n))
+        self.admitted = self.submitted.admitted
+        if self.submitted.delivered:
+            self._go_on()
         self.story = Story.begun(self.submitted, self.ledger.submitted_s)
+
+    def _go_on(self) -> None:
+        """Another router has delivered the first tokens."""
+        for choice, token_ids in zip(self.choices, self.submitted.delivered, strict=True):
+            choice.delivered += token_ids
+            choice.finished = choice.choice in self.submitted.finished
+        self.begin_attempt(self.attempt)
 
     def enter(self, state: RequestState) -> None:
         assert state in TRANSITIONS[self.state], (
@@ -352,7 +362,7 @@ class Request:
     @property
     def disturbed(self) -> bool:
         """It was run again or moved, so the time it took says nothing about the prediction."""
-        return self.tries > 1 or self.moves > 0
+        return self.tries > 1 or self.moves > 0 or bool(self.submitted.delivered)
 
     @property
     def handed_over(self) -> bool:

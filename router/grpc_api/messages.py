@@ -14,6 +14,7 @@ from kvrelay.types import Objectives
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.wire import logprobs_to_wire
 from router.core.state.generation import QuarantinedPair, WorkerStatus
+from router.text.continuation import Continuation, Delivered
 from router.text.request_fields import FIELDS, objectives_of
 from router.text.sampling import RequestedSampling
 from router.text.service import ChatPrompt, PromptInput, TextDelta, TextGeneration
@@ -102,6 +103,14 @@ def _variable(value: object) -> object:
             return {name: _variable(one) for name, one in value.items()}
         case _:
             return value
+
+
+def continuation_of(request: pb.GenerateRequest) -> Continuation | None:
+    if not request.HasField("continuation"):
+        return None
+    told = request.continuation
+    choices = (Delivered(token_ids=tuple(c.token_ids), finished=c.finished) for c in told.choices)
+    return Continuation(choices=tuple(choices), ticket=told.ticket)
 
 
 def prompt_told(generation: TextGeneration) -> list[pb.PromptLogprob]:

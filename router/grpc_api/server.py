@@ -21,6 +21,7 @@ from router.core.state.generation import Dispatcher
 from router.core.state.story import unknown
 from router.grpc_api.errors import abort_with
 from router.grpc_api.messages import (
+    continuation_of,
     objectives_in,
     prompt_of,
     prompt_told,
@@ -60,6 +61,7 @@ class InferenceApi(inference_pb2_grpc.InferenceServicer):
                     response = response_of(generation, delta)
                     if is_first:
                         response.input_logprobs.extend(prompt_told(generation))
+                        response.ticket = generation.ticket
                         is_first = False
                     yield response
         except Exception as error:
@@ -77,6 +79,7 @@ class InferenceApi(inference_pb2_grpc.InferenceServicer):
             request_id=request.request_id or f"gen-{uuid.uuid4().hex}",
             prompt=prompt_of(request),
             sampling=sampling_of(request.sampling_params),
+            continuation=continuation_of(request),
             model=request.model,
             tenant=request.tenant,
             tier=self._service.tiers.tier_of(request.tier, metadata),
@@ -205,8 +208,16 @@ def create_internal_server(api: InferenceApi, watcher: Health) -> grpc.aio.Serve
     return server
 
 
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+"""Without so_reuseport a second server on a busy port is an error, not an unnoticed twin. Clients
+may ping while they wait for a token."""
+
+
 def _server(watcher: Health, options: Sequence[tuple[str, int]] = ()) -> grpc.aio.Server:
-    """Without so_reuseport a second server on a busy port is an error, not an unnoticed twin."""
-    server = grpc.aio.server(options=(("grpc.so_reuseport", 0), *options))
+    server = grpc.aio.server(options=(*_OPTIONS, *options))
     health_pb2_grpc.add_HealthServicer_to_server(watcher, server)
     return server

@@ -8,6 +8,7 @@ are refused, never ignored.
 from __future__ import annotations
 
 import json
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -18,6 +19,7 @@ from kvrelay.errors import InvalidRequest
 from kvrelay.types import Objectives, value
 from router.http.errors import BodyTooLarge, UnsupportedMediaType
 from router.http.neutral_fields import MESSAGE_NEUTRAL, Neutral
+from router.text.continuation import Continuation, Delivered
 from router.text.request_fields import HEADERS, objectives_of
 from router.text.sampling import RequestedSampling
 from router.text.service import TextDelta
@@ -152,6 +154,22 @@ class StreamOptions(BaseModel):
     """From vLLM: with `include_usage`, every chunk has the usage so far."""
 
 
+class DeliveredBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    token_ids: list[TokenId]
+    finished: bool = False
+
+
+class ContinuationBody(BaseModel):
+    """What the client has of each choice, and the `ticket` of the first event."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    choices: list[DeliveredBody]
+    ticket: str = ""
+
+
 class GenerationBody(StrictBody):
     """Fields of both completions and chat completions. null means: not given."""
 
@@ -183,6 +201,8 @@ class GenerationBody(StrictBody):
     """The QoS tier."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    continuation: ContinuationBody | None = None
+    """For a stream that lost its router."""
 
 
 class CompletionBody(GenerationBody):
@@ -290,6 +310,23 @@ def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
         raise InvalidRequest(
             'logit_bias: the keys must be token ids, such as "50256"', param="logit_bias"
         ) from None
+
+
+def continuation_of(body: GenerationBody) -> Continuation | None:
+    """Raises InvalidRequest."""
+    told = body.continuation
+    if told is None:
+        return None
+    try:
+        ticket = b64decode(told.ticket, validate=True)
+    except ValueError:
+        raise InvalidRequest("continuation.ticket is not Base64", param="continuation") from None
+    return Continuation(
+        choices=tuple(
+            Delivered(token_ids=tuple(one.token_ids), finished=one.finished) for one in told.choices
+        ),
+        ticket=ticket,
+    )
 
 
 def stream_flags(body: GenerationBody) -> StreamFlags:

@@ -15,6 +15,7 @@ from router.http.bodies import (
     ChatBody,
     MessageBody,
     TokenizeBody,
+    continuation_of,
     objectives_in,
     read_body,
     sampling_of,
@@ -48,6 +49,7 @@ async def chat_completions(request: Request) -> Response:
         tenant=body.cache_salt or "",
         tier=api.service.tiers.tier_of(body.tier or "", request.headers),
         objectives=objectives,
+        continuation=continuation_of(body),
         received_s=received_s,
     )
     return GenerationResponse(api, [asked], reply)
@@ -101,7 +103,7 @@ def _logprobs(body: ChatBody) -> int | None:
 
 class ChatReply(Reply):
     def __init__(self, api: HttpApi, body: ChatBody, request_id: str, *, ledger: bool) -> None:
-        super().__init__(stream_flags(body), ledger=ledger)
+        super().__init__(stream_flags(body), ledger=ledger, tickets=bool(body.return_token_ids))
         self.id = request_id
         self._eos_ids = api.service.defaults.eos_token_ids
         self._tokenizer = api.service.tokenizer

@@ -15,6 +15,7 @@ from kvrelay.errors import InvalidRequest
 from router.http.api import HttpApi, api_of, new_id
 from router.http.bodies import (
     CompletionBody,
+    continuation_of,
     objectives_in,
     read_body,
     sampling_of,
@@ -56,6 +57,7 @@ async def completions(request: Request) -> Response:
         tenant=body.cache_salt or "",
         tier=api.service.tiers.tier_of(body.tier or "", request.headers),
         objectives=objectives,
+        continuation=continuation_of(body),
         add_special_tokens=body.add_special_tokens is not False,
         received_s=received_s,
     )
@@ -97,7 +99,7 @@ class CompletionReply(Reply):
     def __init__(
         self, api: HttpApi, body: CompletionBody, request_id: str, *, ledger: bool
     ) -> None:
-        super().__init__(stream_flags(body), ledger=ledger)
+        super().__init__(stream_flags(body), ledger=ledger, tickets=bool(body.return_token_ids))
         self.id = request_id
         self._eos_ids = api.service.defaults.eos_token_ids
         self._with_logprobs = body.logprobs is not None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
@@ -20,7 +21,8 @@ from router.http.api import DONE_EVENT, HttpApi, event, json_response, run_until
 from router.http.bodies import StreamFlags
 from router.http.errors import INTERNAL, TIER_HEADER, reply_of
 from router.http.event_stream import EventStream
-from router.text.service import DeltaSum, TextDelta, TextGeneration, TextRequest, merged, start_all
+from router.text.service import DeltaSum, TextDelta, TextGeneration, TextRequest
+from router.text.side_by_side import merged, start_all
 from router.text.tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
@@ -35,8 +37,10 @@ ChoiceTotals = Mapping[tuple[int, int], TextDelta]
 class Reply(ABC):
     """Shapes one endpoint's answer. `generations` is set once the requests are admitted."""
 
-    def __init__(self, flags: StreamFlags, *, ledger: bool) -> None:
+    def __init__(self, flags: StreamFlags, *, ledger: bool, tickets: bool) -> None:
+        """`tickets`: the first event of each prompt has what a continuation needs."""
         self.stream = flags.stream
+        self._told_tickets: set[int] | None = set() if tickets else None
         self.generations: Sequence[TextGeneration] = ()
         self._flags = flags
         self._ledger = ledger
@@ -58,6 +62,9 @@ class Reply(ABC):
         if self._flags.continuous_usage:
             prompt = len(self.generations[position].prompt_ids)
             chunk["usage"] = _usage(prompt, delta.completion_tokens)
+        if self._told_tickets is not None and position not in self._told_tickets:
+            self._told_tickets.add(position)
+            chunk["ticket"] = b64encode(self.generations[position].ticket).decode()
         return event(chunk)
 
     def usage(self) -> dict[str, object]:

@@ -214,25 +214,28 @@ class WorkerDispatcher(ClusterViews):
             status.tell_stand_ins(before, workers)
 
     def _watch_waiting(self) -> None:
-        if self._clock is not None:
-            self._clock.cancel()
-        self._clock = None
-        if self.core.state.waiting and not self.core.state.workers:
+        state = self.core.state
+        if self._clock is None and state.waiting and not state.workers:
             self._clock = asyncio.get_running_loop().call_later(WAITING_LOOK_S, self._pass_time)
 
     def _pass_time(self) -> None:
+        self._clock = None
         self._post(TimePassed())
         self._watch_waiting()
 
     # --- requests -------------------------------------------------------------------------------
 
     async def submit(self, request: GenerationRequest) -> WorkerGeneration:
+        if request.delivered:
+            self.abort(request.request_id)  # its client is not there any more
         self._check(request)
         generation = WorkerGeneration(self, request.request_id)
         self._generations[request.request_id] = generation
         self._post(Submitted(request=request))
         generation.request = self.core.state.requests.get(request.request_id)
         self._watch_deadline(generation, request)
+        if request.admitted:
+            self._watch_waiting()
         try:
             await generation.admitted
         except BaseException:

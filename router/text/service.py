@@ -1,7 +1,6 @@
 """Text in, text out: ties tokenizer, checks and dispatcher together for both APIs.
 
-Runs in the router's event loop. Knows nothing of HTTP or gRPC. Several prompts of one HTTP request
-run side by side, and their deltas are merged as they come.
+Runs in the router's event loop. Knows nothing of HTTP or gRPC.
 """
 
 from __future__ import annotations
@@ -9,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,6 +37,14 @@ from router.core.state.generation import (
 )
 from router.live.metrics import RequestTimer, RouterMetrics
 from router.live.refusal_log import RefusalLog
+from router.text.continuation import (
+    UNSIGNED,
+    VALID_S,
+    Continuation,
+    Delivered,
+    Ticket,
+    TicketKey,
+)
 from router.text.detokenizer import Delta, TextStream
 from router.text.request_fields import ONE_FOR_ALL, TierRules
 from router.text.sampling import GenerationDefaults, RequestedSampling, check_prompt, resolve
@@ -89,6 +95,13 @@ class ChoiceText:
         self.completion_tokens = 0
         self._stream = stream
         self._keep_stop_token = keep_stop_token
+
+    def go_on_behind(self, delivered: Delivered) -> None:
+        """Its text up to there was delivered by another router."""
+        self.finished = delivered.finished
+        if not delivered.finished:
+            self._stream.push(delivered.token_ids)
+        self.completion_tokens = len(delivered.token_ids)
 
     def push(self, tokens: ChoiceTokens) -> TextDelta:
         delta = self._text_of(tokens)
@@ -153,7 +166,8 @@ PromptInput = str | tuple[int, ...] | ChatPrompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest:
-    """`tier` is the QoS tier. `received_s`: perf_counter at the request's first byte."""
+    """`tier` is the QoS tier. `received_s`: perf_counter at the request's first byte.
+    `continuation`: another router has begun with it."""
 
     request_id: str
     prompt: PromptInput
@@ -163,6 +177,7 @@ class TextRequest:
     tier: str = ""
     objectives: Objectives = NO_OBJECTIVES
     add_special_tokens: bool = True
+    continuation: Continuation | None = None
     received_s: float = field(default_factory=time.perf_counter)
 
 
@@ -176,6 +191,7 @@ class TextService:
         defaults: GenerationDefaults,
         metrics: RouterMetrics,
         tiers: TierRules = ONE_FOR_ALL,
+        ticket_key: TicketKey = UNSIGNED,
     ) -> None:
         self.dispatcher = dispatcher
         self.tokenizer = tokenizer
@@ -183,6 +199,7 @@ class TextService:
         self.defaults = defaults
         self.metrics = metrics
         self.tiers = tiers
+        self._ticket_key = ticket_key
         self.draining = False
         self.refusals = RefusalLog()
 
@@ -257,19 +274,49 @@ class TextService:
             "receive": parsed_s - request.received_s,
             "tokenize": time.perf_counter() - parsed_s,
         }
-        generation = await self.dispatcher.submit(
-            GenerationRequest(
-                request_id=request.request_id,
-                prompt_ids=prompt_ids,
-                sampling=sampling,
-                tenant=request.tenant,
-                qos_tier=request.tier,
-                objectives=request.objectives,
-                phases_s=phases_s,
-            )
+        asked = GenerationRequest(
+            request_id=request.request_id,
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            tenant=request.tenant,
+            qos_tier=request.tier,
+            objectives=request.objectives,
+            phases_s=phases_s,
         )
+        if request.continuation is not None:
+            request.continuation.check(sampling.n, sampling.max_tokens, facts.vocab_size)
+            asked = self._continued(asked, request.continuation, facts.fingerprint)
+            request = replace(request, request_id=asked.request_id)
+        generation = await self.dispatcher.submit(asked)
         timer = self.metrics.started(request.received_s, len(prompt_ids))
-        return TextGeneration(self, request, prompt_ids, sampling, generation, timer)
+        ticket = self._ticket(asked, facts.fingerprint, valid_s=VALID_S)
+        return TextGeneration(
+            self, request, prompt_ids, sampling, generation, timer, self._ticket_key.sign(ticket)
+        )
+
+    def _continued(
+        self, asked: GenerationRequest, behind: Continuation, fingerprint: str
+    ) -> GenerationRequest:
+        """With its ticket it is the admitted request again; without one it is like a new one to
+        admission."""
+        goes_on = replace(
+            asked,
+            delivered=tuple(one.token_ids for one in behind.choices),
+            finished=frozenset(i for i, one in enumerate(behind.choices) if one.finished),
+        )
+        ticket = self._ticket_key.open(behind.ticket)
+        if ticket is None or not ticket.admits(self._ticket(asked, fingerprint, valid_s=0.0)):
+            return goes_on
+        return replace(goes_on, request_id=ticket.request_id, admitted=True)
+
+    def _ticket(self, asked: GenerationRequest, fingerprint: str, *, valid_s: float) -> Ticket:
+        return Ticket.of(
+            asked.request_id,
+            asked.prompt_ids,
+            asked.qos_tier,
+            fingerprint,
+            until_s=time.time() + valid_s,
+        )
 
 
 class TextGeneration:
@@ -283,8 +330,10 @@ class TextGeneration:
         sampling: Sampling,
         generation: Generation,
         timer: RequestTimer,
+        ticket: bytes,
     ) -> None:
         self.request_id = request.request_id
+        self.ticket = ticket
         self.prompt = request.prompt
         self.prompt_ids = prompt_ids
         self.sampling = sampling
@@ -301,6 +350,9 @@ class TextGeneration:
             ChoiceText(index, _text_stream(service.tokenizer, asked), keep_stop_token=keep)
             for index in range(sampling.n)
         ]
+        if request.continuation is not None:
+            for choice, delivered in zip(self._choices, request.continuation.choices, strict=True):
+                choice.go_on_behind(delivered)
 
     @property
     def completion_tokens(self) -> int:
@@ -399,69 +451,3 @@ def _text_stream(tokenizer: TextTokenizer, asked: RequestedSampling) -> TextStre
         include_stop_str_in_output=asked.include_stop_str_in_output,
         min_tokens=asked.min_tokens,
     )
-
-
-async def start_all(service: TextService, requests: Sequence[TextRequest]) -> list[TextGeneration]:
-    """All or none: when one is refused, the admitted ones are aborted."""
-    started: list[TextGeneration] = []
-    try:
-        for request in requests:
-            started.append(await service.start(request))
-    except BaseException:
-        for generation in started:
-            generation.abort()
-        raise
-    return started
-
-
-async def merged(
-    generations: Sequence[TextGeneration],
-) -> AsyncGenerator[tuple[int, TextDelta]]:
-    """Yields (position of the prompt, delta). Closing it early aborts all."""
-    if len(generations) == 1:
-        async with aclosing(generations[0].deltas()) as deltas:
-            async for delta in deltas:
-                yield 0, delta
-        return
-    arrived: asyncio.Queue[tuple[int, TextDelta] | None] = asyncio.Queue()
-    pumps = [
-        asyncio.create_task(_pump(position, generation, arrived))
-        for position, generation in enumerate(generations)
-    ]
-    try:
-        async for item in _until_all_done(arrived, pumps):
-            yield item
-    finally:
-        for pump in pumps:
-            pump.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
-        for generation in generations:
-            generation.abort()
-
-
-async def _pump(
-    position: int,
-    generation: TextGeneration,
-    arrived: asyncio.Queue[tuple[int, TextDelta] | None],
-) -> None:
-    try:
-        async with aclosing(generation.deltas()) as deltas:
-            async for delta in deltas:
-                arrived.put_nowait((position, delta))
-    finally:
-        arrived.put_nowait(None)
-
-
-async def _until_all_done(
-    arrived: asyncio.Queue[tuple[int, TextDelta] | None], pumps: Sequence[asyncio.Task[None]]
-) -> AsyncIterator[tuple[int, TextDelta]]:
-    running = len(pumps)
-    while running:
-        item = await arrived.get()
-        if item is not None:
-            yield item
-            continue
-        running -= 1
-        for pump in pumps:
-            if pump.done():
-                pump.result()

@@ -20,8 +20,9 @@ import torch
 
 from cluster.cli import main as cli
 from cluster.worker.pool.links import PoolLinks
+from kvpool.core.blocks.holding import Holder
+from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.fetch.client_events import (
-    ClientCommand,
     NodeEvent,
     OfferBlocks,
     OfferConfirmed,
@@ -29,17 +30,16 @@ from kvpool.core.fetch.client_events import (
     OfferSettled,
     PoolAnswer,
     PoolJoined,
-    PoolQuestion,
-    PrefixFetched,
-    PrefixFound,
-    SeekPrefix,
-    WantPrefix,
 )
-from kvpool.core.fetch.pool_nodes import PoolNodes
-from kvpool.core.layout.hashes import BlockHash, block_hashes, cache_salt
-from kvpool.core.layout.layout import BlockId, KvLayout, LayerGroup, Plane
+from kvpool.core.fetch.cost import RestoreCost
+from kvpool.core.fetch.fetches import Restored
+from kvpool.core.fetch.pool_stores import PoolStores
+from kvpool.core.fetch.prefix_lookup import PoolUse, PrefixLookup
+from kvpool.core.layout.hashes import BlockHash, BlockHashes, block_hashes, cache_salt
+from kvpool.core.layout.layout import BlockId, KvLayout, LayerGroup, Plane, Tables
 from kvpool.memory.kv_memory import KvMemory
 from kvpool.transport.endpoints import EndpointOptions
+from kvrelay.messages import PrefixSource
 from kvrelay.types import Incarnation, RequestKey
 from tests.forks import forks
 from tests.integration.ray_head import until
@@ -61,6 +61,27 @@ def chain(name: int, blocks: int) -> tuple[BlockHash, ...]:
     return tuple(block_hashes([name] * blocks, block_size=1, salt=_SALT))
 
 
+class _ChosenBlocks(BlockTables):
+    """All that is held is `first_block` and the blocks after it."""
+
+    first_block = 0
+
+    def tables(self, holder: Holder) -> Tables:
+        (table,) = super().tables(holder)
+        return (tuple(BlockId(self.first_block + i) for i in range(len(table))),)
+
+
+class _Found(RestoreCost):
+    """What was found last; it is fetched if it is `wanted`."""
+
+    wanted = True
+    blocks = (0, 0)
+
+    def fetches(self, host_blocks: int, disk_blocks: int) -> int:
+        self.blocks = (host_blocks, disk_blocks)
+        return (host_blocks + disk_blocks) * self.wanted
+
+
 class PoolWorker:
     """Every block of its memory holds random numbers of its own."""
 
@@ -79,9 +100,12 @@ class PoolWorker:
         for plane in self.memory.planes[0]:
             plane.copy_(torch.randn(plane.shape, generator=generator))
         self.inbox: queue.SimpleQueue[NodeEvent | BaseException] = queue.SimpleQueue()
-        self.answers: list[PoolAnswer] = []
+        self.answers: list[PoolAnswer | Restored] = []
         self._numbers = 0
-        self.nodes = PoolNodes()
+        self._tables = _ChosenBlocks(self.memory.layout, BLOCKS, caching=False)
+        self._cost = _Found(self.memory.layout.block_size)
+        self._pool = PoolUse(self._tables, self._cost)
+        self._lookup = PrefixLookup(tables=self._tables, cost=self._cost, pool=self._pool)
         self.links = PoolLinks(
             self.memory,
             address=address,
@@ -95,24 +119,30 @@ class PoolWorker:
         )
         self.links.start()
 
+    @property
+    def stores(self) -> PoolStores:
+        return self._pool.nodes.stores
+
+    def is_patient(self, patience_s: float) -> None:
+        """For so long it waits for an answer of its host's node."""
+        self.stores.patience_s = self._pool.own.patience_s = patience_s
+
     def pump(self, timeout_s: float = 0.05) -> None:
         """Settle what has come in."""
         try:
             event = self.inbox.get(timeout=timeout_s)
         except queue.Empty:
-            self._execute(self.nodes.tick(time.monotonic()))
-            return
-        if isinstance(event, BaseException):
-            raise event
-        if isinstance(event, PoolJoined):
-            self.node = event.welcome.incarnation
-        self._execute(self.nodes.handle(event, time.monotonic()))
+            self.answers += self._lookup.expire(time.monotonic())
+        else:
+            if isinstance(event, BaseException):
+                raise event
+            if isinstance(event, PoolJoined):
+                self.node = event.welcome.incarnation
+            self.answers += self._lookup.on_node(event, time.monotonic())
+        self._execute()
 
-    def ask(self, question: PoolQuestion) -> None:
-        self._execute(self.nodes.ask(question, time.monotonic()))
-
-    def _execute(self, commands: list[ClientCommand]) -> None:
-        for command in commands:
+    def _execute(self) -> None:
+        for command in self._pool.nodes.take_outbox():
             if isinstance(command, PoolAnswer):
                 self.answers.append(command)
             else:
@@ -120,11 +150,11 @@ class PoolWorker:
 
     def await_connected(self, wanted: bool = True) -> None:
         deadline_s = time.monotonic() + PATIENCE_S
-        while self.nodes.own.connected != wanted:
+        while self.stores.connected != wanted:
             assert time.monotonic() < deadline_s, "the pool node did not come or go"
             self.pump()
 
-    def answer(self) -> PoolAnswer:
+    def answer(self) -> PoolAnswer | Restored:
         deadline_s = time.monotonic() + PATIENCE_S
         while not self.answers:
             assert time.monotonic() < deadline_s, "no answer"
@@ -138,7 +168,8 @@ class PoolWorker:
             OfferedBlock(name, parent, (BlockId(first_block + i),))
             for i, (name, parent) in enumerate(zip(hashes, parents, strict=False))
         )
-        self.ask(OfferBlocks(offer=self._numbers, blocks=blocks))
+        self.stores.offer(OfferBlocks(offer=self._numbers, blocks=blocks), time.monotonic())
+        self._execute()
         return self._numbers
 
     def store(self, hashes: tuple[BlockHash, ...], first_block: int = 0) -> None:
@@ -147,34 +178,46 @@ class PoolWorker:
         assert self.answer() == OfferConfirmed(offer=offer)
 
     def seek(self, hashes: tuple[BlockHash, ...]) -> tuple[int, int]:
-        self.ask(SeekPrefix(key=RequestKey("seek", 0), hashes=hashes))
-        found = self.answer()
-        assert isinstance(found, PrefixFound)
-        return found.host_blocks, found.disk_blocks
+        """Blocks in memory and on disk of its host's node."""
+        self._cost.blocks, self._cost.wanted = (0, 0), False
+        self.want(hashes, 0)
+        self._fetched()
+        self._cost.wanted = True
+        return self._cost.blocks
 
-    def want(self, hashes: tuple[BlockHash, ...], first_block: int) -> None:
-        targets = tuple((BlockId(first_block + i),) for i in range(len(hashes)))
-        self.ask(WantPrefix(key=RequestKey("want", 0), hashes=hashes, targets=targets))
+    def want(
+        self, hashes: tuple[BlockHash, ...], first_block: int, source: PrefixSource | None = None
+    ) -> Holder:
+        self._numbers += 1
+        holder = Holder("prefill", RequestKey("want", self._numbers))
+        self._tables.first_block = first_block
+        names, now_s = BlockHashes.of(hashes), time.monotonic()
+        assert self._tables.try_grow(holder, 1, now_s=now_s)
+        if not self._lookup.fetches.begin(holder, names, 0, source, now_s):
+            self.answers.append(Restored.found_here(holder, 0))
+        self._execute()
+        return holder
+
+    def _fetched(self) -> int:
+        ended = self.answer()
+        assert isinstance(ended, Restored)
+        self._tables.release(ended.holder)
+        return ended.tokens // self.memory.layout.block_size
 
     def fetch(self, hashes: tuple[BlockHash, ...], first_block: int = 0) -> int:
         """Blocks that were fetched, into blocks `first_block` and on."""
         self.want(hashes, first_block)
-        found = self.answer()
-        assert isinstance(found, PrefixFetched)
-        return found.blocks
+        return self._fetched()
 
     def fetch_far(
         self, node: Incarnation, address: str, hashes: tuple[BlockHash, ...], first_block: int = 0
     ) -> int:
         """From the node of another host, into blocks `first_block` and on."""
-        targets = tuple((BlockId(first_block + i),) for i in range(len(hashes)))
-        key = RequestKey("far", 0)
-        self.ask(
-            WantPrefix(key=key, hashes=hashes, targets=targets, node=node, addresses=(address,))
+        source = PrefixSource(
+            peer=node, addresses=(address,), blocks=len(hashes), is_pool_node=True
         )
-        found = self.answer()
-        assert isinstance(found, PrefixFetched)
-        return found.blocks
+        self.want(hashes, first_block, source)
+        return self._fetched()
 
     def blocks(self, first: int, count: int) -> list[torch.Tensor]:
         size = self.memory.layout.block_size

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from threading import Thread
 from typing import NamedTuple
 from uuid import uuid4
 
 import pytest
 
 from cluster.cli import status
-from kvrelay.client import Client
-from kvrelay.errors import RequestFailedError
+from kvrelay.client import Client, Stream
+from kvrelay.requests import GenerateOptions
+from kvrelay.results import Chunk
 from tests.integration.ray_head import BIN, Marked, marked, until
 
 POOL = f"plain-{uuid4().hex[:8]}"
@@ -61,7 +64,7 @@ def _port(address: str) -> str:
 def start_worker(here: Marked, routers: Sequence[RouterAddresses], role: str, log: Path) -> Process:
     joins = [f"--join={router.internal}" for router in routers]
     options = ("--role", role, "--cpu-threads", "1", "--pool", POOL)
-    small = ("--set", "engine.kv_memory=16MiB")
+    small = ("--set", "engine.kv_memory=16MiB", "--set", "model.dtype=float32")
     return here.start(KVRELAY, "worker", *joins, *options, *small, log=log)
 
 
@@ -126,7 +129,43 @@ def holds_nothing(router: RouterAddresses) -> bool:
     )
 
 
-def test_a_killed_router_takes_along_only_its_own(here: Marked, tmp_path: Path) -> None:
+def _long(n: int) -> GenerateOptions:
+    return {"max_tokens": 300, "ignore_eos": True, "seed": 7, "n": n}
+
+
+class ChunkList:
+    """Takes a stream's chunks as they come, on a thread."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._chunks: list[Chunk] = []
+        self._thread = Thread(target=lambda: self._chunks.extend(stream), daemon=True)
+        self._thread.start()
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in [*self._chunks])
+
+    def _of_choices(self) -> list[list[Chunk]]:
+        self._thread.join(60)
+        indexes = sorted({chunk.index for chunk in self._chunks})
+        return [[chunk for chunk in self._chunks if chunk.index == i] for i in indexes]
+
+    def texts(self) -> list[str]:
+        return ["".join(chunk.text for chunk in own) for own in self._of_choices()]
+
+    def ids(self) -> list[tuple[int, ...]]:
+        return [tuple(i for chunk in own for i in chunk.token_ids) for own in self._of_choices()]
+
+
+def _asked(client: Client, n: int) -> Stream:
+    """It has begun."""
+    stream = client.stream("It was", **_long(n))
+    next(stream)
+    return stream
+
+
+def test_a_killed_router_takes_along_no_stream(here: Marked, tmp_path: Path) -> None:
+    """Those of clients that know another router go on there; those of the other go on anyway."""
     started = [start_router(here, tmp_path / f"r{i}") for i in range(2)]
     (doomed, doomed_at), (stays, stays_at) = started
     both = [doomed_at.grpc, stays_at.grpc]
@@ -134,25 +173,32 @@ def test_a_killed_router_takes_along_only_its_own(here: Marked, tmp_path: Path) 
     until_joined(doomed_at)
     until_joined(stays_at)
     before = generate(stays_at)
-    with Client(both, timeout_s=60) as client:
-        other = Client(stays_at.grpc).stream("It was", max_tokens=400, ignore_eos=True)
-        other_tokens = len(next(other).token_ids)
-        lost = client.stream("It was", max_tokens=1500, ignore_eos=True)
-        next(lost)
+    with Client(both, timeout_s=60) as client, Client(stays_at.grpc) as at_the_other:
+        whole = [at_the_other.generate("It was", **_long(n)) for n in (1, 2)]
+        other = _asked(at_the_other, 1)
+        streams = [ChunkList(client.stream("It was", **_long(n))) for n in (1, 2)]
+        alone = _asked(Client(doomed_at.grpc), 1)
+        until(lambda: all(stream.tokens > 20 for stream in streams))
         doomed.kill()
         doomed.wait(30)
-        with pytest.raises(RequestFailedError) as caught:
-            list(lost)
-        assert caught.value.reason == "unavailable"
+        for stream, expected in zip(streams, whole, strict=True):
+            assert stream.texts() == [choice.text for choice in expected.choices]
+            assert stream.ids() == [choice.token_ids for choice in expected.choices]
         assert client.generate("It was", max_tokens=12, ignore_eos=True, temperature=0.0)
-        other_tokens += sum(len(chunk.token_ids) for chunk in other)
-        assert other_tokens == 400, "the other router's went on"
+        assert 1 + sum(len(chunk.token_ids) for chunk in other) == 300
     until(lambda: holds_nothing(stays_at))
 
     again, address = start_router(here, tmp_path / "again", again=doomed_at)
     assert address == doomed_at
     until_joined(doomed_at)
+    assert sum(len(chunk.token_ids) for chunk in alone) >= 200, "its only router is back"
     assert generate(doomed_at) == before
+    with Client([stays_at.grpc, doomed_at.grpc], timeout_s=60) as client:
+        stream = ChunkList(client.stream("It was", **_long(1)))
+        until(lambda: stream.tokens > 20)
+        stays.send_signal(signal.SIGSTOP)
+        assert stream.ids() == [whole[0].token_ids], "a router that is silent is left"
+        stays.send_signal(signal.SIGCONT)
     for process in (stays, again, *workers):
         process.terminate()
     assert [process.wait(30) for process in (stays, again, *workers)] == [0] * 4

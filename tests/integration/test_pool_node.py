@@ -18,8 +18,9 @@ import torch
 from cluster.core.plan import host_pool_address
 from cluster.core.settings import PoolNodeSettings
 from cluster.pool_node.node import PoolNode
-from kvpool.core.fetch.client_events import OfferConfirmed, OfferSettled, PrefixFetched
-from kvrelay.types import Incarnation, RequestKey
+from kvpool.core.fetch.client_events import OfferConfirmed, OfferSettled
+from kvpool.core.fetch.fetches import Restored
+from kvrelay.types import Incarnation
 from tests.integration import pool_kit
 from tests.integration.pool_kit import Node, chain, layout, pool_worker, refused
 from tests.integration.ray_head import until
@@ -123,15 +124,15 @@ def test_a_node_killed_while_a_worker_fetches_is_a_clean_loss(start: Start) -> N
         worker.await_connected()
         worker.store(chain(1, 8))
         node.suspend()
-        worker.want(chain(1, 8), first_block=20)
+        holder = worker.want(chain(1, 8), first_block=20)
         offer = worker.offer(chain(2, 8))
         node.kill()
         answers = [worker.answer() for _ in range(3)]
-        assert PrefixFetched(key=RequestKey("want", 0), blocks=0) in answers
-        ends = [answer for answer in answers if not isinstance(answer, PrefixFetched)]
+        assert Restored.found_here(holder, 0) in answers
+        ends = [answer for answer in answers if not isinstance(answer, Restored)]
         assert ends == [OfferSettled(offer=offer), OfferConfirmed(offer=offer)]
-        assert worker.nodes.own.idle
-        assert not worker.nodes.own.connected
+        assert worker.stores.idle
+        assert not worker.stores.connected
         worker.store(chain(3, 8))  # dropped at once
         node = start(*_host(32))
         worker.await_connected()
@@ -146,13 +147,13 @@ def test_a_node_that_hangs_holds_up_no_one(start: Start) -> None:
     with pool_worker(start.address) as worker:
         worker.await_connected()
         worker.store(chain(1, 8))
-        patience_s, worker.nodes.own._patience_s = worker.nodes.own._patience_s, 0.5
+        worker.is_patient(0.5)
         node.suspend()
         assert worker.fetch(chain(1, 8), first_block=20) == 0
         assert worker.seek(chain(1, 8)) == (0, 0)
         worker.store(chain(2, 8))
         node.signal(signal.SIGCONT)
-        worker.nodes.own._patience_s = patience_s
+        worker.is_patient(5.0)
         assert until(lambda: worker.seek(chain(1, 8)) == (8, 0))
         assert worker.fetch(chain(1, 8), first_block=20) == 8
     node.stop()
@@ -238,7 +239,7 @@ def test_another_model_is_refused_and_an_old_ones_disk_is_replaced(
         with pool_worker(address, kv=layout(dim=32)) as stranger:
             until(lambda: "refused: its blocks are bfloat16/block16" in node.text)
             until(lambda: "refuses this worker: its blocks are" in caplog.text)
-            assert not stranger.nodes.own.connected
+            assert not stranger.stores.connected
             worker.store(chain(2, 4))
     node.stop()
     node = start(*options)
@@ -291,7 +292,7 @@ def test_only_workers_that_know_the_secret_come_over_nixl(
         friend.await_connected()
         refusal = "refused: its cluster has another secret"
         until(lambda: refusal in caplog.text)
-        assert not stranger.nodes.own.connected
+        assert not stranger.stores.connected
     node.stop()
 
 

@@ -168,7 +168,7 @@ def assert_nothing_held(cluster: Cluster) -> None:
         assert not worker.held(), worker.held()
         pinned = {b for held in worker.tables.held() for b in held.tables[0]}
         assert worker.tables.device.available(0) + len(pinned) == worker.tables.blocks
-        assert worker.pool is None or worker.pool.client.idle, worker.incarnation
+        assert worker.pool is None or worker.pool.stores.idle, worker.incarnation
         slabs = worker.decode.reservations.slabs
         assert slabs.counts()[SlabState.FREE] == slabs.count, slabs.held(cluster.now_s)
         assert worker.decode.sequences == 0

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.core.worker.prefixes import PrefixOutcome
 from kvpool.core.blocks.device_blocks import Place
+from kvpool.core.blocks.holding import places
 from kvpool.core.fetch.client_events import (
     OWN_NODE,
     BlocksFetched,
     BlocksStored,
-    ClientCommand,
     CloseNode,
     ConnectNode,
     FetchBlocks,
@@ -22,15 +23,13 @@ from kvpool.core.fetch.client_events import (
     OfferBlocks,
     PoolJoined,
     PoolLost,
-    PoolQuestion,
-    PrefixFetched,
     SendPool,
     StoreBlocks,
-    WantPrefix,
 )
+from kvpool.core.fetch.fetches import Fetch, Restored
 from kvpool.core.layout.hashes import BlockHash
 from kvpool.core.node.messages import FromPool, PoolWelcome, ToPool
-from kvrelay.types import Incarnation, RequestKey
+from kvrelay.types import Incarnation
 from tests.sim.contents import Content, checksum, put_block, stands_for, take_block, torn
 from tests.sim.pool_node import PoolNode
 from tests.sim.worker import Worker
@@ -76,16 +75,15 @@ class SimulatedPoolLinks:
         self.links: dict[Incarnation, Link] = {}
         self.counts = Counts()
         self._offered: dict[Place, BlockHash] = {}
-        self._wants: dict[RequestKey, WantPrefix] = {}
         self._jobs: list[StoreBlocks | FetchBlocks] = []
         self._is_moving = False
-        nodes = worker.core.prefixes.nodes
-        assert nodes is not None
-        self.client = nodes.own
-        self._ask, self._handle, self._tick = nodes.ask, nodes.handle, nodes.tick
-        nodes.ask = self._asked  # type: ignore[method-assign]
-        nodes.handle = self._handled  # type: ignore[method-assign]
-        nodes.tick = self._ticked  # type: ignore[method-assign]
+        lookup = worker.core.lookup
+        assert lookup.pool is not None
+        self.stores = lookup.pool.nodes.stores
+        self._tables, self._fetches = lookup.tables, lookup.fetches
+        self._offer, self._handle = self.stores.offer, worker.core.prefixes.on_node
+        self.stores.offer = self._offers  # type: ignore[method-assign]
+        worker.core.prefixes.on_node = self._handled  # type: ignore[method-assign]
 
     @property
     def link(self) -> Link | None:
@@ -106,30 +104,22 @@ class SimulatedPoolLinks:
             case CloseNode(node=node):
                 assert node not in self.links, "it was told that the link is lost"
 
-    # Whatever the clients of the core offer or have fetched is what its name says.
+    # Whatever the core offers or has fetched is what its name says.
 
-    def _asked(self, question: PoolQuestion, now_s: float) -> list[ClientCommand]:
-        match question:
-            case OfferBlocks(blocks=blocks):
-                for block in blocks:
-                    self._offered[block.place] = block.hash
-                    self._check(block.place, block.hash)
-            case WantPrefix(key=key):
-                assert key not in self._wants
-                self._wants[key] = question
-        return self._watched(self._ask(question, now_s))
+    def _offers(self, offer: OfferBlocks, now_s: float) -> None:
+        for block in offer.blocks:
+            self._offered[block.place] = block.hash
+            self._check(block.place, block.hash)
+        self._offer(offer, now_s)
 
-    def _handled(self, event: NodeEvent, now_s: float) -> list[ClientCommand]:
-        return self._watched(self._handle(event, now_s))
-
-    def _ticked(self, now_s: float) -> list[ClientCommand]:
-        return self._watched(self._tick(now_s))
-
-    def _watched(self, commands: list[ClientCommand]) -> list[ClientCommand]:
-        for command in commands:
-            if isinstance(command, PrefixFetched):
-                self._check_fetched(command)
-        return commands
+    def _handled(self, event: NodeEvent, now_s: float) -> list[PrefixOutcome]:
+        fetch = None
+        if isinstance(event, BlocksFetched):
+            fetch = self._fetches.get(event.request_no)
+        outcomes = self._handle(event, now_s)
+        if fetch is not None:
+            self._check_fetched(fetch, outcomes)
+        return outcomes
 
     def heard(self, link: Link, message: FromPool) -> None:
         if isinstance(message, PoolWelcome):
@@ -147,11 +137,14 @@ class SimulatedPoolLinks:
     def unreachable(self, node: Incarnation) -> None:
         self._on_news(PoolLost(reason="lost", node=node))
 
-    def _check_fetched(self, event: PrefixFetched) -> None:
-        wanted = self._wants.pop(event.key)
-        for i in range(event.blocks):
-            self._check(wanted.targets[i], wanted.hashes[wanted.skip + i])
-        self.counts.fetched += event.blocks
+    def _check_fetched(self, fetch: Fetch, outcomes: list[PrefixOutcome]) -> None:
+        (restored,) = outcomes
+        assert isinstance(restored, Restored) and restored.holder == fetch.holder
+        end = restored.tokens // self._memory.layout.block_size
+        tables = self._tables.tables(fetch.holder)
+        for index, place in enumerate(places(tables, range(fetch.here, end)), fetch.here):
+            self._check(place, fetch.hashes[index])
+        self.counts.fetched += end - fetch.here
 
     def _check(self, place: Place, block_hash: BlockHash) -> None:
         content = take_block(self._memory, place)

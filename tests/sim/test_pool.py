@@ -95,7 +95,7 @@ class World:
 
     def storing_workers(self) -> int:
         """Workers whose pool thread stores blocks, or waits to."""
-        return sum(not side.client.stores.idle for side in self.cluster.pools.sides.values())
+        return sum(not side.stores.idle for side in self.cluster.pools.sides.values())
 
     def run_in_peace(self) -> None:
         """To the end, without a tick in it that anyone needs: no one waits for time to pass."""

@@ -28,7 +28,7 @@ def _of_worker(worker: Worker) -> Iterator[str]:
         yield f"{sequence.holder} waits to be computed, {_prefix(worker, sequence.holder)}"
     yield f"slabs {reservations.slabs.counts()}, {reservations.choices} choices reserved"
     if worker.pool is not None:
-        yield f"pool: link {worker.pool.link}, idle {worker.pool.client.idle}"
+        yield f"pool: link {worker.pool.link}, idle {worker.pool.stores.idle}"
 
 
 def _prefix(worker: Worker, holder: object) -> str:

@@ -24,7 +24,7 @@ from decode_worker.scheduler import DecodeScheduler
 from engine.core.step import RunStep, Sampled, SequenceSlice, StepDone, StepOutcome
 from engine.core.step_times import LinearTimes
 from kvpool.core.blocks.tables import BlockTables
-from kvpool.core.fetch.client import PoolClient
+from kvpool.core.fetch.pool_stores import PoolStores
 from kvpool.core.layout.layout import KvLayout
 from kvpool.core.transfer.commands import (
     FetchPiece,
@@ -342,7 +342,7 @@ class Worker:
             regions,
             max_model_len=shape.longest_tokens,
             cost=AnyWorth(shape.layout.block_size, rng=Random(life)),
-            pool_client=PoolClient(
+            pool_stores=PoolStores(
                 max_waiting_blocks=16, batch_blocks=4, max_stores=2, patience_s=5.0
             ),
             launches_ahead=shape.launches_ahead,

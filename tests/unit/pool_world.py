@@ -1,4 +1,4 @@
-"""A pool node's core and some workers' clients over a simulated link, disk and memory.
+"""A pool node's core and some workers' lookups over a simulated link, disk and memory.
 
 Messages, transfers and disk jobs end in any order that the real ones can, connections break at any
 moment, and a worker that was cut off still ends the write that it was at. A block's content is its
@@ -12,31 +12,29 @@ from dataclasses import dataclass, field
 from random import Random
 
 from kvpool.core.blocks.eviction import open_policy
-from kvpool.core.fetch.client import PoolClient
+from kvpool.core.blocks.holding import Holder
+from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.fetch.client_events import (
     BlocksFetched,
     BlocksStored,
-    ClientCommand,
-    ClientEvent,
-    ClientTick,
-    DropPrefix,
     FetchBlocks,
     FromNode,
+    NodeEvent,
     OfferBlocks,
     OfferConfirmed,
     OfferedBlock,
     OfferSettled,
     PoolJoined,
     PoolLost,
-    PrefixFetched,
-    PrefixFound,
-    SeekPrefix,
     SendPool,
     StoreBlocks,
-    WantPrefix,
 )
-from kvpool.core.layout.hashes import BlockHash
-from kvpool.core.layout.layout import BlockId
+from kvpool.core.fetch.cost import RestoreCost
+from kvpool.core.fetch.fetches import Restored
+from kvpool.core.fetch.pool_stores import PoolStores
+from kvpool.core.fetch.prefix_lookup import PoolUse, PrefixLookup
+from kvpool.core.layout.hashes import BlockHash, BlockHashes
+from kvpool.core.layout.layout import BlockId, KvLayout, LayerGroup, Plane
 from kvpool.core.node.events import (
     DropRouter,
     DropWorker,
@@ -85,10 +83,27 @@ def _is_served(blocks: TierBlocks, block_hash: BlockHash) -> bool:
     return name is None
 
 
+_PLANES = (Plane(name="k", heads=1, dim=1),)
+LAYOUT = KvLayout(groups=(LayerGroup(layers=(0,), planes=_PLANES),), dtype="float32", block_size=1)
+_FETCH_BLOCKS = 1000
+"""Of a worker's memory. Blocks behind them are offered."""
+
+
+@dataclass(slots=True)
+class Want:
+    """The first `skip` blocks are the worker's own. `void`: it is dropped, or the node has not held
+    what it granted until now."""
+
+    hashes: BlockHashes
+    skip: int
+    void: bool = False
+
+
 @dataclass(slots=True)
 class Worker:
     name: Incarnation
-    client: PoolClient
+    lookup: PrefixLookup
+    pool: PoolUse
     connected: bool = False
     to_node: deque[ToPool] = field(default_factory=deque)
     to_worker: deque[FromPool] = field(default_factory=deque)
@@ -96,9 +111,25 @@ class Worker:
     memory: dict[BlockId, BlockHash] = field(default_factory=dict)
     offers: dict[int, tuple[BlockHash, ...]] = field(default_factory=dict)
     unconfirmed: set[int] = field(default_factory=set)
-    wants: dict[RequestKey, WantPrefix] = field(default_factory=dict)
-    questions: int = 0
+    wants: dict[Holder, Want] = field(default_factory=dict)
     fetched: int = 0
+
+    @property
+    def tables(self) -> BlockTables:
+        return self.lookup.tables
+
+    def lose_grants(self) -> None:
+        for want in self.wants.values():
+            want.void = True
+
+
+def _worker(name: str) -> Worker:
+    """It names nothing that it fetches, so that it fetches it again."""
+    tables, cost = BlockTables(LAYOUT, _FETCH_BLOCKS, caching=False), RestoreCost(1)
+    stores = PoolStores(max_waiting_blocks=8, batch_blocks=3, max_stores=2, patience_s=PATIENCE_S)
+    pool = PoolUse(tables, cost, stores)
+    lookup = PrefixLookup(tables=tables, cost=cost, pool=pool)
+    return Worker(name=Incarnation(name), lookup=lookup, pool=pool)
 
 
 @dataclass(slots=True)
@@ -121,15 +152,7 @@ class World:
         self._lives = 0
         self._numbers = 0
         self.disk: dict[PoolPlace, tuple[BlockHash, BlockHash | None, BlockHash | None]] = {}
-        self.workers = [
-            Worker(
-                name=Incarnation(f"w{i}"),
-                client=PoolClient(
-                    max_waiting_blocks=8, batch_blocks=3, max_stores=2, patience_s=PATIENCE_S
-                ),
-            )
-            for i in range(workers)
-        ]
+        self.workers = [_worker(f"w{i}") for i in range(workers)]
         self.routers = [Router(), Router()]
         self.restored = 0
         self.start_node()
@@ -157,7 +180,7 @@ class World:
         actions = [
             *[self.deliver_to_node, self.deliver_to_worker, self.run_job] * 12,
             *[self.run_disk, self.offer, self.want] * 3,
-            *[self.seek, self.drop, self.connect],
+            *[self.drop, self.connect],
             *[self.call, self.deliver_to_router, self.deliver_to_router],
         ]
         if self.random.random() < 0.01:
@@ -167,7 +190,8 @@ class World:
         self.random.choice(actions)(worker)
         self.node.validate()
         for each in self.workers:
-            each.client.validate()
+            each.lookup.validate()
+            each.tables.validate()
 
     def connect(self, worker: Worker) -> None:
         if not worker.connected:
@@ -186,6 +210,7 @@ class World:
             worker.connected = False
             worker.to_node.clear()
             worker.to_worker.clear()
+            worker.lose_grants()
             self._node(PoolWorkerLost(worker=worker.name))
             self._worker(worker, PoolLost(reason="cut"))
 
@@ -195,6 +220,7 @@ class World:
                 worker.connected = False
                 worker.to_node.clear()
                 worker.to_worker.clear()
+                worker.lose_grants()
                 self._worker(worker, PoolLost(reason="the node died"))
         for router in self.routers:
             self._hung_up(router)
@@ -250,10 +276,13 @@ class World:
             self._worker(worker, FromNode(message=message))
 
     def pass_time(self, _: Worker) -> None:
-        self.now_s += self.random.choice([1.0, PATIENCE_S, LEASE_TTL_S])
+        seconds = self.random.choice([1.0, PATIENCE_S, LEASE_TTL_S])
+        self.now_s += seconds
         self._node(PoolTick())
         for worker in self.workers:
-            self._worker(worker, ClientTick())
+            if seconds == LEASE_TTL_S:
+                worker.lose_grants()
+            self._ended(worker, worker.lookup.expire(self.now_s))
 
     def damage_disk(self, _: Worker) -> None:
         if self.disk:
@@ -307,9 +336,10 @@ class World:
 
     # --- what workers do ------------------------------------------------------------------------
 
-    def path(self) -> tuple[BlockHash, ...]:
+    def path(self) -> BlockHashes:
         length = self.random.randint(1, 5)
-        return tuple(hashes_of(tuple(self.random.choice((0, 0, 0, 1)) for _ in range(length))))
+        tokens = tuple(self.random.choice((0, 0, 0, 1)) for _ in range(length))
+        return BlockHashes.of(hashes_of(tokens))
 
     def offer(self, worker: Worker) -> None:
         hashes = self.path()
@@ -321,31 +351,37 @@ class World:
             parent = hashes[i - 1] if i else None
             blocks.append(OfferedBlock(hashes[i], parent, (place,)))
         self._numbers += 1
-        worker.offers[self._numbers] = hashes[start:]
-        self._worker(worker, OfferBlocks(offer=self._numbers, blocks=tuple(blocks)))
+        worker.offers[self._numbers] = tuple(hashes[start:])
+        offer = OfferBlocks(offer=self._numbers, blocks=tuple(blocks))
+        worker.pool.nodes.stores.offer(offer, self.now_s)
+        self._obey_worker(worker)
 
     def want(self, worker: Worker) -> None:
         hashes = self.path()
         skip = self.random.choice((0, self.random.randrange(len(hashes))))
         self._numbers += 1
-        key = RequestKey(str(self._numbers), 0)
-        targets = tuple((self._fresh(),) for _ in hashes[skip:])
-        wanted = WantPrefix(key=key, hashes=hashes, targets=targets, skip=skip)
-        worker.wants[key] = wanted
-        self._worker(worker, wanted)
+        holder = Holder("prefill", RequestKey(str(self._numbers), 0))
+        assert worker.tables.try_grow(holder, max(skip, 1), now_s=self.now_s)
+        worker.wants[holder] = Want(hashes, skip)
+        if not worker.lookup.fetches.begin(holder, hashes, skip, None, self.now_s):
+            assert not worker.connected
+            self._release(worker, holder)
+        self._obey_worker(worker)
 
     def drop(self, worker: Worker) -> None:
         if worker.wants:
-            self._worker(worker, DropPrefix(key=self.random.choice(list(worker.wants))))
+            holder = self.random.choice(list(worker.wants))
+            worker.wants[holder].void = True
+            if not worker.lookup.leave(holder):
+                self._release(worker, holder)
 
-    def seek(self, worker: Worker) -> None:
-        self._numbers += 1
-        worker.questions += 1
-        self._worker(worker, SeekPrefix(key=RequestKey(str(self._numbers), 0), hashes=self.path()))
+    def _release(self, worker: Worker, holder: Holder) -> None:
+        del worker.wants[holder]
+        worker.tables.release(holder)
 
     def _fresh(self) -> BlockId:
         self._numbers += 1
-        return BlockId(self._numbers)
+        return BlockId(_FETCH_BLOCKS + self._numbers)
 
     def _store(self, worker: Worker, job: StoreBlocks) -> None:
         names = [worker.memory[source[0]] for source in job.sources]
@@ -405,30 +441,32 @@ class World:
                 self._hung_up(router)
                 router.drops += 1
 
-    def _worker(self, worker: Worker, event: ClientEvent) -> None:
-        for command in worker.client.handle(event, self.now_s):
-            self._obey_worker(worker, command)
+    def _worker(self, worker: Worker, event: NodeEvent) -> None:
+        self._ended(worker, worker.lookup.on_node(event, self.now_s))
 
-    def _obey_worker(self, worker: Worker, command: ClientCommand) -> None:
-        match command:
-            case SendPool(message=message):
-                assert worker.connected
-                worker.to_node.append(message)
-            case StoreBlocks() | FetchBlocks():
-                worker.jobs.append(command)
-            case OfferSettled(offer=offer):
-                del worker.offers[offer]
-                worker.unconfirmed.add(offer)
-            case OfferConfirmed(offer=offer):
-                worker.unconfirmed.remove(offer)
-            case PrefixFetched(key=key, blocks=blocks):
-                wanted = worker.wants.pop(key)
-                worker.fetched += blocks
-                for i in range(blocks):
-                    found = worker.memory[wanted.targets[i][0]]
-                    assert found == wanted.hashes[wanted.skip + i], "wrong KV"
-            case PrefixFound():
-                worker.questions -= 1
+    def _ended(self, worker: Worker, ended: list[Restored]) -> None:
+        for one in ended:
+            want, table = worker.wants[one.holder], worker.tables.tables(one.holder)[0]
+            assert one.tokens == want.skip or not want.void
+            worker.fetched += one.tokens - want.skip
+            for i in range(want.skip, one.tokens):
+                assert worker.memory[table[i]] == want.hashes[i], "wrong KV"
+            self._release(worker, one.holder)
+        self._obey_worker(worker)
+
+    def _obey_worker(self, worker: Worker) -> None:
+        for command in worker.pool.nodes.take_outbox():
+            match command:
+                case SendPool(message=message):
+                    assert worker.connected
+                    worker.to_node.append(message)
+                case StoreBlocks() | FetchBlocks():
+                    worker.jobs.append(command)
+                case OfferSettled(offer=offer):
+                    del worker.offers[offer]
+                    worker.unconfirmed.add(offer)
+                case OfferConfirmed(offer=offer):
+                    worker.unconfirmed.remove(offer)
 
     # --- the end --------------------------------------------------------------------------------
 

@@ -7,19 +7,21 @@ import pytest
 from kvpool.core.blocks.holding import Holder
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.fetch.client_events import (
-    DropPrefix,
-    PoolQuestion,
-    PrefixFetched,
-    PrefixFound,
-    SeekPrefix,
-    WantPrefix,
+    OWN_NODE,
+    CloseNode,
+    ConnectNode,
+    PoolJoined,
+    PoolLost,
+    SendPool,
 )
 from kvpool.core.fetch.cost import RestoreCost
 from kvpool.core.fetch.fetches import Restored
 from kvpool.core.fetch.prefix_lookup import PoolUse, PrefixLookup
 from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
+from kvpool.core.node.messages import FetchDone, FetchWanted
 from kvrelay.messages import PrefixSource
 from kvrelay.types import Incarnation, PrefixOrigin, RequestKey
+from tests.unit.pool_nodes_kit import PlayedNodes, joined
 
 SIZE = 4
 NODE = Incarnation("node")
@@ -40,6 +42,7 @@ class Scene:
         self.cost = RestoreCost(SIZE)
         self.pool = PoolUse(self.tables, self.cost)
         self.lookup = PrefixLookup(tables=self.tables, cost=self.cost, pool=self.pool)
+        self.nodes = PlayedNodes(self.lookup)
         names = self.tables.chain("", len(PROMPT))
         names.extend(PROMPT, len(PROMPT))
         self.hashes = names.full(len(PROMPT) - 1).hashes()
@@ -51,21 +54,12 @@ class Scene:
             holder, 20, hashes=self.hashes, ahead_tokens=SIZE, now_s=0, hint=source
         )
         assert found is not None and self.lookup.is_fetching(holder)
-        assert self.taken() == [SeekPrefix(key=holder.key, hashes=self.hashes)]
+        assert self.nodes.sought().hashes == tuple(self.hashes)
 
-    def in_pool(self, holder: Holder, blocks: int, now_s: float = 1.0) -> list[Restored]:
-        found = PrefixFound(key=holder.key, host_blocks=blocks, disk_blocks=0)
-        return self.lookup.on_pool_answer(found, now_s)
-
-    def taken(self) -> list[PoolQuestion]:
-        questions = self.pool.questions.copy()
-        self.pool.questions.clear()
-        return questions
-
-    def asked(self) -> WantPrefix:
-        (asked,) = self.taken()
-        assert isinstance(asked, WantPrefix) and asked.node == NODE
-        return asked
+    def asked(self) -> FetchWanted:
+        node, wanted = self.nodes.wanted()
+        assert node == NODE
+        return wanted
 
     def timed(self, token_s: float, far_s: float) -> None:
         self.cost.computed(1, token_s)
@@ -76,13 +70,15 @@ class Scene:
 def test_what_the_far_node_has_is_fetched_named_and_offered_to_the_own_pool() -> None:
     scene = Scene()
     scene.open(A, 3)
-    assert scene.in_pool(A, 0) == []
+    assert scene.nodes.found(0) == []
     asked = scene.asked()
-    assert asked.addresses == ("x:1",)
-    assert asked.hashes == scene.hashes[:3]
-    assert [place[0] for place in asked.targets] == list(scene.tables.tables(A)[0][:3])
+    assert scene.nodes.connected == ConnectNode(node=NODE, addresses=("x:1",))
+    assert asked.hashes == tuple(scene.hashes[:3])
+    scene.nodes.granted(3)
+    targets = scene.nodes.copies().targets
+    assert [place[0] for place in targets] == list(scene.tables.tables(A)[0][:3])
     assert scene.lookup.is_fetching(A)
-    done = scene.lookup.on_pool_answer(PrefixFetched(key=A.key, blocks=3), 2.0)
+    done = scene.nodes.copied(3)
     assert done == [Restored(holder=A, tokens=12, origin=PrefixOrigin.REMOTE)]
     assert not scene.lookup.is_fetching(A)
     assert scene.pool.remote.tokens == 12 and scene.lookup.origins[PrefixOrigin.REMOTE] == 1
@@ -96,10 +92,10 @@ def test_what_the_worker_has_itself_is_not_fetched() -> None:
     assert scene.tables.try_grow(B, 8, now_s=0)
     scene.tables.fill(B, scene.hashes[:2])
     scene.open(A, 4)
-    assert scene.in_pool(A, 0) == []
+    assert scene.nodes.found(0) == []
     question = scene.asked()
-    assert (question.skip, len(question.targets)) == (2, 2)
-    done = scene.lookup.on_pool_answer(PrefixFetched(key=A.key, blocks=1), 2.0)
+    assert (question.skip, len(question.hashes)) == (2, 4)
+    done = scene.nodes.fetched(1)
     assert done == [Restored(holder=A, tokens=12, origin=PrefixOrigin.REMOTE)]
     assert scene.pool.remote.tokens == 4
 
@@ -107,10 +103,9 @@ def test_what_the_worker_has_itself_is_not_fetched() -> None:
 def test_what_it_has_not_any_more_is_computed() -> None:
     scene = Scene()
     scene.open(A, 3)
-    scene.in_pool(A, 0)
+    scene.nodes.found(0)
     scene.asked()
-    done = scene.lookup.on_pool_answer(PrefixFetched(key=A.key, blocks=0), 2.0)
-    assert done == [Restored.found_here(A, 0)]
+    assert scene.nodes.fetched(0) == [Restored.found_here(A, 0)]
     assert scene.cost.remote(NODE).seconds is None
 
 
@@ -118,20 +113,20 @@ def test_what_it_has_not_any_more_is_computed() -> None:
 def test_untimed_the_one_with_more_is_asked(far: int, near: int, chosen: str) -> None:
     scene = Scene()
     scene.open(A, far)
-    assert scene.in_pool(A, near) == []
-    (asked,) = scene.taken()
-    assert isinstance(asked, WantPrefix) and (asked.node == NODE) == (chosen == "far")
+    assert scene.nodes.found(near) == []
+    node, _ = scene.nodes.wanted()
+    assert node == (NODE if chosen == "far" else OWN_NODE)
 
 
 def test_slower_than_computing_is_declined_and_counted() -> None:
     scene = Scene()
     scene.timed(token_s=1.0, far_s=5.0)
     scene.open(A, 3)
-    assert scene.in_pool(A, 0) == [Restored.found_here(A, 0)]
+    assert scene.nodes.found(0) == [Restored.found_here(A, 0)]
     assert scene.pool.declined_tokens == 12
     scene.cost.remote(NODE).seconds = 3.0
     scene.open(B, 3)
-    assert scene.in_pool(B, 0) == []
+    assert scene.nodes.found(0) == []
     scene.asked()
 
 
@@ -143,19 +138,47 @@ def test_the_first_fetch_waits_for_the_link_and_is_not_timed() -> None:
     assert cost.remote(NODE).seconds == 0.5
 
 
-def test_a_dropped_request_keeps_its_blocks_until_the_node_has_answered() -> None:
+def test_a_dropped_request_keeps_its_blocks_until_the_copy_has_ended() -> None:
     scene = Scene()
     scene.open(A, 3)
-    scene.in_pool(A, 0)
+    scene.nodes.found(0)
     scene.asked()
+    scene.nodes.granted(3)
+    scene.nodes.copies()
     assert scene.lookup.leave(A)
-    assert scene.taken() == [DropPrefix(key=A.key, node=NODE)]
-    assert scene.lookup.is_fetching(A)
-    scene.lookup.fetches.validate()
-    done = scene.lookup.on_pool_answer(PrefixFetched(key=A.key, blocks=0), 2.0)
-    assert done == [Restored.found_here(A, 0)]
+    assert scene.lookup.is_fetching(A) and scene.nodes.orders() == []
+    assert scene.nodes.copied(3) == [Restored.found_here(A, 0)]
     scene.tables.release(A)
     scene.tables.validate()
+
+
+def test_what_is_granted_to_a_dropped_request_is_given_back() -> None:
+    scene = Scene()
+    scene.open(A, 3)
+    scene.nodes.found(0)
+    number = scene.asked().request_no
+    assert not scene.lookup.leave(A)
+    scene.tables.release(A)
+    assert scene.nodes.granted(3) == []
+    assert scene.nodes.orders() == [SendPool(node=NODE, message=FetchDone(request_no=number))]
+
+
+def test_a_node_that_can_not_be_asked_leaves_the_choice_to_the_own_pool() -> None:
+    """It was lost, or it is this host's own, and a router did not know that."""
+    for lost in (True, False):
+        scene = Scene()
+        if lost:
+            scene.open(B, 3)
+            scene.nodes.found(0)
+            scene.asked()
+            assert scene.nodes.tell(PoolLost(node=NODE, reason="")) == [Restored.found_here(B, 0)]
+            assert scene.nodes.orders() == [CloseNode(node=NODE)]
+        else:
+            scene.nodes.tell(PoolJoined(welcome=joined(NODE).welcome))
+        scene.open(A, 3)
+        assert scene.nodes.found(1) == []
+        node, wanted = scene.nodes.wanted()
+        assert (node, len(wanted.hashes)) == (OWN_NODE, 1)
 
 
 # --- a slow time is not the last word -----------------------------------------------------------

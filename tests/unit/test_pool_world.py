@@ -15,9 +15,10 @@ _STEPS = 2500
 def _check_at_rest(world: World) -> None:
     counts = world.node.books.counts()
     assert (counts["granted"], counts["fenced"], counts["loading"]) == (0, 0, 0), counts
+    assert world.node.idle
     for worker in world.workers:
-        assert worker.client.idle
-        assert (worker.offers, worker.wants, worker.questions) == ({}, {}, 0)
+        assert worker.pool.nodes.stores.idle
+        assert (worker.offers, worker.wants) == ({}, {}) and not list(worker.tables.held())
     _check_routers(world)
 
 

@@ -14,7 +14,7 @@ from engine.core.step import (
     Tick,
 )
 from kvpool.core.blocks.tables import BlockTables
-from kvpool.core.fetch.client_events import OfferBlocks, OfferConfirmed, PrefixFound, SeekPrefix
+from kvpool.core.fetch.client_events import OfferBlocks, OfferConfirmed
 from kvpool.core.fetch.cost import RestoreCost
 from kvpool.core.fetch.prefix_lookup import PoolUse, PrefixLookup
 from kvpool.core.transfer.commands import PeerLost, SendPeer, SlabWritten, WriteSlab
@@ -469,7 +469,7 @@ def test_a_chunk_has_room_behind_a_window() -> None:
 
 
 def pooled() -> tuple[PrefillScheduler, PoolUse]:
-    """It hands over through the pool, in chunks of two blocks."""
+    """It hands over through the pool, in chunks of two blocks. The pool has nothing."""
     tables = BlockTables(LAYOUT, 16)
     tables.device.reports = True
     cost = RestoreCost(BLOCK)
@@ -477,27 +477,16 @@ def pooled() -> tuple[PrefillScheduler, PoolUse]:
     lookup = PrefixLookup(tables=tables, cost=cost, pool=pool)
     scheduler = PrefillScheduler(lookup=lookup, chunk_tokens=2 * BLOCK, mode=HandoffMode.POOL)
     scheduler.handle(hello(D), 0)
-    begin(scheduler, pool, "a", 5 * BLOCK + 1)
+    scheduler.handle(prefill_of(spec("a", 5 * BLOCK + 1)), 0)
     return scheduler, pool
-
-
-def begin(scheduler: PrefillScheduler, pool: PoolUse, name: str, tokens: int) -> None:
-    """The pool has nothing of it."""
-    scheduler.handle(prefill_of(spec(name, tokens)), 0)
-    assert scheduler.handle(StepWanted(), 0) == []
-    (sought,) = pool.take_questions(0)
-    assert isinstance(sought, SeekPrefix)
-    found = PrefixFound(key=sought.key, host_blocks=0, disk_blocks=0)
-    (restored,) = scheduler.lookup.on_pool_answer(found, 0)
-    scheduler.handle(restored, 0)
 
 
 def chunk(scheduler: PrefillScheduler, pool: PoolUse, *sampled: int) -> OfferBlocks:
     """The next chunk runs, and its blocks are offered to the pool."""
     scheduler.handle(StepWanted(), 0)
     told = to_peer(done(scheduler, sampled))
-    (offer,) = pool.take_questions(0)
-    assert isinstance(offer, OfferBlocks) and told == []
+    offer = pool.write_behind.offer(0)
+    assert offer is not None and told == []
     return offer
 
 
@@ -524,6 +513,6 @@ def test_what_the_pool_has_already_is_told_with_the_first_chunk() -> None:
     scheduler, pool = pooled()
     confirm(scheduler, pool, chunk(scheduler, pool))
     scheduler.handle(Abort(key=key("a")), 0)
-    begin(scheduler, pool, "b", 3 * BLOCK + 1)
+    scheduler.handle(prefill_of(spec("b", 3 * BLOCK + 1)), 0)
     scheduler.handle(StepWanted(), 0)
     assert to_peer(done(scheduler, (7,))) == [PrefixStored(key=key("b"), tokens=2 * BLOCK)]

@@ -10,7 +10,6 @@ import pytest
 from kvpool.core.blocks.holding import Holder
 from kvpool.core.blocks.leases import LeaseTable
 from kvpool.core.blocks.tables import BlockTables
-from kvpool.core.fetch.client_events import PrefixFound
 from kvpool.core.fetch.cost import RestoreCost
 from kvpool.core.fetch.fetches import Restored
 from kvpool.core.fetch.peer_pull import PeerSource, PullGrants
@@ -36,6 +35,7 @@ from kvpool.transport.peer.base import MAX_MESSAGE_BYTES
 from kvpool.wire.peer import decode, encode
 from kvrelay.messages import PrefixSource
 from kvrelay.types import Incarnation, PrefixOrigin, RequestKey
+from tests.unit.pool_nodes_kit import PlayedNodes
 
 SIZE = 4
 P, H = Incarnation("p"), Incarnation("h")  # puller, holder of blocks
@@ -494,10 +494,11 @@ def test_timed_sources_are_compared() -> None:
 
 def _choose(peer: int, host: int) -> str:
     puller, _ = _pair(None, has_pool=True)
+    nodes = PlayedNodes(puller.lookup)
     holder = puller.open(PROMPT, peer)
     assert holder is not None and not puller.peers.take_outbox()
-    found = PrefixFound(key=holder.key, host_blocks=host, disk_blocks=0)
-    assert puller.lookup.on_pool_answer(found, 1) == []
+    nodes.sought()
+    assert nodes.found(host) == []
     assert puller.lookup.is_fetching(holder)
     return "peer" if puller.peers.take_outbox() else "pool"
 

@@ -7,20 +7,16 @@ import pytest
 from kvpool.core.blocks.holding import Holder
 from kvpool.core.blocks.pool import BlockState
 from kvpool.core.blocks.tables import BlockTables
-from kvpool.core.fetch.client_events import (
-    PoolQuestion,
-    PrefixFetched,
-    PrefixFound,
-    SeekPrefix,
-    WantPrefix,
-)
+from kvpool.core.fetch.client_events import OWN_NODE
 from kvpool.core.fetch.cost import RestoreCost
 from kvpool.core.fetch.fetches import Restored
 from kvpool.core.fetch.prefix_lookup import PoolUse, PrefixLookup
-from kvpool.core.fetch.write_behind import WriteBehind
+from kvpool.core.fetch.write_behind import OFFER_AFTER_S, OFFER_BLOCKS, WriteBehind
 from kvpool.core.layout.block_names import HashChain
 from kvpool.core.layout.layout import NO_BLOCK, KvLayout, LayerGroup, Plane
+from kvpool.core.node.messages import FetchWanted
 from kvrelay.types import PrefixOrigin, RequestKey
+from tests.unit.pool_nodes_kit import PlayedNodes
 
 SIZE = 4
 A = Holder("prefill", RequestKey("a", 0))
@@ -50,43 +46,41 @@ class Scene:
         self.cost = RestoreCost(SIZE)
         self.pool = PoolUse(self.tables, self.cost)
         self.lookup = PrefixLookup(tables=self.tables, cost=self.cost, pool=self.pool)
+        self.nodes = PlayedNodes(self.lookup)
         self.names = _names(self.tables)
 
     def open(self, found: int = 0) -> None:
         names = self.names.full(19)
         assert self.lookup.try_open(A, 20, hashes=names, ahead_tokens=SIZE, now_s=0) == found
         assert self.lookup.is_fetching(A)
-        assert self.questions() == [SeekPrefix(key=A.key, hashes=names.hashes())]
-
-    def questions(self) -> list[PoolQuestion]:
-        return self.pool.take_questions(0)
+        assert self.nodes.sought().hashes == tuple(names.hashes())
 
     def found(self, host: int, disk: int = 0) -> list[Restored]:
-        event = PrefixFound(key=A.key, host_blocks=host, disk_blocks=disk)
-        ended = self.lookup.on_pool_answer(event, 1.0)
-        self.lookup.fetches.validate()
-        return ended
+        return self.nodes.found(host, disk)
 
-    def wanted(self, host: int, disk: int = 0) -> WantPrefix:
+    def wanted(self, host: int, disk: int = 0) -> FetchWanted:
         assert self.found(host, disk) == []
-        (want,) = self.questions()
-        assert isinstance(want, WantPrefix)
-        return want
+        node, wanted = self.nodes.wanted()
+        assert node == OWN_NODE
+        return wanted
 
     def fetched(self, blocks: int) -> list[Restored]:
-        return self.lookup.on_pool_answer(PrefixFetched(key=A.key, blocks=blocks), 2.0)
+        return self.nodes.fetched(blocks)
 
 
 def test_what_is_there_is_fetched_and_named() -> None:
     scene = Scene(None)
     scene.open()
     want = scene.wanted(2, 1)
-    assert want.hashes == scene.names.full(12).hashes()
-    assert [place[0] for place in want.targets] == list(scene.tables.tables(A)[0][:3])
+    assert want.hashes == tuple(scene.names.full(12).hashes())
+    assert scene.nodes.granted(3) == []
+    targets = scene.nodes.copies().targets
+    assert [place[0] for place in targets] == list(scene.tables.tables(A)[0][:3])
     assert scene.lookup.is_fetching(A)
-    assert scene.fetched(3) == [Restored(holder=A, tokens=12, origin=PrefixOrigin.DISK)]
+    restored = Restored(holder=A, tokens=12, origin=PrefixOrigin.DISK)
+    assert scene.nodes.copied(3) == [restored]
     assert not scene.lookup.is_fetching(A)
-    assert scene.fetched(3) == [], "it ends once"
+    assert scene.found(3) == scene.nodes.granted(3) == [], "it ends once"
     assert (scene.pool.own.host_tokens, scene.pool.own.disk_tokens) == (8, 4)
     assert scene.tables.try_open(B, 20, hashes=scene.names.full(19).hashes(), now_s=2) == 12
     scene.tables.validate()
@@ -98,7 +92,9 @@ def test_what_the_worker_has_is_not_fetched() -> None:
     scene.tables.fill(B, scene.names.full(8).hashes())
     scene.open(found=8)
     want = scene.wanted(4)
-    assert (want.skip, len(want.targets)) == (2, 2)
+    assert (want.skip, len(want.hashes)) == (2, 4)
+    scene.nodes.granted(2)
+    assert scene.nodes.copies().targets == tuple((b,) for b in scene.tables.tables(A)[0][2:4])
 
 
 def test_nothing_more_there_ends_at_once() -> None:
@@ -107,7 +103,7 @@ def test_nothing_more_there_ends_at_once() -> None:
     assert scene.found(0) == [Restored.found_here(A, 0)]
 
 
-def test_a_lost_node_leaves_what_was_fetched() -> None:
+def test_a_fetch_that_ends_early_leaves_what_was_fetched() -> None:
     scene = Scene(None)
     scene.open()
     scene.wanted(4)
@@ -118,16 +114,18 @@ def test_a_lost_node_leaves_what_was_fetched() -> None:
 def test_a_dropped_request_fetches_no_more_and_still_ends() -> None:
     scene = Scene(None)
     scene.open()
-    assert scene.lookup.leave(A)
-    assert scene.found(4) == [Restored.found_here(A, 0)]
-    assert not scene.lookup.leave(A)
+    assert not scene.lookup.leave(A), "nothing is written into its blocks"
+    assert not scene.lookup.is_fetching(A)
+    assert scene.found(4) == scene.nodes.orders() == []
 
 
 def test_a_window_has_room_for_all_that_is_fetched() -> None:
     scene = Scene(None, 5)
     scene.open()
-    assert all(NO_BLOCK not in place for place in scene.wanted(4).targets)
-    assert scene.fetched(4) != []
+    scene.wanted(4)
+    scene.nodes.granted(4)
+    assert all(NO_BLOCK not in place for place in scene.nodes.copies().targets)
+    assert scene.nodes.copied(4) != []
     scene.tables.trim(A, 16)
     assert scene.tables.device.counts(1)[BlockState.ACTIVE] == 1
     scene.tables.validate()
@@ -171,6 +169,38 @@ def test_an_offer_keeps_its_blocks_until_it_is_settled() -> None:
     tables.validate()
     assert tables.try_grow(B, 16, now_s=0)
     tables.validate()
+
+
+def _named(behind: WriteBehind, holder: Holder, tokens: int) -> None:
+    names = _names(behind.tables, list(range(tokens)))
+    assert behind.tables.try_grow(holder, tokens, now_s=0)
+    behind.tables.fill(holder, names.full(tokens).hashes())
+
+
+def test_while_a_step_runs_a_few_blocks_wait_for_more() -> None:
+    tables = _tables(None, blocks=64)
+    tables.device.reports = True
+    behind = WriteBehind(tables)
+    _named(behind, A, 4)
+    assert behind.offer(1.0, is_busy=True) is None
+    _named(behind, A, 8)
+    assert behind.offer(1.0 + OFFER_AFTER_S / 2, is_busy=True) is None
+    late = behind.offer(1.0 + OFFER_AFTER_S, is_busy=True)
+    assert late is not None and len(late.blocks) == 2
+    _named(behind, A, 12)
+    assert behind.offer(9.0, is_busy=True) is None, "a new one waits from now on"
+    assert behind.offer(9.0) is not None
+    _named(behind, A, 12 + 4 * OFFER_BLOCKS)
+    many = behind.offer(9.0, is_busy=True)
+    assert many is not None and len(many.blocks) == OFFER_BLOCKS
+
+
+def test_blocks_that_someone_waits_for_are_offered_at_once() -> None:
+    tables = _tables(None, blocks=4)
+    tables.device.reports = True
+    behind = WriteBehind(tables, at_once=True)
+    _named(behind, A, 4)
+    assert behind.offer(1.0, is_busy=True) is not None
 
 
 def test_what_a_window_has_passed_is_not_offered() -> None:

@@ -14,8 +14,8 @@ COUNTED_BY = (3, 11)
 """Other versions of Python make other calls, for example none for what they inline."""
 SLACK = 1.02
 BUDGET: dict[Callable[[], Calls], Counts] = {
-    plain_request: Counts(files=80, calls=2281, across=1291),
-    hard_request: Counts(files=80, calls=8338, across=4421),
+    plain_request: Counts(files=80, calls=2284, across=1291),
+    hard_request: Counts(files=80, calls=8344, across=4421),
 }
 CALLS_PER_TOKEN = 131.0
 

@@ -13,10 +13,9 @@ from engine.core.step_times import StepTimes
 from kvpool.core.blocks.leases import LeaseTable
 from kvpool.core.blocks.news import RunNews
 from kvpool.core.blocks.tables import BlockTables
-from kvpool.core.fetch.client import PoolClient
 from kvpool.core.fetch.cost import RestoreCost
 from kvpool.core.fetch.peer_pull import PeerSource, PullGrants
-from kvpool.core.fetch.pool_nodes import PoolNodes
+from kvpool.core.fetch.pool_stores import PoolStores
 from kvpool.core.fetch.prefix_lookup import PoolUse, PrefixLookup
 from kvpool.core.layout.block_names import BlockNames
 from kvpool.core.layout.layout import KvLayout
@@ -38,20 +37,20 @@ def build_worker_core(
     *,
     max_model_len: int,
     cost: RestoreCost | None = None,
-    pool_client: PoolClient | None = None,
+    pool_stores: PoolStores | None = None,
     offer: CodecOffer = NO_CODEC,
     ranks: int = 1,
     most_steps: int = 1,
     launches_ahead: bool = False,
 ) -> WorkerCore:
     """`regions` names each staging slab's memory, as peers are told. `cost` says what is worth
-    fetching; None: as it is measured. `pool_client` None: with the usual limits. `ranks` share the
+    fetching; None: as it is measured. `pool_stores` None: with the usual limits. `ranks` share the
     heads of each block."""
     tables = BlockTables(
         layout, blocks, names=names, caching=settings.prefix_caching, policy=settings.eviction
     )
     cost = RestoreCost(layout.block_size) if cost is None else cost
-    lookup = _lookup(settings, tables, staging, cost)
+    lookup = _lookup(settings, tables, staging, cost, pool_stores)
     pace = StepPace(times)
     reservations = Reservations(
         tables=tables,
@@ -68,16 +67,20 @@ def build_worker_core(
         DecodeScheduler(reservations=reservations, batch=_batch(settings, lookup, pace)),
         pace,
         max_model_len=max_model_len,
-        nodes=None if settings.pool_address is None else PoolNodes(pool_client),
         most_steps=most_steps,
         launches_ahead=launches_ahead,
     )
 
 
 def _lookup(
-    settings: WorkerSettings, tables: BlockTables, staging: Staging, cost: RestoreCost
+    settings: WorkerSettings,
+    tables: BlockTables,
+    staging: Staging,
+    cost: RestoreCost,
+    stores: PoolStores | None,
 ) -> PrefixLookup:
     """Without prefix caching nothing is shared with other workers."""
+    at_once = settings.handoff == HandoffMode.POOL
     has_pool, caching = settings.pool_address is not None, settings.prefix_caching
     if has_pool:
         tables.device.reports = True
@@ -88,7 +91,7 @@ def _lookup(
     return PrefixLookup(
         tables=tables,
         cost=cost,
-        pool=PoolUse(tables, cost) if has_pool else None,
+        pool=PoolUse(tables, cost, stores, offers_at_once=at_once) if has_pool else None,
         peers=PeerSource(tables=tables, cost=cost, read_bytes=read_bytes) if caching else None,
         grants=PullGrants(tables=tables, leases=leases) if caching else None,
     )

@@ -28,7 +28,6 @@ from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.fetch.client_events import NodeEvent
 from kvpool.core.fetch.fetches import Restored
 from kvpool.core.fetch.peer_pull import PullEvent
-from kvpool.core.fetch.pool_nodes import PoolNodes
 from kvpool.core.fetch.prefix_lookup import PrefixLookup
 from kvpool.core.transfer.commands import (
     FromPeer,
@@ -81,19 +80,17 @@ class WorkerCore:
         pace: StepPace,
         *,
         max_model_len: int,
-        nodes: PoolNodes | None = None,
         most_steps: int = 1,
         launches_ahead: bool = False,
     ) -> None:
-        """`most_steps` and `launches_ahead` are those of StepTurns, `nodes` that of
-        PrefixExchange."""
+        """`most_steps` and `launches_ahead` are those of StepTurns."""
         self.lookup = lookup
         self.prefill = prefill
         self.decode = decode
         self.pace = pace
         self.draining = False
         self.reports = BlockReports(lookup.tables.device)
-        self.prefixes = PrefixExchange(lookup, nodes)
+        self.prefixes = PrefixExchange(lookup)
         self._steps = StepTurns(
             decode, prefill, pace, most_steps=most_steps, launches_ahead=launches_ahead
         )
@@ -162,7 +159,7 @@ class WorkerCore:
             commands += self.decode.settle_reservations(now_s)  # offers and pulls free blocks too
         if steps.stepping is None:
             commands += steps.start(now_s)
-        if prefixes.nodes is not None:
+        if prefixes.pool is not None:
             commands += self._ask_pools(now_s)
         if steps.launches_ahead:
             commands += steps.start_overlapped(now_s)
@@ -175,7 +172,8 @@ class WorkerCore:
     def _ask_pools(self, now_s: float) -> list[Command]:
         """An answer at once may give the device a step."""
         commands: list[Command] = []
-        while outcomes := self.prefixes.ask_pools(now_s):
+        is_busy = self._steps.stepping is not None
+        while outcomes := self.prefixes.ask_pools(now_s, is_busy=is_busy):
             commands += self._restored(outcomes, now_s)
             if self._steps.stepping is None:
                 commands += self._steps.start(now_s)

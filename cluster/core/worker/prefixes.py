@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-from kvpool.core.fetch.client_events import (
-    ClientCommand,
-    NodeEvent,
-    NodeOrder,
-    OfferConfirmed,
-    OfferSettled,
-    PoolAnswer,
-)
+from kvpool.core.fetch.client_events import NodeEvent, NodeOrder, OfferConfirmed
 from kvpool.core.fetch.fetches import Restored
 from kvpool.core.fetch.peer_pull import PullEvent, PullGrants
-from kvpool.core.fetch.pool_nodes import PoolNodes
 from kvpool.core.fetch.prefix_lookup import PrefixLookup
 from kvpool.core.transfer.commands import FromPeer, PeerLost, SendPeer
 from kvpool.core.transfer.pull import PullBlocks, PullRead, PullWanted
@@ -24,50 +14,30 @@ PrefixOutcome = Restored | OfferConfirmed
 
 
 class PrefixExchange:
-    """`nodes` None: no pool is used. `outbox` holds commands to be executed, in order."""
+    """`pool` None: none is used. `outbox` holds commands to be executed, in order."""
 
-    def __init__(self, lookup: PrefixLookup, nodes: PoolNodes | None) -> None:
+    def __init__(self, lookup: PrefixLookup) -> None:
         self._lookup = lookup
-        self.nodes = nodes
+        self.pool = lookup.pool
         self.peers = lookup.peers
         self.outbox: list[NodeOrder | SendPeer] = []
 
     # --- pools ----------------------------------------------------------------------------------
 
-    def ask_pools(self, now_s: float) -> list[PrefixOutcome]:
-        """Questions of the worker's sequences, and what it has named since the last call."""
-        assert self.nodes is not None and self._lookup.pool is not None
-        outcomes: list[PrefixOutcome] = []
-        while questions := self._lookup.pool.take_questions(now_s):
-            for question in questions:
-                outcomes += self._answered(self.nodes.ask(question, now_s), now_s)
-        return outcomes
+    def ask_pools(self, now_s: float, *, is_busy: bool) -> list[OfferConfirmed]:
+        """Questions of the worker's sequences, and what it has named. `is_busy`: a step runs."""
+        assert self.pool is not None
+        self.pool.offer(now_s, is_busy=is_busy)
+        return self._take_orders() if self.pool.nodes.outbox else []
 
     def on_node(self, event: NodeEvent, now_s: float) -> list[PrefixOutcome]:
-        assert self.nodes is not None
-        return self._answered(self.nodes.handle(event, now_s), now_s)
+        return [*self._lookup.on_node(event, now_s), *self._take_orders()]
 
-    def _answered(self, commands: Iterable[ClientCommand], now_s: float) -> list[PrefixOutcome]:
-        """Orders wait in the outbox."""
-        outcomes: list[PrefixOutcome] = []
-        for command in commands:
-            if isinstance(command, PoolAnswer):
-                outcomes += self._answer(command, now_s)
-            else:
-                self.outbox.append(command)
-        return outcomes
-
-    def _answer(self, answer: PoolAnswer, now_s: float) -> Sequence[PrefixOutcome]:
-        assert self._lookup.pool is not None
-        match answer:
-            case OfferSettled(offer=offer):
-                self._lookup.pool.write_behind.settled(offer)
-                return []
-            case OfferConfirmed(offer=offer):
-                self._lookup.pool.write_behind.confirmed(offer)
-                return [answer]
-            case _:
-                return self._lookup.on_pool_answer(answer, now_s)
+    def _take_orders(self) -> list[OfferConfirmed]:
+        assert self.pool is not None
+        orders, confirmed = self.pool.take_commands()
+        self.outbox += orders
+        return confirmed
 
     # --- peers ----------------------------------------------------------------------------------
 
@@ -83,8 +53,8 @@ class PrefixExchange:
         if self._lookup.grants is not None:
             self._lookup.grants.expire(now_s)
         outcomes: list[PrefixOutcome] = [*self._lookup.expire(now_s)]
-        if self.nodes is not None:
-            outcomes += self._answered(self.nodes.tick(now_s), now_s)
+        if self.pool is not None:
+            outcomes += self._take_orders()
         return outcomes
 
     def take_commands(self) -> list[NodeOrder | SendPeer | PullBlocks]:
@@ -93,9 +63,7 @@ class PrefixExchange:
         return [*commands, *(() if self.peers is None else self.peers.take_outbox())]
 
     def validate(self) -> None:
-        self._lookup.fetches.validate()
-        if self.nodes is not None:
-            self.nodes.validate()
+        self._lookup.validate()
 
 
 def _granted(grants: PullGrants, event: PullEvent, now_s: float) -> list[SendPeer]:

@@ -1,6 +1,6 @@
 """The pool thread of a worker: carries blocks to pool nodes and back, fetches first.
 
-It reads and writes only blocks that the client holds for it, in parallel with the device thread.
+It reads and writes only blocks that an offer or a fetch holds, in parallel with the device thread.
 """
 
 from __future__ import annotations

@@ -218,6 +218,11 @@ class DeviceBlocks:
         """Of the blocks that `take_named` will report."""
         return frozenset(chain.from_iterable(map(hashes_of, self._named)))
 
+    @property
+    def named_blocks(self) -> int:
+        """How many `take_named` would report, and a few that are gone."""
+        return sum([named.end - named.start for named in self._named])
+
     def take_named(self) -> list[NamedBlocks]:
         """What was named since the last call and is still cached."""
         found, self._named = self._named, []

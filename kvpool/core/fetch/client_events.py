@@ -1,4 +1,4 @@
-"""Events and commands of a worker's pool clients, as values. Pure.
+"""Events and commands of a worker that is a client of pool nodes, as values. Pure.
 
 What comes from a node, or is to be done with it, names the node.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpool.core.blocks.device_blocks import Place
-from kvpool.core.layout.hashes import BlockHash, BlockHashes
+from kvpool.core.layout.hashes import BlockHash
 from kvpool.core.node.messages import FromPool, PoolWelcome, ToPool
 from kvpool.core.node.tier_blocks import PoolPlace
-from kvrelay.types import Incarnation, RequestKey
+from kvrelay.types import Incarnation
 
 OWN_NODE = Incarnation("")
 """The node of this host, in whichever life."""
@@ -41,7 +41,7 @@ class FromNode:
     node: Incarnation = OWN_NODE
 
 
-# --- from the schedulers ------------------------------------------------------------------------
+# --- to be stored -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,39 +63,7 @@ class OfferBlocks:
     blocks: tuple[OfferedBlock, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeekPrefix:
-    """Asks how much of the chain the node has. The answer is PrefixFound."""
-
-    key: RequestKey
-    hashes: BlockHashes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WantPrefix:
-    """Fill `targets`, blocks of this worker, with blocks `skip, skip + 1, ...` of the chain.
-
-    The answer is PrefixFetched; until then the targets belong to the fetch. A `node` of another
-    host listens at one of `addresses`.
-    """
-
-    key: RequestKey
-    hashes: BlockHashes
-    targets: tuple[Place, ...]
-    skip: int = 0
-    node: Incarnation = OWN_NODE
-    addresses: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DropPrefix:
-    """The request is over; PrefixFetched comes as soon as no target is being written."""
-
-    key: RequestKey
-    node: Incarnation = OWN_NODE
-
-
-# --- from the mover --------------------------------------------------------------------------
+# --- from the mover -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,15 +94,8 @@ class BlocksFetched:
     node: Incarnation = OWN_NODE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientTick:
-    """Time has passed; comes several times a second."""
-
-
-PoolQuestion = OfferBlocks | SeekPrefix | WantPrefix | DropPrefix
 NodeEvent = PoolJoined | PoolLost | FromNode | BlocksStored | BlocksFetched
 """What a worker hears of its nodes."""
-ClientEvent = PoolQuestion | NodeEvent | ClientTick
 
 # --- commands -----------------------------------------------------------------------------------
 
@@ -197,24 +158,7 @@ class OfferConfirmed:
     offer: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixFound:
-    """`host_blocks` in the node's memory, `disk_blocks` after them on its disk."""
-
-    key: RequestKey
-    host_blocks: int
-    disk_blocks: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixFetched:
-    """The first `blocks` targets are filled; the content of the others is undefined."""
-
-    key: RequestKey
-    blocks: int
-
-
-PoolAnswer = OfferSettled | OfferConfirmed | PrefixFound | PrefixFetched
+PoolAnswer = OfferSettled | OfferConfirmed
 NodeOrder = ConnectNode | CloseNode | SendPool | StoreBlocks | FetchBlocks
 """What a worker does with its nodes."""
 ClientCommand = NodeOrder | PoolAnswer

@@ -1,13 +1,14 @@
 """Prefixes that a worker fetches from elsewhere: one state machine for all sources. Pure.
 
-    begin --> SOUGHT --> ASKED --> COPYING --> CHECKING --> DONE
-                 |         ^|         `---------- next page --'
-                 |         |`-- a pool node's client copies and checks by itself --> DONE
-                 `---------+--------------------------------------------------> GONE
+    begin --> SOUGHT --> ASKED --> COPYING -------------> DONE
+                 |         |         | ^ `--> CHECKING ----^
+                 |         |         | `--------' |
+                 `---------+---------+------------+-----> GONE
 
 SOUGHT: this host's pool was asked which blocks it has; then the source is chosen. ASKED: the source
-was asked for blocks. COPYING: blocks of this worker are being written. CHECKING: a page is copied,
-and the source is asked whether it held the page until then.
+was asked for blocks, or will be when there is a link to it. COPYING: blocks of this worker are
+being written. CHECKING: a page is copied, and the peer is asked whether it held the page until
+then. A pool node is not asked: its grants have checksums and a lease.
 
 A fetch owns its holder's blocks until it ends. It ends once: in one Restored, with the KV that is
 there then, or in a `drop` that returns False. It always waits for a running copy.
@@ -16,13 +17,14 @@ there then, or in a `drop` that returns False. It always waits for a running cop
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
 from kvpool.core.blocks.holding import Holder
 from kvpool.core.blocks.tables import BlockTables
-from kvpool.core.fetch.client_events import PrefixFetched, PrefixFound
+from kvpool.core.fetch.client_events import OWN_NODE
 from kvpool.core.fetch.cost import Rate, RestoreCost
 from kvpool.core.layout.hashes import BlockHashes
 from kvpool.core.transfer.pull import PullBlocks
@@ -57,8 +59,8 @@ class FetchState(Enum):
 
 _NEXT = {
     FetchState.SOUGHT: {FetchState.ASKED, FetchState.GONE},
-    FetchState.ASKED: {FetchState.COPYING, FetchState.DONE, FetchState.GONE},
-    FetchState.COPYING: {FetchState.CHECKING, FetchState.GONE},
+    FetchState.ASKED: {FetchState.COPYING, FetchState.GONE},
+    FetchState.COPYING: {FetchState.CHECKING, FetchState.DONE, FetchState.GONE},
     FetchState.CHECKING: {FetchState.COPYING, FetchState.DONE, FetchState.GONE},
 }
 
@@ -67,8 +69,9 @@ _NEXT = {
 class Fetch:
     """Of the chain `hashes` the first `here` blocks are on this worker; `end` is the end of those
     that are fetched, and `host` of them are in the memory of this host's pool. `hint` is what a
-    router says of another source. `copies` are what is still to be copied of a page, which ends at
-    `page_end`. `began_s`: when its source began to work."""
+    router says of another source. `peer` is the pool node or worker that is asked. `copies` are
+    what is still to be copied of a page, which ends at `page_end`. `began_s`: when its source began
+    to work. `dropped`: what is being copied is of no use."""
 
     number: int
     holder: Holder
@@ -78,6 +81,7 @@ class Fetch:
     since_s: float
     state: FetchState = FetchState.SOUGHT
     source: FetchSource | None = None
+    peer: Incarnation = OWN_NODE
     end: int = 0
     host: int = 0
     page_end: int = 0
@@ -104,10 +108,8 @@ class FetchSource(Protocol):
     whole_blocks: bool
 
     def ask(self, fetch: Fetch, now_s: float) -> bool:
-        """For the blocks `[here, end)`. False: this worker has no blocks left for them."""
-
-    def drop(self, fetch: Fetch) -> bool:
-        """The request is over. True: the source ends the fetch; its blocks may be written."""
+        """For the blocks `[here, end)`. False: `peer` can't be asked now, or this worker has no
+        blocks left for them."""
 
     def fetched(self, fetch: Fetch, blocks: int, now_s: float) -> PrefixOrigin:
         """Counts them, and notes the time they took."""
@@ -125,9 +127,10 @@ class HintedSource(FetchSource, Protocol):
 class SoughtSource(FetchSource, Protocol):
     """One that is asked first which blocks it has."""
 
-    def seek(self, fetch: Fetch) -> None: ...
+    def seek(self, fetch: Fetch) -> bool:
+        """False: it can't be asked now."""
 
-    def choose(self, fetch: Fetch, host_blocks: int, disk_blocks: int) -> int:
+    def choose(self, host_blocks: int, disk_blocks: int) -> int:
         """How many of these to fetch."""
 
 
@@ -148,6 +151,9 @@ class PrefixFetches:
         fetch = self._by_key.get(holder.key)
         return fetch is not None and fetch.holder == holder
 
+    def __iter__(self) -> Iterator[Fetch]:
+        return iter(self._open.values())
+
     def begin(
         self,
         holder: Holder,
@@ -163,28 +169,30 @@ class PrefixFetches:
         fetch = Fetch(
             number=self._numbers, holder=holder, hashes=hashes, here=here, hint=hint, since_s=now_s
         )
-        if self.own_pool is not None:
-            self.own_pool.seek(fetch)
+        if self.own_pool is not None and self.own_pool.seek(fetch):
+            fetch.source = self.own_pool
         elif not self._try_hint(fetch, 0, 0, now_s):
             return False
         self._open[fetch.number] = self._by_key[holder.key] = fetch
         return True
 
-    def found(self, event: PrefixFound, now_s: float) -> Restored | None:
-        """This host's pool has answered; the source is chosen."""
-        fetch = self._by_key.get(event.key)
+    def found(
+        self, number: int, host_blocks: int, disk_blocks: int, now_s: float
+    ) -> list[Restored]:
+        """This host's pool has these blocks of the chain; the source is chosen."""
+        fetch = self._open.get(number)
         if fetch is None or fetch.state is not FetchState.SOUGHT:
-            return None
+            return []
         assert self.own_pool is not None
-        host = max(0, event.host_blocks - fetch.here)
-        disk = max(0, event.host_blocks + event.disk_blocks - fetch.here) - host
-        if not fetch.dropped and self._try_hint(fetch, host, disk, now_s):
-            return None
-        more = self.own_pool.choose(fetch, host, disk)
+        host = max(0, host_blocks - fetch.here)
+        disk = max(0, host_blocks + disk_blocks - fetch.here) - host
+        if self._try_hint(fetch, host, disk, now_s):
+            return []
+        more = self.own_pool.choose(host, disk)
         fetch.host = min(host, more)
-        if more and self._try_ask(fetch, self.own_pool, fetch.here + more, now_s):
-            return None
-        return self.end(fetch, 0, now_s)
+        if more and self._try_ask(fetch, self.own_pool, OWN_NODE, fetch.here + more, now_s):
+            return []
+        return [self.end(fetch, 0, now_s)]
 
     def _try_hint(self, fetch: Fetch, host: int, disk: int, now_s: float) -> bool:
         """True if the rest is fetched from the named source: because it has more than this host's
@@ -200,12 +208,14 @@ class PrefixFetches:
         way = source.way(hint)
         is_best = self.cost.prefers(way, more, host, disk)
         if is_best or self.cost.tries_again(way, more):
-            return self._try_ask(fetch, source, end, now_s)
+            return self._try_ask(fetch, source, hint.peer, end, now_s)
         source.declined(more)
         return False
 
-    def _try_ask(self, fetch: Fetch, source: FetchSource, end: int, now_s: float) -> bool:
-        fetch.end = end
+    def _try_ask(
+        self, fetch: Fetch, source: FetchSource, peer: Incarnation, end: int, now_s: float
+    ) -> bool:
+        fetch.peer, fetch.end = peer, end
         if not source.ask(fetch, now_s):
             return False
         fetch.source, fetch.began_s = source, now_s
@@ -217,16 +227,11 @@ class PrefixFetches:
         fetch = self._by_key.get(holder.key)
         if fetch is None or fetch.holder != holder:
             return False
-        fetch.dropped = True
-        if fetch.source is None or fetch.source.drop(fetch):
+        if fetch.state is FetchState.COPYING:
+            fetch.dropped = True
             return True
         self._leave(fetch, FetchState.GONE, fetch.since_s)
         return False
-
-    def fetched(self, event: PrefixFetched, now_s: float) -> Restored | None:
-        """A pool node's client has copied and checked the blocks."""
-        fetch = self._by_key.get(event.key)
-        return None if fetch is None else self.end(fetch, event.blocks, now_s)
 
     def end(self, fetch: Fetch, blocks: int, now_s: float) -> Restored:
         """With `blocks` behind those that were here."""
@@ -253,22 +258,34 @@ class PrefixFetches:
     def get(self, number: int) -> Fetch:
         return self._open[number]
 
-    def find(self, number: int, source: FetchSource, peer: Incarnation) -> Fetch | None:
+    def find(self, number: int, peer: Incarnation) -> Fetch | None:
         """The open fetch of this number, if it is from this peer."""
         fetch = self._open.get(number)
-        return fetch if fetch is not None and _is_from(fetch, source, peer) else None
+        return fetch if fetch is not None and fetch.peer == peer else None
 
-    def lost(self, source: FetchSource, peer: Incarnation, now_s: float) -> list[Restored]:
+    def all_from(self, peer: Incarnation) -> list[Fetch]:
+        return [fetch for fetch in self if fetch.peer == peer]
+
+    def lost(self, peer: Incarnation, now_s: float) -> list[Restored]:
         """Running copies continue to their end; all other fetches from this peer end now."""
-        fetches = [fetch for fetch in self._open.values() if _is_from(fetch, source, peer)]
+        fetches = self.all_from(peer)
         for fetch in fetches:
             fetch.dropped |= fetch.state is FetchState.COPYING
-        return [self.end(fetch, 0, now_s) for fetch in fetches if not fetch.dropped]
+        return self._give_up([fetch for fetch in fetches if not fetch.dropped], now_s)
 
     def expire(self, now_s: float) -> list[Restored]:
         """Stops waiting for sources that take too long to answer."""
         late = [fetch for fetch in self._open.values() if fetch.is_late(now_s)]
-        return [self.end(fetch, 0, now_s) for fetch in late]
+        return self._give_up(late, now_s) if late else []
+
+    def _give_up(self, fetches: list[Fetch], now_s: float) -> list[Restored]:
+        ended: list[Restored] = []
+        for fetch in fetches:
+            if fetch.state is FetchState.SOUGHT:
+                ended += self.found(fetch.number, 0, 0, now_s)
+            else:
+                ended.append(self.end(fetch, 0, now_s))
+        return ended
 
     def validate(self) -> None:
         """A sequence that waits for a prefix holds its blocks."""
@@ -277,8 +294,5 @@ class PrefixFetches:
             assert fetch.number == number and self._by_key[fetch.holder.key] is fetch
             assert fetch.holder in self.tables
             assert fetch.state in _NEXT, "it has ended"
-            assert (fetch.source is None) == (fetch.state is FetchState.SOUGHT)
-
-
-def _is_from(fetch: Fetch, source: FetchSource, peer: Incarnation) -> bool:
-    return fetch.source is source and fetch.hint is not None and fetch.hint.peer == peer
+            assert fetch.source is not None
+            assert not fetch.dropped or fetch.state is FetchState.COPYING

@@ -78,15 +78,10 @@ class PeerSource:
                 skip=fetch.here,
                 more=end < fetch.end,
             )
-            peer = fetch.hint.peer
-            self.outbox.append(SendPeer(peer=peer, addresses=addresses, message=wanted))
+            self.outbox.append(SendPeer(peer=fetch.peer, addresses=addresses, message=wanted))
             addresses = ()
         fetch.page_end = fetch.here
         return True
-
-    def drop(self, fetch: Fetch) -> bool:
-        """A grant that comes later is given back."""
-        return fetch.state is FetchState.COPYING
 
     def fetched(self, fetch: Fetch, blocks: int, now_s: float) -> PrefixOrigin:
         self.cost.pulled(blocks, now_s - fetch.began_s)
@@ -108,7 +103,7 @@ class PeerSource:
                 return self._copied(event, fetches, now_s)
             case PeerLost(peer=peer):
                 self._facts.pop(peer, None)
-                return fetches.lost(self, peer, now_s)
+                return fetches.lost(peer, now_s)
             case FromPeer():
                 pass
         return []
@@ -116,7 +111,7 @@ class PeerSource:
     def _granted(
         self, peer: Incarnation, granted: PullGranted, fetches: PrefixFetches, now_s: float
     ) -> list[Restored]:
-        fetch = fetches.find(granted.pull, self, peer)
+        fetch = fetches.find(granted.pull, peer)
         if fetch is None or fetch.state is FetchState.COPYING:
             self._tell_read(peer, granted.pull, over=True)  # too late
             return []
@@ -176,8 +171,7 @@ class PeerSource:
     def _copied(self, done: BlocksPulled, fetches: PrefixFetches, now_s: float) -> list[Restored]:
         fetch = fetches.get(done.pull)
         if fetch.dropped or done.error is not None:
-            assert fetch.hint is not None
-            self._tell_read(fetch.hint.peer, done.pull, over=True)
+            self._tell_read(fetch.peer, done.pull, over=True)
             return [fetches.end(fetch, 0, now_s)]
         return self._copy_on(fetch, now_s)
 
@@ -186,15 +180,14 @@ class PeerSource:
         if fetch.copies:
             self.outbox.append(fetch.copies.popleft())
             return []
-        assert fetch.hint is not None
-        self._tell_read(fetch.hint.peer, fetch.number, over=fetch.page_end == fetch.end)
+        self._tell_read(fetch.peer, fetch.number, over=fetch.page_end == fetch.end)
         fetch.enter(FetchState.CHECKING, now_s)
         return []
 
     def _settled(
         self, peer: Incarnation, settled: PullSettled, fetches: PrefixFetches, now_s: float
     ) -> list[Restored]:
-        fetch = fetches.find(settled.pull, self, peer)
+        fetch = fetches.find(settled.pull, peer)
         if fetch is None or fetch.state is not FetchState.CHECKING:
             return []
         is_whole = settled.held and fetch.page_end == fetch.end

@@ -1,139 +1,201 @@
 """The pool nodes that a worker uses: that of its host, and those of other hosts that routers name.
 Pure.
 
-A node of another host is linked to when it is first asked. Questions wait for the link, within
-limits. A node that is lost, refuses or can't be reached is left alone for a while. Every question
-is answered once.
+A node of another host is linked to when it is first asked. Fetches wait for the link, within
+limits. A node that is lost, refuses or can't be reached is left alone for a while.
 
-A router may not know yet that this worker is on a node's host, and name that node too. It is asked
-over the link that there is.
+A fetched block is used if it has its checksum, and the node held it until it was copied. After the
+end of the lease its place may have had other content while it was read.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 
-from kvpool.core.fetch.client import PoolClient
+from kvpool.core.blocks.holding import places
 from kvpool.core.fetch.client_events import (
     OWN_NODE,
+    BlocksFetched,
+    BlocksStored,
     ClientCommand,
-    ClientTick,
     CloseNode,
     ConnectNode,
-    DropPrefix,
+    FetchBlocks,
+    FromNode,
     NodeEvent,
     PoolJoined,
     PoolLost,
-    PoolQuestion,
-    PrefixFetched,
-    WantPrefix,
+    SendPool,
 )
+from kvpool.core.fetch.fetches import Fetch, FetchState, PrefixFetches, Restored
+from kvpool.core.fetch.pool_stores import PoolStores
+from kvpool.core.node.messages import (
+    FetchDone,
+    Fetched,
+    FetchWanted,
+    FromPool,
+    LookedUp,
+    LookupWanted,
+    PoolWelcome,
+    StoreConfirmed,
+    StoreGranted,
+    ToPool,
+)
+from kvrelay.messages import PrefixSource
 from kvrelay.types import Incarnation
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 5.0
 LEFT_ALONE_S = 30.0
 
 
-@dataclass(slots=True)
-class _Remote:
-    """`waiting`: questions asked before the link was up, with the time at which each is given
-    up."""
-
-    client: PoolClient
-    waiting: dict[WantPrefix, float] = field(default_factory=dict)
-    is_lost: bool = False
-
-
 class PoolNodes:
-    def __init__(self, own: PoolClient | None = None) -> None:
-        """`own` is the client of this host's node; None: one with the usual limits."""
-        self.own = PoolClient() if own is None else own
+    """`stores` are those in the node of this host; None: with the usual limits. Commands go to
+    `outbox`."""
+
+    def __init__(self, stores: PoolStores | None = None) -> None:
+        self.stores = PoolStores() if stores is None else stores
+        self.outbox: list[ClientCommand] = self.stores.outbox
         self._own_node = OWN_NODE
-        self._remotes: dict[Incarnation, _Remote] = {}
+        self._links: dict[Incarnation, PoolWelcome | None] = {}
+        """# node |-> its welcome, None until it has come"""
         self._left_alone: dict[Incarnation, float] = {}
 
-    def ask(self, question: PoolQuestion, now_s: float) -> list[ClientCommand]:
-        match question:
-            case WantPrefix(node=node) if not self._is_own(node):
-                return self._want(question, now_s)
-            case DropPrefix(node=node) if not self._is_own(node):
-                return self._drop(question, now_s)
-            case _:
-                return self.own.handle(question, now_s)
+    # --- questions ------------------------------------------------------------------------------
 
-    def _is_own(self, node: Incarnation) -> bool:
-        return node in (OWN_NODE, self._own_node) and node not in self._remotes
+    def seek(self, fetch: Fetch) -> bool:
+        """Asks the node of this host which blocks it has. False: there is none."""
+        if OWN_NODE not in self._links:
+            return False
+        self._send(OWN_NODE, LookupWanted(request_no=fetch.number, hashes=tuple(fetch.hashes)))
+        return True
 
-    def handle(self, event: NodeEvent, now_s: float) -> list[ClientCommand]:
-        if event.node == OWN_NODE:
-            if isinstance(event, PoolJoined):
-                self._own_node = event.welcome.incarnation
-            return self.own.handle(event, now_s)
-        remote = self._remotes.get(event.node)
-        if remote is None:
+    def try_link(self, source: PrefixSource, now_s: float) -> bool:
+        """Links to a node of another host, unless it has a link or is left alone. False for the
+        node of this host: it has been asked. A router may name it before it knows where this worker
+        is."""
+        node = source.peer
+        if node in self._links:
+            return True
+        if node == self._own_node or self._left_alone.get(node, now_s) > now_s:
+            return False
+        self._links[node] = None
+        self.outbox.append(ConnectNode(node=node, addresses=source.addresses))
+        return True
+
+    def is_linked(self, node: Incarnation) -> bool:
+        """There is a link, or there will be."""
+        return node in self._links
+
+    def want(self, fetch: Fetch) -> None:
+        """Now, or as soon as there is a link."""
+        if self._links.get(fetch.peer) is not None:
+            hashes = tuple(fetch.hashes[: fetch.end])
+            message = FetchWanted(request_no=fetch.number, hashes=hashes, skip=fetch.here)
+            self._send(fetch.peer, message)
+
+    def _send(self, node: Incarnation, message: ToPool) -> None:
+        self.outbox.append(SendPool(node=node, message=message))
+
+    # --- events ---------------------------------------------------------------------------------
+
+    def handle(self, event: NodeEvent, fetches: PrefixFetches, now_s: float) -> list[Restored]:
+        """Ends the fetches that are over with it."""
+        match event:
+            case BlocksFetched():
+                return [self._copied(event, fetches, now_s)]
+            case BlocksStored():
+                self.stores.gathered(event, now_s)
+            case PoolJoined():
+                self._joined(event, fetches, now_s)
+            case PoolLost():
+                return self._lost(event, fetches, now_s)
+            case FromNode(node=node, message=Fetched() as granted):
+                return self._granted(node, granted, fetches, now_s)
+            case FromNode() if event.node == OWN_NODE:
+                return self._own(event.message, fetches, now_s)
+            case FromNode():
+                pass
+        return []
+
+    def _own(self, message: FromPool, fetches: PrefixFetches, now_s: float) -> list[Restored]:
+        match message:
+            case StoreGranted():
+                self.stores.granted(message, now_s)
+            case StoreConfirmed():
+                self.stores.confirmed(message)
+            case LookedUp(request_no=number, host_blocks=host, disk_blocks=disk):
+                return fetches.found(number, host, disk, now_s)
+        return []
+
+    def _joined(self, event: PoolJoined, fetches: PrefixFetches, now_s: float) -> None:
+        node, welcome = event.node, event.welcome
+        if node == OWN_NODE:
+            self._own_node, self.stores.region = welcome.incarnation, welcome.region
+        elif node not in self._links:
+            return  # it was given up
+        self._links[node] = welcome
+        for fetch in fetches.all_from(node):
+            if fetch.state is FetchState.ASKED:
+                fetch.began_s = fetch.since_s = now_s
+                self.want(fetch)
+
+    def _lost(self, event: PoolLost, fetches: PrefixFetches, now_s: float) -> list[Restored]:
+        node = event.node
+        if node == OWN_NODE:
+            self.stores.lost()
+        elif node in self._links:
+            log.warning("pool node %s is not asked for %g s: %s", node, LEFT_ALONE_S, event.reason)
+            self._left_alone[node] = now_s + LEFT_ALONE_S
+            self.outbox.append(CloseNode(node=node))
+        self._links.pop(node, None)
+        return fetches.lost(node, now_s)
+
+    def _granted(
+        self, node: Incarnation, granted: Fetched, fetches: PrefixFetches, now_s: float
+    ) -> list[Restored]:
+        welcome = self._links.get(node)
+        if welcome is None:
             return []
-        commands = remote.client.handle(event, now_s)
-        if isinstance(event, PoolJoined):
-            waiting, remote.waiting = remote.waiting, {}
-            for wanted in waiting:
-                commands += remote.client.handle(wanted, now_s)
-        elif isinstance(event, PoolLost):
-            commands += self._lost(event, remote, now_s)
-        if remote.is_lost and remote.client.idle:
-            del self._remotes[event.node]
-        return commands
-
-    def tick(self, now_s: float) -> list[ClientCommand]:
-        commands = self.own.handle(ClientTick(), now_s)
-        for remote in self._remotes.values():
-            commands += remote.client.handle(ClientTick(), now_s)
-            for wanted in [w for w, until_s in remote.waiting.items() if until_s <= now_s]:
-                del remote.waiting[wanted]
-                commands.append(_nothing(wanted))
-        return commands
-
-    def _want(self, wanted: WantPrefix, now_s: float) -> list[ClientCommand]:
-        node = wanted.node
-        if self._left_alone.get(node, now_s) > now_s:
-            return [_nothing(wanted)]
-        remote = self._remotes.get(node)
-        if remote is not None and (remote.client.connected or remote.is_lost):
-            return remote.client.handle(wanted, now_s)
-        commands: list[ClientCommand] = []
-        if remote is None:
-            remote = self._remotes[node] = _Remote(PoolClient(node))
-            commands.append(ConnectNode(node=node, addresses=wanted.addresses))
-        remote.waiting[wanted] = now_s + PATIENCE_S
-        return commands
-
-    def _drop(self, dropped: DropPrefix, now_s: float) -> list[ClientCommand]:
-        remote = self._remotes.get(dropped.node)
-        if remote is None:
+        number = granted.request_no
+        fetch = fetches.find(number, node)
+        if fetch is None or fetch.state is not FetchState.ASKED:
+            if granted.places:  # too late
+                self._send(node, FetchDone(request_no=number))
             return []
-        for wanted in [wanted for wanted in remote.waiting if wanted.key == dropped.key]:
-            del remote.waiting[wanted]
-            return [_nothing(wanted)]
-        return remote.client.handle(dropped, now_s)
-
-    def _lost(self, event: PoolLost, remote: _Remote, now_s: float) -> list[ClientCommand]:
-        log.warning(
-            "pool node %s is not asked for %g s: %s", event.node, LEFT_ALONE_S, event.reason
+        count = min(len(granted.places), len(granted.checksums), fetch.end - fetch.here)
+        if not count:
+            return [fetches.end(fetch, 0, now_s)]
+        tables = fetches.tables.tables(fetch.holder)
+        command = FetchBlocks(
+            node=node,
+            request_no=number,
+            region=welcome.region,
+            places=granted.places[:count],
+            checksums=granted.checksums[:count],
+            targets=places(tables, range(fetch.here, fetch.here + count)),
         )
-        remote.is_lost = True
-        self._left_alone[event.node] = now_s + LEFT_ALONE_S
-        waiting, remote.waiting = remote.waiting, {}
-        return [CloseNode(node=event.node), *map(_nothing, waiting)]
+        self.outbox.append(command)
+        fetch.enter(FetchState.COPYING, now_s)
+        return []
+
+    def _copied(self, done: BlocksFetched, fetches: PrefixFetches, now_s: float) -> Restored:
+        """The node hears of it if it is still there, and so of a block that is damaged."""
+        fetch, welcome = fetches.get(done.request_no), self._links.get(done.node)
+        is_held = False
+        if welcome is not None and welcome.region == done.region:
+            is_held = now_s - fetch.began_s < welcome.lease_ttl_s
+            end = fetch.here + done.sound_blocks
+            damaged = fetch.hashes[end : end + 1] if done.damaged and is_held else ()
+            self._send(done.node, FetchDone(request_no=fetch.number, damaged=tuple(damaged)))
+        blocks = done.sound_blocks if is_held and not fetch.dropped else 0
+        return fetches.end(fetch, blocks, now_s)
+
+    def take_outbox(self) -> list[ClientCommand]:
+        taken = self.outbox.copy()
+        self.outbox.clear()
+        return taken
 
     def validate(self) -> None:
-        """Questions wait only for a link that does not stand yet."""
-        self.own.validate()
-        for remote in self._remotes.values():
-            remote.client.validate()
-            assert not remote.waiting or not (remote.client.connected or remote.is_lost)
-
-
-def _nothing(wanted: WantPrefix) -> PrefixFetched:
-    return PrefixFetched(key=wanted.key, blocks=0)
+        self.stores.validate()
+        assert self.stores.connected == (OWN_NODE in self._links)

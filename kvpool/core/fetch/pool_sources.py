@@ -1,28 +1,19 @@
 """Fetches prefixes from pool nodes: that of this host, and those of other hosts. Pure.
 
-Questions go to the clients of the nodes, which copy and check the blocks. Fetched blocks are named
-here, and so stored in the pool of this host too. Hot blocks end up in all pools that are asked for
-them.
+Fetched blocks are named here, and so stored in the pool of this host too. Hot blocks end up in all
+pools that are asked for them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
 
-from kvpool.core.blocks.holding import places
 from kvpool.core.blocks.tables import BlockTables
-from kvpool.core.fetch.client_events import (
-    OWN_NODE,
-    DropPrefix,
-    PoolQuestion,
-    SeekPrefix,
-    WantPrefix,
-)
 from kvpool.core.fetch.cost import Rate, RestoreCost
 from kvpool.core.fetch.fetches import Fetch
+from kvpool.core.fetch.pool_nodes import PoolNodes
 from kvrelay.messages import PrefixSource
-from kvrelay.types import Incarnation, PrefixOrigin
+from kvrelay.types import PrefixOrigin
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,34 +23,27 @@ class OwnPoolSource:
 
     tables: BlockTables
     cost: RestoreCost
-    outbox: list[PoolQuestion]
+    nodes: PoolNodes
+    patience_s: float = 5.0
     sought_tokens: int = 0
     host_tokens: int = 0
     disk_tokens: int = 0
     declined_tokens: int = 0
     whole_blocks: bool = True
-    patience_s: float = inf  # the clients of nodes give up
 
-    def seek(self, fetch: Fetch) -> None:
+    def seek(self, fetch: Fetch) -> bool:
         self.sought_tokens += (len(fetch.hashes) - fetch.here) * self.tables.layout.block_size
-        self.outbox.append(SeekPrefix(key=fetch.holder.key, hashes=fetch.hashes))
+        return self.nodes.seek(fetch)
 
-    def choose(self, fetch: Fetch, host_blocks: int, disk_blocks: int) -> int:
+    def choose(self, host_blocks: int, disk_blocks: int) -> int:
         """How many of these to fetch."""
-        chosen = 0 if fetch.dropped else self.cost.fetches(host_blocks, disk_blocks)
+        chosen = self.cost.fetches(host_blocks, disk_blocks)
         declined = host_blocks + disk_blocks - chosen
         self.declined_tokens += declined * self.tables.layout.block_size
         return chosen
 
     def ask(self, fetch: Fetch, now_s: float) -> bool:
-        if not _has_room(self.tables, fetch, now_s):
-            return False
-        self.outbox.append(_wanted(self.tables, fetch, OWN_NODE, ()))
-        return True
-
-    def drop(self, fetch: Fetch) -> bool:
-        self.outbox.append(DropPrefix(key=fetch.holder.key))
-        return True
+        return _try_want(self.nodes, self.tables, fetch, now_s)
 
     def fetched(self, fetch: Fetch, blocks: int, now_s: float) -> PrefixOrigin:
         size, host = self.tables.layout.block_size, min(blocks, fetch.host)
@@ -76,11 +60,11 @@ class RemotePoolSource:
 
     tables: BlockTables
     cost: RestoreCost
-    outbox: list[PoolQuestion]
+    nodes: PoolNodes
+    patience_s: float = 5.0
     tokens: int = 0
     declined_tokens: int = 0
     whole_blocks: bool = True
-    patience_s: float = inf  # the clients of nodes give up
 
     def way(self, hint: PrefixSource) -> Rate:
         return self.cost.remote(hint.peer)
@@ -90,37 +74,18 @@ class RemotePoolSource:
 
     def ask(self, fetch: Fetch, now_s: float) -> bool:
         assert fetch.hint is not None
-        if not _has_room(self.tables, fetch, now_s):
-            return False
-        wanted = _wanted(self.tables, fetch, fetch.hint.peer, fetch.hint.addresses)
-        self.outbox.append(wanted)
-        return True
-
-    def drop(self, fetch: Fetch) -> bool:
-        assert fetch.hint is not None
-        self.outbox.append(DropPrefix(key=fetch.holder.key, node=fetch.hint.peer))
-        return True
+        is_linked = self.nodes.try_link(fetch.hint, now_s)
+        return is_linked and _try_want(self.nodes, self.tables, fetch, now_s)
 
     def fetched(self, fetch: Fetch, blocks: int, now_s: float) -> PrefixOrigin:
-        assert fetch.hint is not None
-        self.cost.fetched(fetch.hint.peer, blocks, now_s - fetch.began_s)
+        self.cost.fetched(fetch.peer, blocks, now_s - fetch.began_s)
         self.tokens += blocks * self.tables.layout.block_size
         return PrefixOrigin.REMOTE
 
 
-def _has_room(tables: BlockTables, fetch: Fetch, now_s: float) -> bool:
+def _try_want(nodes: PoolNodes, tables: BlockTables, fetch: Fetch, now_s: float) -> bool:
     """Groups with a window need all fetched blocks until they are there."""
-    return tables.try_grow(fetch.holder, fetch.end * tables.layout.block_size, now_s=now_s)
-
-
-def _wanted(
-    tables: BlockTables, fetch: Fetch, node: Incarnation, addresses: tuple[str, ...]
-) -> WantPrefix:
-    return WantPrefix(
-        key=fetch.holder.key,
-        hashes=fetch.hashes[: fetch.end],
-        targets=places(tables.tables(fetch.holder), range(fetch.here, fetch.end)),
-        skip=fetch.here,
-        node=node,
-        addresses=addresses,
-    )
+    if not tables.try_grow(fetch.holder, fetch.end * tables.layout.block_size, now_s=now_s):
+        return False
+    nodes.want(fetch)
+    return True

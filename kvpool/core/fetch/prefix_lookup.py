@@ -10,11 +10,18 @@ from dataclasses import dataclass, field
 
 from kvpool.core.blocks.holding import Holder
 from kvpool.core.blocks.tables import BlockTables
-from kvpool.core.fetch.client_events import PoolQuestion, PrefixFetched, PrefixFound
+from kvpool.core.fetch.client_events import (
+    NodeEvent,
+    NodeOrder,
+    OfferConfirmed,
+    OfferSettled,
+)
 from kvpool.core.fetch.cost import RestoreCost
-from kvpool.core.fetch.fetches import PrefixFetches, Restored
+from kvpool.core.fetch.fetches import FetchState, PrefixFetches, Restored
 from kvpool.core.fetch.peer_pull import PeerSource, PullEvent, PullGrants
+from kvpool.core.fetch.pool_nodes import PoolNodes
 from kvpool.core.fetch.pool_sources import OwnPoolSource, RemotePoolSource
+from kvpool.core.fetch.pool_stores import PoolStores
 from kvpool.core.fetch.write_behind import WriteBehind
 from kvpool.core.layout.hashes import BlockHashes, FullNames
 from kvrelay.messages import PrefixSource
@@ -28,25 +35,53 @@ AHEAD = "ahead"
 
 class PoolUse:
     """A worker's use of pools: it fetches from that of its host and those of other hosts, and
-    stores in that of its host. `questions` are for the clients of their nodes."""
+    stores in that of its host."""
 
-    def __init__(self, tables: BlockTables, cost: RestoreCost) -> None:
-        self.questions: list[PoolQuestion] = []
-        self.own = OwnPoolSource(tables=tables, cost=cost, outbox=self.questions)
-        self.remote = RemotePoolSource(tables=tables, cost=cost, outbox=self.questions)
-        self.write_behind = WriteBehind(tables)
+    def __init__(
+        self,
+        tables: BlockTables,
+        cost: RestoreCost,
+        stores: PoolStores | None = None,
+        *,
+        offers_at_once: bool = False,
+    ) -> None:
+        """`stores` None: with the usual limits."""
+        self.nodes = PoolNodes(stores)
+        self.own = OwnPoolSource(tables=tables, cost=cost, nodes=self.nodes)
+        self.remote = RemotePoolSource(tables=tables, cost=cost, nodes=self.nodes)
+        self.write_behind = WriteBehind(tables, offers_at_once)
 
     @property
     def declined_tokens(self) -> int:
         """Tokens that were in a pool, but were faster computed or fetched elsewhere."""
         return self.own.declined_tokens + self.remote.declined_tokens
 
-    def take_questions(self, now_s: float) -> list[PoolQuestion]:
-        """With what the worker has named since the last call."""
-        questions = self.questions.copy()
-        self.questions.clear()
-        offer = self.write_behind.offer(now_s)
-        return questions if offer is None else [*questions, offer]
+    def offer(self, now_s: float, *, is_busy: bool = False) -> None:
+        """What the worker has named. `is_busy`: a step is running."""
+        offer = self.write_behind.offer(now_s, is_busy=is_busy)
+        if offer is not None:
+            self.nodes.stores.offer(offer, now_s)
+
+    def take_commands(self) -> tuple[list[NodeOrder], list[OfferConfirmed]]:
+        """Orders are to be executed in order."""
+        orders: list[NodeOrder] = []
+        confirmed: list[OfferConfirmed] = []
+        for command in self.nodes.take_outbox():
+            if isinstance(command, OfferSettled):
+                self.write_behind.settled(command.offer)
+            elif isinstance(command, OfferConfirmed):
+                self.write_behind.confirmed(command.offer)
+                confirmed.append(command)
+            else:
+                orders.append(command)
+        return orders, confirmed
+
+    def validate(self, fetches: PrefixFetches) -> None:
+        """A fetch waits only for nodes that there is, or will be, a link to."""
+        self.nodes.validate()
+        for fetch in fetches:
+            if fetch.source in (self.own, self.remote) and fetch.state is not FetchState.COPYING:
+                assert self.nodes.is_linked(fetch.peer), f"{fetch.holder} waits for {fetch.peer}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -139,24 +174,30 @@ class PrefixLookup:
         """Its time, to compare fetching with."""
         self.cost.computed(tokens, seconds)
 
-    def on_pool_answer(self, event: PrefixFound | PrefixFetched, now_s: float) -> list[Restored]:
-        if isinstance(event, PrefixFetched):
-            return self._all_ended(self.fetches.fetched(event, now_s))
-        return self._all_ended(self.fetches.found(event, now_s))
+    def on_node(self, event: NodeEvent, now_s: float) -> list[Restored]:
+        assert self.pool is not None
+        return self._all_ended(self.pool.nodes.handle(event, self.fetches, now_s))
 
     def on_peer(self, event: PullEvent, now_s: float) -> list[Restored]:
         if self.peers is None:
             return []
-        return self._all_ended(*self.peers.handle(event, self.fetches, now_s))
+        return self._all_ended(self.peers.handle(event, self.fetches, now_s))
 
     def expire(self, now_s: float) -> list[Restored]:
-        return self._all_ended(*self.fetches.expire(now_s))
+        if self.pool is not None:
+            self.pool.nodes.stores.expire(now_s)
+        return self._all_ended(self.fetches.expire(now_s))
 
-    def _all_ended(self, *ended: Restored | None) -> list[Restored]:
-        return [self._ended(restored) for restored in ended if restored is not None]
+    def _all_ended(self, ended: list[Restored]) -> list[Restored]:
+        return [self._ended(restored) for restored in ended]
 
     def _ended(self, restored: Restored) -> Restored:
         """All KV that could be fetched is now in the holder's blocks."""
         self.origins[restored.origin] += restored.holder.side != AHEAD
         log.debug("%s: %d tokens, %s", restored.holder, restored.tokens, restored.origin)
         return restored
+
+    def validate(self) -> None:
+        self.fetches.validate()
+        if self.pool is not None:
+            self.pool.validate(self.fetches)

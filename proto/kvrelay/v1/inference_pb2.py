@@ -26,7 +26,7 @@ from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from kvrelay.v1 import counters_pb2 as kvrelay_dot_v1_dot_counters__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvrelay/v1/inference.proto\x12\nkvrelay.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x19kvrelay/v1/counters.proto\"\xa6\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12/\n\ttokenized\x18\x02 \x01(\x0b\x32\x1a.kvrelay.v1.TokenizedInputH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12%\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x15.kvrelay.v1.ChatInputH\x00\x12\x33\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\r\n\x05model\x18\x06 \x01(\t\x12\x1c\n\x03slo\x18\x07 \x01(\x0b\x32\x0f.kvrelay.v1.Slo\x12\x0c\n\x04tier\x18\x08 \x01(\t\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\x0e\n\x06ledger\x18\n \x01(\x08\x42\x07\n\x05input\")\n\x0eTokenizedInput\x12\x11\n\tinput_ids\x18\x01 \x03(\rJ\x04\x08\x02\x10\x03\"m\n\tChatInput\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.ChatMessage\x12\x35\n\x14\x63hat_template_kwargs\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x83\x06\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x08 \x01(\rH\x07\x88\x01\x01\x12\x12\n\nmin_tokens\x18\t \x01(\r\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12 \n\x13skip_special_tokens\x18\x0c \x01(\x08H\x08\x88\x01\x01\x12\"\n\x1ainclude_stop_str_in_output\x18\r \x01(\x08\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x0e\n\x01n\x18\x0f \x01(\rH\t\x88\x01\x01\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\n\x88\x01\x01\x12\x11\n\x04seed\x18\x11 \x01(\x04H\x0b\x88\x01\x01\x12=\n\nlogit_bias\x18\x12 \x03(\x0b\x32).kvrelay.v1.SamplingParams.LogitBiasEntry\x12\x1c\n\x0fprompt_logprobs\x18\x13 \x01(\rH\x0c\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_max_tokensB\x16\n\x14_skip_special_tokensB\x04\n\x02_nB\x0b\n\t_logprobsB\x07\n\x05_seedB\x12\n\x10_prompt_logprobs\"s\n\x03Slo\x12\x14\n\x07ttft_ms\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x07tpot_ms\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\x01H\x02\x88\x01\x01\x42\n\n\x08_ttft_msB\n\n\x08_tpot_msB\x0e\n\x0c_deadline_ms\"\x9f\x03\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.kvrelay.v1.TokenLogprobs\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\x12\x17\n\rstop_token_id\x18\x07 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x08 \x01(\tH\x00\x12\x15\n\rprompt_tokens\x18\t \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\n \x01(\r\x12\x15\n\rcached_tokens\x18\x0b \x01(\r\x12\x0c\n\x04seed\x18\x0c \x01(\x04\x12\x1a\n\rcapped_tokens\x18\r \x01(\rH\x01\x88\x01\x01\x12\x31\n\x0einput_logprobs\x18\x0e \x03(\x0b\x32\x19.kvrelay.v1.PromptLogprob\x12\x0c\n\x04tier\x18\x0f \x01(\tB\r\n\x0bstop_reasonB\x10\n\x0e_capped_tokens\"m\n\rPromptLogprob\x12\'\n\x05token\x18\x01 \x01(\x0b\x32\x18.kvrelay.v1.TokenLogprob\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.kvrelay.v1.TokenLogprob\x12\x0c\n\x04rank\x18\x03 \x01(\r\"`\n\rTokenLogprobs\x12(\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x18.kvrelay.v1.TokenLogprob\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.kvrelay.v1.TokenLogprob\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x0f\n\rAbortResponse\"\x15\n\x13GetModelInfoRequest\"\x92\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t\"\x16\n\x14GetServerInfoRequest\"\xcf\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12\x10\n\x08uptime_s\x18\x03 \x01(\x01\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x18\n\x10running_requests\x18\x05 \x01(\r\x12\'\n\x07workers\x18\x06 \x03(\x0b\x32\x16.kvrelay.v1.WorkerInfo\x12\x30\n\x0bquarantined\x18\x07 \x03(\x0b\x32\x1b.kvrelay.v1.QuarantinedPair\"i\n\x0fQuarantinedPair\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x10\n\x08\x66\x61ilures\x18\x04 \x01(\r\x12\x13\n\x0bremaining_s\x18\x05 \x01(\x01\"\xce\x04\n\nWorkerInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x11\n\ttransport\x18\x06 \x01(\t\x12\x14\n\x0ctotal_blocks\x18\x07 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x08 \x01(\r\x12\x12\n\nblock_size\x18\t \x01(\r\x12\x0f\n\x07running\x18\n \x01(\r\x12\x0f\n\x07waiting\x18\x0b \x01(\r\x12\x15\n\rcached_blocks\x18\x0c \x01(\r\x12#\n\x05links\x18\r \x03(\x0b\x32\x14.kvrelay.v1.LinkInfo\x12)\n\nstep_times\x18\x0e \x01(\x0b\x32\x15.kvrelay.v1.StepTimes\x12\x1a\n\x12prefill_correction\x18\x0f \x01(\x01\x12\x19\n\x11\x64\x65\x63ode_correction\x18\x10 \x01(\x01\x12\x0c\n\x04\x63pus\x18\x14 \x01(\t\x12\x1b\n\x13prompt_tokens_per_s\x18\x15 \x01(\x01\x12\x1e\n\x16generated_tokens_per_s\x18\x16 \x01(\x01\x12\x0f\n\x07kv_used\x18\x17 \x01(\x01\x12\x15\n\x08hit_rate\x18\x18 \x01(\x01H\x00\x88\x01\x01\x12\x1c\n\x14transfer_bytes_per_s\x18\x19 \x01(\x01\x12\x16\n\x0ekv_token_bytes\x18\x1a \x01(\x04\x12&\n\x08\x63ounters\x18\x1b \x01(\x0b\x32\x14.kvrelay.v1.CountersB\x0b\n\t_hit_rate\"\xcc\x01\n\tStepTimes\x12\x1a\n\x12prefill_overhead_s\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_token_s\x18\x02 \x01(\x01\x12\x16\n\x0eprefill_pair_s\x18\x03 \x01(\x01\x12\x1a\n\x12prefill_sequence_s\x18\x04 \x01(\x01\x12,\n\x0c\x64\x65\x63ode_knots\x18\x05 \x03(\x0b\x32\x16.kvrelay.v1.DecodeKnot\x12\x19\n\x11\x64\x65\x63ode_kv_token_s\x18\x06 \x01(\x01\x12\r\n\x05\x65rror\x18\x07 \x01(\x01\"0\n\nDecodeKnot\x12\x11\n\tsequences\x18\x01 \x01(\r\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"S\n\x08LinkInfo\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x13\n\x0b\x62ytes_per_s\x18\x03 \x01(\x01\x12\x11\n\tlatency_s\x18\x04 \x01(\x01\x32\xbb\x02\n\tInference\x12G\n\x08Generate\x12\x1b.kvrelay.v1.GenerateRequest\x1a\x1c.kvrelay.v1.GenerateResponse0\x01\x12<\n\x05\x41\x62ort\x12\x18.kvrelay.v1.AbortRequest\x1a\x19.kvrelay.v1.AbortResponse\x12Q\n\x0cGetModelInfo\x12\x1f.kvrelay.v1.GetModelInfoRequest\x1a .kvrelay.v1.GetModelInfoResponse\x12T\n\rGetServerInfo\x12 .kvrelay.v1.GetServerInfoRequest\x1a!.kvrelay.v1.GetServerInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvrelay/v1/inference.proto\x12\nkvrelay.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x19kvrelay/v1/counters.proto\"\xd6\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12/\n\ttokenized\x18\x02 \x01(\x0b\x32\x1a.kvrelay.v1.TokenizedInputH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12%\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x15.kvrelay.v1.ChatInputH\x00\x12\x33\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\r\n\x05model\x18\x06 \x01(\t\x12\x1c\n\x03slo\x18\x07 \x01(\x0b\x32\x0f.kvrelay.v1.Slo\x12\x0c\n\x04tier\x18\x08 \x01(\t\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\x0e\n\x06ledger\x18\n \x01(\x08\x12.\n\x0c\x63ontinuation\x18\x0b \x01(\x0b\x32\x18.kvrelay.v1.ContinuationB\x07\n\x05input\"F\n\x0c\x43ontinuation\x12&\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x15.kvrelay.v1.Delivered\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\"0\n\tDelivered\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\")\n\x0eTokenizedInput\x12\x11\n\tinput_ids\x18\x01 \x03(\rJ\x04\x08\x02\x10\x03\"m\n\tChatInput\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.ChatMessage\x12\x35\n\x14\x63hat_template_kwargs\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x83\x06\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x08 \x01(\rH\x07\x88\x01\x01\x12\x12\n\nmin_tokens\x18\t \x01(\r\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12 \n\x13skip_special_tokens\x18\x0c \x01(\x08H\x08\x88\x01\x01\x12\"\n\x1ainclude_stop_str_in_output\x18\r \x01(\x08\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x0e\n\x01n\x18\x0f \x01(\rH\t\x88\x01\x01\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\n\x88\x01\x01\x12\x11\n\x04seed\x18\x11 \x01(\x04H\x0b\x88\x01\x01\x12=\n\nlogit_bias\x18\x12 \x03(\x0b\x32).kvrelay.v1.SamplingParams.LogitBiasEntry\x12\x1c\n\x0fprompt_logprobs\x18\x13 \x01(\rH\x0c\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_max_tokensB\x16\n\x14_skip_special_tokensB\x04\n\x02_nB\x0b\n\t_logprobsB\x07\n\x05_seedB\x12\n\x10_prompt_logprobs\"s\n\x03Slo\x12\x14\n\x07ttft_ms\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x07tpot_ms\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x03 \x01(\x01H\x02\x88\x01\x01\x42\n\n\x08_ttft_msB\n\n\x08_tpot_msB\x0e\n\x0c_deadline_ms\"\xaf\x03\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.kvrelay.v1.TokenLogprobs\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\x12\x17\n\rstop_token_id\x18\x07 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x08 \x01(\tH\x00\x12\x15\n\rprompt_tokens\x18\t \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\n \x01(\r\x12\x15\n\rcached_tokens\x18\x0b \x01(\r\x12\x0c\n\x04seed\x18\x0c \x01(\x04\x12\x1a\n\rcapped_tokens\x18\r \x01(\rH\x01\x88\x01\x01\x12\x31\n\x0einput_logprobs\x18\x0e \x03(\x0b\x32\x19.kvrelay.v1.PromptLogprob\x12\x0c\n\x04tier\x18\x0f \x01(\t\x12\x0e\n\x06ticket\x18\x10 \x01(\x0c\x42\r\n\x0bstop_reasonB\x10\n\x0e_capped_tokens\"m\n\rPromptLogprob\x12\'\n\x05token\x18\x01 \x01(\x0b\x32\x18.kvrelay.v1.TokenLogprob\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.kvrelay.v1.TokenLogprob\x12\x0c\n\x04rank\x18\x03 \x01(\r\"`\n\rTokenLogprobs\x12(\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x18.kvrelay.v1.TokenLogprob\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.kvrelay.v1.TokenLogprob\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x0f\n\rAbortResponse\"\x15\n\x13GetModelInfoRequest\"\x92\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t\"\x16\n\x14GetServerInfoRequest\"\xcf\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12\x10\n\x08uptime_s\x18\x03 \x01(\x01\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x18\n\x10running_requests\x18\x05 \x01(\r\x12\'\n\x07workers\x18\x06 \x03(\x0b\x32\x16.kvrelay.v1.WorkerInfo\x12\x30\n\x0bquarantined\x18\x07 \x03(\x0b\x32\x1b.kvrelay.v1.QuarantinedPair\"i\n\x0fQuarantinedPair\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x10\n\x08\x66\x61ilures\x18\x04 \x01(\r\x12\x13\n\x0bremaining_s\x18\x05 \x01(\x01\"\xce\x04\n\nWorkerInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x11\n\ttransport\x18\x06 \x01(\t\x12\x14\n\x0ctotal_blocks\x18\x07 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x08 \x01(\r\x12\x12\n\nblock_size\x18\t \x01(\r\x12\x0f\n\x07running\x18\n \x01(\r\x12\x0f\n\x07waiting\x18\x0b \x01(\r\x12\x15\n\rcached_blocks\x18\x0c \x01(\r\x12#\n\x05links\x18\r \x03(\x0b\x32\x14.kvrelay.v1.LinkInfo\x12)\n\nstep_times\x18\x0e \x01(\x0b\x32\x15.kvrelay.v1.StepTimes\x12\x1a\n\x12prefill_correction\x18\x0f \x01(\x01\x12\x19\n\x11\x64\x65\x63ode_correction\x18\x10 \x01(\x01\x12\x0c\n\x04\x63pus\x18\x14 \x01(\t\x12\x1b\n\x13prompt_tokens_per_s\x18\x15 \x01(\x01\x12\x1e\n\x16generated_tokens_per_s\x18\x16 \x01(\x01\x12\x0f\n\x07kv_used\x18\x17 \x01(\x01\x12\x15\n\x08hit_rate\x18\x18 \x01(\x01H\x00\x88\x01\x01\x12\x1c\n\x14transfer_bytes_per_s\x18\x19 \x01(\x01\x12\x16\n\x0ekv_token_bytes\x18\x1a \x01(\x04\x12&\n\x08\x63ounters\x18\x1b \x01(\x0b\x32\x14.kvrelay.v1.CountersB\x0b\n\t_hit_rate\"\xcc\x01\n\tStepTimes\x12\x1a\n\x12prefill_overhead_s\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_token_s\x18\x02 \x01(\x01\x12\x16\n\x0eprefill_pair_s\x18\x03 \x01(\x01\x12\x1a\n\x12prefill_sequence_s\x18\x04 \x01(\x01\x12,\n\x0c\x64\x65\x63ode_knots\x18\x05 \x03(\x0b\x32\x16.kvrelay.v1.DecodeKnot\x12\x19\n\x11\x64\x65\x63ode_kv_token_s\x18\x06 \x01(\x01\x12\r\n\x05\x65rror\x18\x07 \x01(\x01\"0\n\nDecodeKnot\x12\x11\n\tsequences\x18\x01 \x01(\r\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"S\n\x08LinkInfo\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x13\n\x0b\x62ytes_per_s\x18\x03 \x01(\x01\x12\x11\n\tlatency_s\x18\x04 \x01(\x01\x32\xbb\x02\n\tInference\x12G\n\x08Generate\x12\x1b.kvrelay.v1.GenerateRequest\x1a\x1c.kvrelay.v1.GenerateResponse0\x01\x12<\n\x05\x41\x62ort\x12\x18.kvrelay.v1.AbortRequest\x1a\x19.kvrelay.v1.AbortResponse\x12Q\n\x0cGetModelInfo\x12\x1f.kvrelay.v1.GetModelInfoRequest\x1a .kvrelay.v1.GetModelInfoResponse\x12T\n\rGetServerInfo\x12 .kvrelay.v1.GetServerInfoRequest\x1a!.kvrelay.v1.GetServerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,49 +36,53 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_GENERATEREQUEST']._serialized_start=100
-  _globals['_GENERATEREQUEST']._serialized_end=394
-  _globals['_TOKENIZEDINPUT']._serialized_start=396
-  _globals['_TOKENIZEDINPUT']._serialized_end=437
-  _globals['_CHATINPUT']._serialized_start=439
-  _globals['_CHATINPUT']._serialized_end=548
-  _globals['_CHATMESSAGE']._serialized_start=550
-  _globals['_CHATMESSAGE']._serialized_end=594
-  _globals['_SAMPLINGPARAMS']._serialized_start=597
-  _globals['_SAMPLINGPARAMS']._serialized_end=1368
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1121
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1169
-  _globals['_SLO']._serialized_start=1370
-  _globals['_SLO']._serialized_end=1485
-  _globals['_GENERATERESPONSE']._serialized_start=1488
-  _globals['_GENERATERESPONSE']._serialized_end=1903
-  _globals['_PROMPTLOGPROB']._serialized_start=1905
-  _globals['_PROMPTLOGPROB']._serialized_end=2014
-  _globals['_TOKENLOGPROBS']._serialized_start=2016
-  _globals['_TOKENLOGPROBS']._serialized_end=2112
-  _globals['_TOKENLOGPROB']._serialized_start=2114
-  _globals['_TOKENLOGPROB']._serialized_end=2163
-  _globals['_ABORTREQUEST']._serialized_start=2165
-  _globals['_ABORTREQUEST']._serialized_end=2200
-  _globals['_ABORTRESPONSE']._serialized_start=2202
-  _globals['_ABORTRESPONSE']._serialized_end=2217
-  _globals['_GETMODELINFOREQUEST']._serialized_start=2219
-  _globals['_GETMODELINFOREQUEST']._serialized_end=2240
-  _globals['_GETMODELINFORESPONSE']._serialized_start=2243
-  _globals['_GETMODELINFORESPONSE']._serialized_end=2389
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=2391
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=2413
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=2416
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=2623
-  _globals['_QUARANTINEDPAIR']._serialized_start=2625
-  _globals['_QUARANTINEDPAIR']._serialized_end=2730
-  _globals['_WORKERINFO']._serialized_start=2733
-  _globals['_WORKERINFO']._serialized_end=3323
-  _globals['_STEPTIMES']._serialized_start=3326
-  _globals['_STEPTIMES']._serialized_end=3530
-  _globals['_DECODEKNOT']._serialized_start=3532
-  _globals['_DECODEKNOT']._serialized_end=3580
-  _globals['_LINKINFO']._serialized_start=3582
-  _globals['_LINKINFO']._serialized_end=3665
-  _globals['_INFERENCE']._serialized_start=3668
-  _globals['_INFERENCE']._serialized_end=3983
+  _globals['_GENERATEREQUEST']._serialized_end=442
+  _globals['_CONTINUATION']._serialized_start=444
+  _globals['_CONTINUATION']._serialized_end=514
+  _globals['_DELIVERED']._serialized_start=516
+  _globals['_DELIVERED']._serialized_end=564
+  _globals['_TOKENIZEDINPUT']._serialized_start=566
+  _globals['_TOKENIZEDINPUT']._serialized_end=607
+  _globals['_CHATINPUT']._serialized_start=609
+  _globals['_CHATINPUT']._serialized_end=718
+  _globals['_CHATMESSAGE']._serialized_start=720
+  _globals['_CHATMESSAGE']._serialized_end=764
+  _globals['_SAMPLINGPARAMS']._serialized_start=767
+  _globals['_SAMPLINGPARAMS']._serialized_end=1538
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1291
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1339
+  _globals['_SLO']._serialized_start=1540
+  _globals['_SLO']._serialized_end=1655
+  _globals['_GENERATERESPONSE']._serialized_start=1658
+  _globals['_GENERATERESPONSE']._serialized_end=2089
+  _globals['_PROMPTLOGPROB']._serialized_start=2091
+  _globals['_PROMPTLOGPROB']._serialized_end=2200
+  _globals['_TOKENLOGPROBS']._serialized_start=2202
+  _globals['_TOKENLOGPROBS']._serialized_end=2298
+  _globals['_TOKENLOGPROB']._serialized_start=2300
+  _globals['_TOKENLOGPROB']._serialized_end=2349
+  _globals['_ABORTREQUEST']._serialized_start=2351
+  _globals['_ABORTREQUEST']._serialized_end=2386
+  _globals['_ABORTRESPONSE']._serialized_start=2388
+  _globals['_ABORTRESPONSE']._serialized_end=2403
+  _globals['_GETMODELINFOREQUEST']._serialized_start=2405
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2426
+  _globals['_GETMODELINFORESPONSE']._serialized_start=2429
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2575
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=2577
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=2599
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=2602
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=2809
+  _globals['_QUARANTINEDPAIR']._serialized_start=2811
+  _globals['_QUARANTINEDPAIR']._serialized_end=2916
+  _globals['_WORKERINFO']._serialized_start=2919
+  _globals['_WORKERINFO']._serialized_end=3509
+  _globals['_STEPTIMES']._serialized_start=3512
+  _globals['_STEPTIMES']._serialized_end=3716
+  _globals['_DECODEKNOT']._serialized_start=3718
+  _globals['_DECODEKNOT']._serialized_end=3766
+  _globals['_LINKINFO']._serialized_start=3768
+  _globals['_LINKINFO']._serialized_end=3851
+  _globals['_INFERENCE']._serialized_start=3854
+  _globals['_INFERENCE']._serialized_end=4169
 # @@protoc_insertion_point(module_scope)

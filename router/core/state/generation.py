@@ -27,7 +27,8 @@ from router.core.state.quarantine import Pair
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A validated request. Those of different `tenant`s share no cached KV."""
+    """A validated request. Those of different `tenant`s share no cached KV. One that lost its
+    router goes on behind what was `delivered`; `admitted`: that router had taken it."""
 
     request_id: str
     prompt_ids: Sequence[int]
@@ -37,6 +38,10 @@ class GenerationRequest:
     objectives: Objectives = NO_OBJECTIVES
     phases_s: Mapping[str, float] = field(default_factory=dict)
     """# phase before submission (for example tokenize) |-> seconds, in order"""
+    delivered: tuple[tuple[int, ...], ...] = ()
+    """# choice |-> its tokens so far; empty: it begins"""
+    finished: frozenset[int] = frozenset()
+    admitted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,106 @@
+"""A request that goes on at another router, behind what the first has delivered."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvrelay.errors import InvalidRequest, Refused, RequestFailedError
+from kvrelay.requests import RECONNECT_EVERY_S, RECONNECT_FOR_S, SoFar
+from kvrelay.v1 import inference_pb2 as pb
+from router.text.continuation import Continuation, Delivered, Ticket, TicketKey
+
+KEY = TicketKey(b"secret")
+GONE = RequestFailedError("unavailable", "gone")
+TICKET = Ticket.of("r", (1, 2, 3), "gold", "f00d", until_s=100.0)
+
+
+def asked(prompt: tuple[int, ...] = (1, 2, 3), tier: str = "gold", at_s: float = 99.0) -> Ticket:
+    return Ticket.of("another", prompt, tier, "f00d", until_s=at_s)
+
+
+# --- tickets ------------------------------------------------------------------------------------
+
+
+def test_a_ticket_admits_its_request_alone() -> None:
+    ticket = KEY.open(KEY.sign(TICKET))
+    assert ticket == TICKET
+    assert ticket.admits(asked())
+    assert not ticket.admits(asked(prompt=(1, 2, 4)))
+    assert not ticket.admits(asked(tier="platinum"))
+    assert not ticket.admits(asked(at_s=100.0)), "it is too old"
+
+
+def test_a_ticket_for_another_model_is_an_error() -> None:
+    with pytest.raises(InvalidRequest, match="another model"):
+        TICKET.admits(replace(asked(), fingerprint="beef"))
+
+
+@pytest.mark.parametrize("forged", [b"", b"x", TicketKey(b"guessed").sign(TICKET)])
+def test_nobody_makes_a_ticket_without_the_secret(forged: bytes) -> None:
+    assert KEY.open(forged) is None
+
+
+def test_a_changed_ticket_is_none() -> None:
+    signed = KEY.sign(TICKET)
+    assert KEY.open(signed.replace(b"gold", b"bold")) is None
+
+
+# --- what a client sends ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("choices", "why"),
+    [
+        ([Delivered(token_ids=(5,))], "n is 2"),
+        ([Delivered(token_ids=(5,), finished=True)] * 2, "finished"),
+        ([Delivered(token_ids=(5,) * 8)] * 2, "8 tokens or more"),
+        ([Delivered(token_ids=(300,))] * 2, "vocabulary"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(choices: list[Delivered], why: str) -> None:
+    with pytest.raises(InvalidRequest, match=why):
+        Continuation(choices=tuple(choices)).check(2, 8, 300)
+
+
+# --- the client ---------------------------------------------------------------------------------
+
+
+def chunk(index: int, *ids: int, end: str = "", ticket: bytes = b"") -> pb.GenerateResponse:
+    return pb.GenerateResponse(
+        index=index, token_ids=ids, finish_reason=end, seed=7, ticket=ticket, capped_tokens=64
+    )
+
+
+def test_a_client_sends_what_it_has_of_each_choice() -> None:
+    so_far, request = SoFar(routers=2), pb.GenerateRequest()
+    request.sampling_params.n, request.sampling_params.prompt_logprobs = 3, 1
+    for one in (chunk(0, 1, ticket=b"t"), chunk(2, 5, 6), chunk(0, 2, end="stop")):
+        so_far.add(one)
+    assert not so_far.is_whole(request)
+    so_far.go_on(request)
+    told = request.continuation
+    assert [(list(c.token_ids), c.finished) for c in told.choices] == [
+        ([1, 2], True),
+        ([], False),
+        ([5, 6], False),
+    ]
+    assert told.ticket == b"t"
+    sampling = request.sampling_params
+    assert (sampling.seed, sampling.max_tokens) == (7, 64)
+    assert not sampling.HasField("prompt_logprobs"), "they have come"
+    so_far.add(chunk(1, 9, end="length"))
+    so_far.add(chunk(2, 7, end="length"))
+    assert so_far.is_whole(request)
+
+
+def test_all_routers_are_asked_at_once_and_then_again_for_a_while() -> None:
+    so_far = SoFar(routers=3)
+    assert [so_far.delay_s(GONE, 5.0) for _ in range(3)] == [0.0, 0.0, RECONNECT_EVERY_S]
+    assert so_far.delay_s(GONE, 5.0 + RECONNECT_FOR_S) is None
+    so_far.add(chunk(0, 1))
+    assert so_far.delay_s(GONE, 50.0) == 0.0, "it went on in between"
+    early = Refused("no_capacity", "no worker has joined yet", retry_after_s=1.0)
+    assert so_far.delay_s(early, 50.0) == 0.0
+    assert so_far.delay_s(InvalidRequest("another model"), 50.0) is None
