@@ -19,10 +19,10 @@ from tests.integration.split_kit import (
     wait_until,
     worker_settings,
 )
-from tests.integration.test_cluster_life import LONG, ask_all, load, prompts, tokens_of
+from tests.integration.test_cluster_life import ask_all, load, prompts, tokens_of
 from tests.reference import assert_same_tokens, generate_reference
 
-STREAMS, LATER = 8, 3
+STREAMS, LATER, TOKENS = 6, 3, 120
 SOON_S = 10.0
 """A restart would take longer where it counts; here nobody restarts the worker."""
 
@@ -37,7 +37,12 @@ class Stream:
         self._http = cluster.http
 
     def run(self) -> None:
-        body = {"model": "test-model", "prompt": self.prompt, "max_tokens": LONG, "temperature": 0}
+        body = {
+            "model": "test-model",
+            "prompt": self.prompt,
+            "max_tokens": TOKENS,
+            "temperature": 0,
+        }
         body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
         last_s = time.monotonic()
         with self._http.stream("POST", "/v1/completions", json=body) as response:
@@ -76,7 +81,7 @@ def test_a_pair_loses_nothing(llama: Path, gone: Role) -> None:
             wait_until(lambda: back.counters.steps > 0, "it has work again")
         reference = load(llama)
     for stream in (*streams, *more):
-        expected = generate_reference(reference, stream.prompt, tokens=LONG)
+        expected = generate_reference(reference, stream.prompt, tokens=TOKENS)
         assert_same_tokens(expected, stream.tokens)
         assert stream.longest_pause_s < SOON_S
     for seed, found in ((4, later), (5, split)):
