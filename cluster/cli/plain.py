@@ -21,6 +21,7 @@ from rich.console import Console
 from cluster.core.settings import PoolNodeSettings, RouterSettings, WorkerSettings
 from cluster.process.admin import NOT_INTERNAL
 from cluster.process.bars import DownloadBars
+from cluster.process.net import registration_options
 from engine.core.activity import Stage, StartActivity
 from kvrelay.errors import ConfigError
 from kvrelay.gc_pauses import freeze
@@ -145,6 +146,7 @@ async def _first_of(
 
 async def stay_registered(join: str, request: worker_pb2.RegisterRequest) -> None:
     """Keeps the registration call open for ever; the router drops the process when the call ends.
+    A router that is silent has ended it too: its host may have been started anew.
     Logs once why a router doesn't accept it, not at each try."""
     retry_s, told = FIRST_RETRY_S, ""
     while True:
@@ -166,7 +168,7 @@ async def _register(join: str, request: worker_pb2.RegisterRequest) -> tuple[boo
         joined.set()
         await asyncio.Event().wait()
 
-    async with grpc.aio.insecure_channel(join) as channel:
+    async with grpc.aio.insecure_channel(join, options=registration_options()) as channel:
         try:
             await worker_pb2_grpc.RegistryStub(channel).Register(registration())
         except grpc.aio.AioRpcError as error:

@@ -97,6 +97,7 @@ ROUTER_KEYS = (
     "qos.ladder.tolerance",
     "qos.ladder.tail",
     "qos.tiers",
+    "failure.detect",
     "preload",
     "network.secret",
     "drain_timeout",

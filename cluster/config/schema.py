@@ -32,9 +32,11 @@ from cluster.config.types import (
     Seconds,
     Section,
     StepTimesSource,
+    format_duration,
 )
 from cluster.config.workers import WorkerPool
 from kvrelay.types import Role
+from router.core.state.silence import DETECT_S, LEAST_DETECT_S
 
 
 class ModelSection(Section):
@@ -221,6 +223,22 @@ class NetworkSection(Section):
         return given
 
 
+class FailureSection(Section):
+    """When something counts as failed."""
+
+    detect: Seconds = DETECT_S
+    """A worker that reports nothing to a router for this long is lost: its requests go on
+    elsewhere, and other workers close their connections to it. Workers report every 0.5 s. One
+    that is silent for 2 s gets no new requests if others can take them."""
+
+    @field_validator("detect")
+    @classmethod
+    def _longer_than_a_report(cls, given: float) -> float:
+        if given < LEAST_DETECT_S:
+            raise ValueError(f"at least {format_duration(LEAST_DETECT_S)}")
+        return given
+
+
 class Observability(Section):
     trace_dir: str | None = None
     """A folder in which each worker writes a Chrome trace of its steps and transfers; on CUDA also
@@ -260,6 +278,7 @@ class Config(Section):
     """Prompts that many requests begin with."""
     pool: PoolSection = PoolSection()
     network: NetworkSection = NetworkSection()
+    failure: FailureSection = FailureSection()
     observability: Observability = Observability()
     ray: RaySection = RaySection()
     simulation: Simulation = Simulation()

@@ -225,6 +225,7 @@ def router_settings(config: Config, number: int = 0) -> RouterSettings:
         record_bytes=config.router.record_size,
         directory_bytes=config.router.directory_memory,
         failover_patience_s=config.router.failover_patience,
+        detect_s=config.failure.detect,
         policies=Policies(
             placement=config.router.placement.policy,
             admission=config.router.admission.policy,

@@ -43,6 +43,7 @@ from cluster.core.supervision import (
     Withdraw,
 )
 from engine.core.activity import Stage, StartActivity
+from engine.core.own_time import OwnTime
 
 FIRST_BACKOFF_S = 1.0
 LAST_BACKOFF_S = 60.0
@@ -58,6 +59,7 @@ STARTS = StartActivity(stage=Stage.STARTS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     startup_timeout_s: float
+    """For the first start of all, and for each later start of one process."""
     driver_timeout_s: float | None
     """None: the cluster outlives its driver."""
     hang_timeout_s: float
@@ -80,11 +82,16 @@ class Process:
     start_at_s: float = 0.0
     home: Home | None = None
     activity: StartActivity = STARTS  # while its state is STARTING
+    starting_s: float = 0.0  # for how long, without its wait for a place
     asked_s: float | None = None  # for a sign of life, not answered yet
     heard_s: float = 0.0  # when there was the last one
 
     def is_due(self, now_s: float) -> bool:
         return self.state is State.BACKING_OFF and self.start_at_s <= now_s
+
+    @property
+    def is_busy_starting(self) -> bool:
+        return self.state is State.STARTING and self.activity.stage is not Stage.WAITS
 
     def hears(self, now_s: float) -> None:
         self.asked_s, self.heard_s = None, now_s
@@ -106,8 +113,8 @@ class Process:
 PINGS = 4
 """Pings to a silent process before it is given up."""
 COUNTED_S = 1.0
-"""Between two looks at the driver at most this much counts as its silence. The supervisor looks
-twice a second, unless it stands still itself."""
+"""Between two looks at most this much counts as a silence or as part of a start. The supervisor
+looks twice a second, unless it stands still itself."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -138,21 +145,37 @@ class Watching:
         return process.asked_s is not None and now_s - process.asked_s >= self.timeout_s
 
 
-@dataclass(slots=True, kw_only=True)
+class StartWatch:
+    """A process that hangs while it starts answers no ping yet."""
+
+    def __init__(self, timeout_s: float, now_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._own_time = OwnTime(most_s=COUNTED_S, looked_s=now_s)
+
+    def look(self, processes: Iterable[Process], now_s: float) -> list[Process]:
+        """Those that have been starting for too long. A wait for resources has no limit."""
+        passed_s = self._own_time.since_last(now_s)
+        starting = [p for p in processes if p.is_busy_starting]
+        for process in starting:
+            process.starting_s += passed_s
+        return [p for p in starting if p.starting_s > self.timeout_s]
+
+
 class DriverWatch:
     """`timeout_s` is None when the cluster outlives its driver."""
 
-    timeout_s: float | None
-    looked_s: float
-    silent_s: float = 0.0
+    def __init__(self, timeout_s: float | None, now_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._own_time = OwnTime(most_s=COUNTED_S, looked_s=now_s)
+        self._silent_s = 0.0
 
     def hears(self, now_s: float) -> None:
-        self.looked_s, self.silent_s = now_s, 0.0
+        self._own_time.since_last(now_s)
+        self._silent_s = 0.0
 
     def is_gone(self, now_s: float) -> bool:
-        self.silent_s += min(now_s - self.looked_s, COUNTED_S)
-        self.looked_s = now_s
-        return self.timeout_s is not None and self.silent_s > self.timeout_s
+        self._silent_s += self._own_time.since_last(now_s)
+        return self.timeout_s is not None and self._silent_s > self.timeout_s
 
 
 def pool_process(host: str) -> str:
@@ -228,7 +251,8 @@ class Supervisor:
         self._limits = limits
         self._started_s = now_s
         self._recalling = restarted
-        self._driver = DriverWatch(timeout_s=limits.driver_timeout_s, looked_s=now_s)
+        self._driver = DriverWatch(limits.driver_timeout_s, now_s)
+        self._starting = StartWatch(limits.startup_timeout_s, now_s)
         self._watching = Watching(timeout_s=limits.hang_timeout_s, looked_s=now_s)
         for process in self.processes():
             process.state = State.BACKING_OFF
@@ -288,9 +312,10 @@ class Supervisor:
         late = now_s - self._started_s > self._limits.startup_timeout_s
         if late and self._may_give_up():
             return self._fail(f"{self._missing()} did not start in time; is there room for it?")
+        watched = self._watch(now_s)
         due = [p for p in self.processes() if p.is_due(now_s)]
         started = [command for p in due for command in self._start(p)]
-        return [*started, *self._watch(now_s), *self._reminder(now_s)]
+        return [*started, *watched, *self._reminder(now_s)]
 
     def _reminder(self, now_s: float) -> list[SupervisorCommand]:
         """From time to time, what a start still waits for."""
@@ -345,17 +370,21 @@ class Supervisor:
 
     def _start(self, process: Process) -> list[SupervisorCommand]:
         process.life += 1
-        process.state, process.activity = State.STARTING, STARTS
+        process.state, process.activity, process.starting_s = State.STARTING, STARTS, 0.0
         home = process.home if process.kind is ProcessKind.POOL_NODE else None
         start = Start(process.name, process.life, home.node if home else None)
         return [Note(f"starting {process.name} ..."), start]
 
     def _watch(self, now_s: float) -> list[SupervisorCommand]:
-        """Processes that don't answer are lost."""
+        """Processes that don't answer are lost, and those that hang while they start."""
         serving = [p for p in self.processes() if p.state is State.SERVING]
         asked, silent = self._watching.look(serving, now_s)
+        stuck = self._starting.look(self.processes(), now_s)
         reason = f"it has not answered for {self._watching.timeout_s:g} s"
-        lost = (Lost(name=p.name, life=p.life, reason=reason) for p in silent)
+        lost = [Lost(name=p.name, life=p.life, reason=reason) for p in silent]
+        if not self._may_give_up():  # else the limit of the whole start applies
+            reason = f"it did not start within {self._starting.timeout_s:g} s"
+            lost += [Lost(name=p.name, life=p.life, reason=reason) for p in stuck]
         return [*asked, *(command for one in lost for command in self._lost(one, now_s))]
 
     def _placed(self, event: Placed, now_s: float) -> list[SupervisorCommand]:

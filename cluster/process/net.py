@@ -62,6 +62,19 @@ PING_MS, PATIENCE_MS = 10_000, 20_000
 """A client that answers no ping for this long is gone or hangs; its calls end."""
 
 
+REGISTERED_PING_MS, REGISTERED_PATIENCE_MS = 5_000, 10_000
+"""A router that answers no ping for this long is gone: its host may have been switched off."""
+
+
+def registration_options() -> list[tuple[str, int]]:
+    """Of a channel on which nothing is said but pings."""
+    return [
+        ("grpc.keepalive_time_ms", REGISTERED_PING_MS),
+        ("grpc.http2.ping_timeout_ms", REGISTERED_PATIENCE_MS),
+        ("grpc.http2.max_pings_without_data", 0),  # no limit
+    ]
+
+
 def grpc_server() -> grpc.aio.Server:
     """Without so_reuseport, which would let two servers share a port unnoticed. Keepalive pings are
     allowed at any time: a router sends them while a long step keeps its worker silent."""

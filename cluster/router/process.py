@@ -136,6 +136,7 @@ class RouterProcess:
             settings.qos,
             directory_bytes=settings.directory_bytes,
             failover_patience_s=settings.failover_patience_s,
+            detect_s=settings.detect_s,
             record=_recording(settings),
         )
         self._registry = RegistryService(

@@ -33,6 +33,7 @@ from router.core.events import (
 )
 from router.core.request import Request
 from router.core.state.generation import GenerationRequest
+from router.core.state.silence import PERIOD_S
 
 
 class _Stream:
@@ -55,10 +56,6 @@ class _Stream:
             blocks=tuple(blocks),
         )
         self._router.later(said)
-
-
-WAITING_LOOK_S = 1.0
-"""As in a live router's dispatcher."""
 
 
 class SimulatedClients(Protocol):
@@ -99,7 +96,7 @@ class SimRouter:
 
     def _watch_waiting(self) -> None:
         if self.core.state.waiting and not self.core.state.workers:
-            self._clock.after(WAITING_LOOK_S, self._pass_time)
+            self._clock.after(PERIOD_S, self._pass_time)
 
     def _pass_time(self, _: object = None) -> None:
         self.hear(TimePassed())

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import queue
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from uuid import uuid4
 
 from cluster.core.settings import WorkerSettings
 from cluster.core.worker.build import build_worker_core
+from cluster.core.worker.watchdog import StepWatch
 from cluster.process.host_cpus import Pinned, pin, ranges
 from cluster.process.trace import NO_TRACE, Trace, open_trace
 from cluster.worker.build_engine import (
@@ -25,8 +27,10 @@ from cluster.worker.loop import WorkerLoop
 from cluster.worker.mover import Mover
 from cluster.worker.peers import PeerLinks
 from cluster.worker.pool.links import PoolLinks
+from cluster.worker.watchdog import Watchdog
 from engine.core.activity import ReportActivity, unheard
-from engine.core.step_times import LinearTimes
+from engine.core.step_times import LinearTimes, StepTimes
+from engine.device.first_use import FIRST_USES
 from engine.device.threads import nvtx, use_threads
 from engine.runner import Engine
 from kvpool.core.layout.block_names import BlockNames
@@ -115,6 +119,7 @@ class WorkerParts:
     loop: WorkerLoop
     engine: Engine
     device: WorkerDevice
+    watchdog: Watchdog
     links: PeerLinks
     mover: Mover
     pools: PoolLinks | None
@@ -158,8 +163,7 @@ def _build_around(
     opened.callback(links.close)
     mover = open_mover(engine, staging, links, inbox, trace)
     opened.callback(mover.close)
-    device = _device(settings, engine, inbox, trace)
-    opened.callback(device.close)
+    launches_ahead = _launches_ahead(settings, engine)
     times = step_times(settings, engine, report)
     core = build_worker_core(
         settings,
@@ -172,13 +176,20 @@ def _build_around(
         max_model_len=engine.facts.max_model_len,
         offer=offer,
         ranks=engine.memory.map.ranks,
-        launches_ahead=isinstance(device, AheadDevice),
+        launches_ahead=launches_ahead,
     )
+    watchdog = _watchdog(settings, core.pace)
+    opened.callback(watchdog.close)  # when the last step has ended
+    stepping = engine if trace is NO_TRACE else TracedEngine(engine, trace)
+    kind = AheadDevice if launches_ahead else WorkerDevice
+    device = kind(stepping, settings.threads_per_rank, inbox.put, watchdog.watch)
+    opened.callback(device.close)
     pools = _pools(settings, engine, links, inbox)
     if pools is not None:
         opened.callback(pools.close)
     loop = WorkerLoop(core, device, links, mover, pools, inbox, trace=trace)
     mover.start()
+    watchdog.start()
     device.start()
     log.info("%s on %s: %s", settings.role, engine.facts.device, engine.sizing.reason)
     log.info("%s, over %s", staging.reason, ", ".join(links.endpoints.schemes))
@@ -186,6 +197,7 @@ def _build_around(
         loop=loop,
         engine=engine,
         device=device,
+        watchdog=watchdog,
         links=links,
         mover=mover,
         pools=pools,
@@ -204,15 +216,11 @@ def _staging(settings: WorkerSettings, engine: Engine) -> Staging:
     )
 
 
-def _device(
-    settings: WorkerSettings,
-    engine: Engine,
-    inbox: queue.SimpleQueue[Incoming],
-    trace: Trace,
-) -> WorkerDevice:
-    stepping = engine if trace is NO_TRACE else TracedEngine(engine, trace)
-    kind = AheadDevice if _launches_ahead(settings, engine) else WorkerDevice
-    return kind(stepping, settings.threads_per_rank, inbox.put)
+def _watchdog(settings: WorkerSettings, times: StepTimes) -> Watchdog:
+    FIRST_USES.listen()
+    guessed = settings.profile == "off"
+    watch = StepWatch(times, time.monotonic(), guessed=guessed)
+    return Watchdog(watch, lambda: FIRST_USES.now)
 
 
 def _launches_ahead(settings: WorkerSettings, engine: Engine) -> bool:

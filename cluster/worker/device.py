@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
+from cluster.core.worker.watchdog import StepWatch
 from cluster.process.trace import Trace, Value
 from cluster.worker.events import Crashed
 from engine.core.step import RunStep, StepBatch, StepDone, StepOutcome
@@ -41,17 +42,20 @@ class AheadEngine(StepEngine, Protocol):
 
 
 class WorkerDevice:
-    """`cpu_threads` None leaves torch's own choice."""
+    """`cpu_threads` None leaves torch's own choice. `watch` knows each step from its submission to
+    its end."""
 
     def __init__(
         self,
         engine: StepEngine,
         cpu_threads: int | None,
         post: Callable[[StepDone | LayersWritten | Crashed], None],
+        watch: StepWatch,
     ) -> None:
         self._engine = engine
         self._cpu_threads = cpu_threads
         self._post = post
+        self._watch = watch
         self._steps: queue.SimpleQueue[RunStep | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvrelay-device", daemon=True)
 
@@ -61,6 +65,7 @@ class WorkerDevice:
     def submit(self, step: RunStep) -> None:
         """The copies are made at once, in the caller's thread: the next event may free what they
         read."""
+        self._watch.launched(step)
         for pairs in step.copies:
             self._engine.copy_blocks(pairs)
         self._steps.put(step)
@@ -89,6 +94,7 @@ class WorkerDevice:
             started_s = time.monotonic()
             outcome = self._engine.run(step.batch, self._marks(step))
             seconds = time.monotonic() - started_s
+            self._watch.ended()
             self._post(StepDone(outcome=outcome, seconds=seconds))
 
 
@@ -100,8 +106,9 @@ class AheadDevice(WorkerDevice):
         engine: AheadEngine,
         cpu_threads: int | None,
         post: Callable[[StepDone | LayersWritten | Crashed], None],
+        watch: StepWatch,
     ) -> None:
-        super().__init__(engine, cpu_threads, post)
+        super().__init__(engine, cpu_threads, post, watch)
         self._launching = engine
         self._flights: queue.SimpleQueue[tuple[Flight, float] | None] = queue.SimpleQueue()
         self._waiter = threading.Thread(target=self._wait, name="kvrelay-tokens", daemon=True)
@@ -134,6 +141,7 @@ class AheadDevice(WorkerDevice):
                 outcome = flight.collect()
                 started_s, ended_s = max(started_s, ended_s), time.monotonic()
                 seconds = ended_s - started_s
+                self._watch.ended()
                 self._post(StepDone(outcome=outcome, seconds=seconds))
         except Exception as error:
             self._post(Crashed(error))

@@ -12,7 +12,13 @@ from contextlib import suppress
 from typing import Any, NoReturn, Protocol, get_args
 
 from cluster.core.worker.core import WorkerCore
-from cluster.core.worker.events import CoreEvent, MoveJob, SendToRouter, WorkerCommand
+from cluster.core.worker.events import (
+    CoreEvent,
+    DropPeer,
+    MoveJob,
+    SendToRouter,
+    WorkerCommand,
+)
 from cluster.process.trace import NO_TRACE, Trace
 from cluster.worker.events import Close, Crashed, Incoming, RunOnLoop
 from engine.core.step import RunStep
@@ -35,6 +41,8 @@ class Links(Protocol):
     """To peers."""
 
     def send(self, command: SendPeer) -> None: ...
+
+    def drop(self, command: DropPeer) -> None: ...
 
     def states(self) -> tuple[LinkState, ...]: ...
 
@@ -75,6 +83,7 @@ class WorkerLoop:
         self._executors: dict[type, Callable[[Any], None]] = {
             RunStep: device.submit,
             SendPeer: links.send,
+            DropPeer: links.drop,
             SendToRouter: _tell,
         }
         self._own_events: dict[type, Callable[[Any], None]] = {

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
+from cluster.core.worker.events import DropPeer
 from cluster.worker.prober import Link, Prober
 from kvpool.core.layout.codec import Codec
 from kvpool.core.transfer.commands import FromPeer, LinkMeasured, PeerLost, SendPeer
@@ -105,6 +106,10 @@ class PeerLinks:
                 self._say(connection, command.message)
         except PeerError as error:
             self._give_up(command.peer, str(error))
+
+    def drop(self, command: DropPeer) -> None:
+        """The next message connects anew."""
+        self._give_up(command.peer, command.reason)
 
     def notify(self, peer: Incarnation, message: PeerMessage) -> None:
         """Raises PeerError."""

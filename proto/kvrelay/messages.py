@@ -102,7 +102,15 @@ class Stop:
     valid_tokens: int
 
 
-ToWorker = Reserve | Prefill | Generate | Preload | Abort | Stop
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspect:
+    """Another worker is silent: drop the connections to it, and take back the slabs that it
+    holds."""
+
+    incarnation: Incarnation
+
+
+ToWorker = Reserve | Prefill | Generate | Preload | Abort | Stop | Suspect
 
 
 # --- worker -> router ---------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def value(cls: type[T]) -> type[T]:
 Incarnation = NewType("Incarnation", str)
 """Random id of one process life: a restarted worker is a new peer."""
 
-WIRE_VERSION = 16
+WIRE_VERSION = 17
 """1: first. 2: pool nodes have addresses for workers of other hosts. 3: requests are resumed from
 what they have emitted. 4: reservations without a source. 5: pieces of a handoff are cut at
 multiples of 16 tokens. 6: a worker's KV may be shared out among ranks. 7: the pieces of a span are
@@ -71,7 +71,8 @@ both ends of a handoff must draw by it. 9: pool nodes no longer pin prefixes. 10
 digest of the KV. 11: pool nodes tell routers of their blocks themselves. 12: every field has the
 name that it has in its dataclass, and enums travel by name. 13: routers are told of blocks in
 strands. 14: a pool node confirms each store by a reply of its own. 15: decode workers are told of
-prefix sources. 16: and of what prefill workers have stored so far."""
+prefix sources. 16: and of what prefill workers have stored so far. 17: workers
+are told of silent ones."""
 
 
 class Role(StrEnum):

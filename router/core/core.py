@@ -16,6 +16,7 @@ from kvrelay.messages import (
     RequestFailed,
     Reserved,
     ReserveRefused,
+    Suspect,
     Tokens,
     WorkerEvent,
 )
@@ -31,11 +32,13 @@ from router.core.events import (
     PoolNodeLost,
     PoolNodeSaid,
     Rejected,
+    Send,
     Submitted,
     TimePassed,
     WorkerJoined,
     WorkerLost,
     WorkerSaid,
+    WorkerSuspected,
 )
 from router.core.request import Request
 from router.core.router_state import RouterState
@@ -87,8 +90,12 @@ class RouterCore:
                 state.workers.join(hello)
                 lifecycle.workers_changed(state, now_s)
                 return lifecycle.preload(hello, self.preloads)
-            case WorkerLost(incarnation=incarnation):
-                return self._on_worker_lost(incarnation, now_s)
+            case WorkerSuspected(incarnation=incarnation):
+                if (view := state.workers.get(incarnation)) is not None:
+                    view.suspect = True
+                return []
+            case WorkerLost():
+                return self._on_worker_lost(event, now_s)
             case TimePassed():
                 return []
             case PoolNodeSaid(update=update):
@@ -179,8 +186,8 @@ class RouterCore:
             return learning.trust(self.state, request, moment)
         return []
 
-    def _on_worker_lost(self, incarnation: Incarnation, now_s: float) -> list[Command]:
-        state = self.state
+    def _on_worker_lost(self, event: WorkerLost, now_s: float) -> list[Command]:
+        state, incarnation = self.state, event.incarnation
         view = state.workers.leave(incarnation)
         state.directory.lost(incarnation)
         if view is None:
@@ -193,11 +200,16 @@ class RouterCore:
         affected.sort(key=lambda one: (not one.admitted, one.tier.priority))
         lifecycle.workers_changed(state, now_s)
         reason, message = FailureReason.WORKER_LOST, f"worker {view.hello.name} was lost"
-        return [
-            command
-            for request in affected
-            for command in lifecycle.fail_attempt(state, request, reason, message, now_s)
-        ]
+        commands: list[Command] = []
+        for request in affected:
+            commands += lifecycle.fail_attempt(state, request, reason, message, now_s)
+        return commands + self._suspicions(incarnation) if event.was_silent else commands
+
+    def _suspicions(self, silent: Incarnation) -> list[Command]:
+        """Its peers drop their connections to it: it may write to them when it wakes up. They hear
+        first which of its requests are over."""
+        message = Suspect(incarnation=silent)
+        return [Send(worker=one, message=message) for one in self.state.workers]
 
     def validate(self) -> None:
         self.state.validate()

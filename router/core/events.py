@@ -37,8 +37,18 @@ class WorkerJoined:
 
 
 @value
-class WorkerLost:
+class WorkerSuspected:
+    """It has not reported for a while. Its next report ends the suspicion."""
+
     incarnation: Incarnation
+
+
+@value
+class WorkerLost:
+    """`was_silent`: its process may still live, and write to its peers."""
+
+    incarnation: Incarnation
+    was_silent: bool = False
 
 
 @value
@@ -72,6 +82,7 @@ Event = (
     | Aborted
     | DeadlinePassed
     | WorkerJoined
+    | WorkerSuspected
     | WorkerLost
     | WorkerSaid
     | TimePassed

@@ -223,8 +223,7 @@ def _targets(state: RouterState, source: WorkerView) -> list[WorkerView]:
         view
         for view in state.workers.values()
         if view is not source
-        and not view.prefills
-        and not view.draining
+        and not (view.prefills or view.draining or view.suspect)
         and view.free_places > 0
         and _taken_blocks(view) < PRESSED * view.hello.total_blocks
     ]

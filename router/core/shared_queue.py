@@ -326,7 +326,7 @@ def _done_s(way: DispatchWay) -> float:
 
 def is_free(worker: WorkerView) -> bool:
     """What it has left is no more than its next step takes."""
-    if not worker.prefills or worker.draining:
+    if not worker.prefills or worker.draining or worker.suspect:
         return False
     others = max(0, worker.counters.prefill_waiting_tokens - worker.queue.tokens)
     return worker.queue.left_tokens + others <= worker.hello.prefill_chunk_tokens

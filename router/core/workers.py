@@ -211,15 +211,17 @@ def book_prefill(
 
 
 def fitting(views: Iterable[WorkerView], demand: Demand) -> list[WorkerView]:
-    """The workers that could serve it when idle, and that take requests."""
+    """The workers that could serve it when idle, and that take requests. Suspects are among them
+    only where there is no other."""
     choices, tokens = demand.choices, demand.longest_tokens
-    return [
+    could = [
         view
         for view in views
         if tokens <= view.hello.max_model_len
         and choices <= view.hello.max_running_requests
         and not view.draining
     ]
+    return [view for view in could if not view.suspect] or could
 
 
 def _kept_tpot_s(demand: Demand, worker: WorkerView) -> float | None:

@@ -200,9 +200,17 @@ def create_public_server(
     return server
 
 
+REGISTERED = (
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
+)
+"""Both ends of a registration ping each other: nothing else is said, and either may vanish."""
+
+
 def create_internal_server(api: InferenceApi, watcher: Health) -> grpc.aio.Server:
-    """The server for operators."""
-    server = _server(watcher)
+    """The server for operators, and for workers and pool nodes that register."""
+    server = _server(watcher, REGISTERED)
     admin_pb2_grpc.add_AdminServicer_to_server(AdminApi(api), server)
     reflection.enable_server_reflection((ADMIN_NAME, REGISTRY_NAME, *STANDARD_NAMES), server)
     return server

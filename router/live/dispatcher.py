@@ -39,12 +39,14 @@ from router.core.events import (
     WorkerJoined,
     WorkerLost,
     WorkerSaid,
+    WorkerSuspected,
 )
 from router.core.policy.choice import DEFAULT_POLICIES, Policies
 from router.core.request import Request
 from router.core.start import Beginning, begin
 from router.core.state.directory import DIRECTORY_BYTES
 from router.core.state.generation import ChoiceTokens, GenerationRequest
+from router.core.state.silence import DETECT_S, PERIOD_S, Silence
 from router.core.state.waiting import FAILOVER_PATIENCE_S
 from router.core.state.worker_view import check_joins
 from router.live import status
@@ -119,8 +121,6 @@ class WorkerGeneration:
         self._deliveries.put_nowait(delivery)
 
 
-WAITING_LOOK_S = 1.0
-"""Between two looks at those who wait, while there is no worker."""
 MAX_REQUEST_ID_BYTES = 256
 """It stands in every message between workers, and these are at most 64 KiB."""
 
@@ -136,6 +136,7 @@ class WorkerDispatcher(ClusterViews):
         *,
         directory_bytes: int = DIRECTORY_BYTES,
         failover_patience_s: float = FAILOVER_PATIENCE_S,
+        detect_s: float = DETECT_S,
         record: Callable[[Beginning], Recorder] | None = None,
     ) -> None:
         """`record` opens a file for all that the core hears and decides."""
@@ -153,7 +154,8 @@ class WorkerDispatcher(ClusterViews):
         self.incarnation = Incarnation(uuid4().hex)
         self._links: dict[str, WorkerLink] = {}  # address |-> link
         self._generations: dict[str, WorkerGeneration] = {}
-        self._clock: asyncio.TimerHandle | None = None  # runs while requests wait without workers
+        self._silence = Silence(now_s=time.monotonic(), detect_s=detect_s)
+        self._watching: asyncio.Task[None] | None = None  # from the first worker on
 
     # --- workers --------------------------------------------------------------------------------
 
@@ -169,8 +171,8 @@ class WorkerDispatcher(ClusterViews):
     async def close(self) -> None:
         for address in list(self._links):
             await self.remove_worker(address)
-        if self._clock is not None:
-            self._clock.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
         await self.pools.close()
         if self._recorder is not None:
             self._recorder.close()
@@ -180,6 +182,8 @@ class WorkerDispatcher(ClusterViews):
         log.info("worker %s joined: %s on %s", hello.name, hello.role, hello.device)
         self.attached[hello.incarnation] = link
         self.recent[hello.incarnation] = RecentActivity(hello.total_blocks)
+        self._silence.joined(hello.incarnation)
+        self._begin_watching()
         self._post_of_workers(WorkerJoined(hello=hello))
 
     def said(
@@ -189,21 +193,22 @@ class WorkerDispatcher(ClusterViews):
         counters: Counters,
         blocks: tuple[BlockChanges, ...],
     ) -> None:
+        self._silence.heard(worker)
         if (recent := self.recent.get(worker)) is not None:
             recent.heard(counters, time.monotonic())
         said = WorkerSaid(incarnation=worker, events=events, counters=counters, blocks=blocks)
         self._post(said)
 
-    def lost(self, worker: Incarnation, reason: str) -> None:
+    def lost(self, worker: Incarnation, reason: str, *, was_silent: bool = False) -> None:
         link = self.attached.pop(worker, None)
         self.recent.pop(worker, None)
+        self._silence.left(worker)
         if link is not None:
             if link.address in self._links:
                 log.warning("lost the worker at %s: %s", link.address, reason)
             else:
                 log.info("the worker at %s has left", link.address)
-            self._post_of_workers(WorkerLost(incarnation=worker))
-            self._watch_waiting()
+            self._post_of_workers(WorkerLost(incarnation=worker, was_silent=was_silent))
 
     def _post_of_workers(self, event: WorkerJoined | WorkerLost) -> None:
         workers = self.core.state.workers
@@ -213,15 +218,34 @@ class WorkerDispatcher(ClusterViews):
         finally:
             status.tell_stand_ins(before, workers)
 
-    def _watch_waiting(self) -> None:
-        state = self.core.state
-        if self._clock is None and state.waiting and not state.workers:
-            self._clock = asyncio.get_running_loop().call_later(WAITING_LOOK_S, self._pass_time)
+    def _begin_watching(self) -> None:
+        if self._watching is None:
+            self._watching = asyncio.ensure_future(self._watch())
 
-    def _pass_time(self) -> None:
-        self._clock = None
-        self._post(TimePassed())
-        self._watch_waiting()
+    async def _watch(self) -> None:
+        """The links' own pings are answered by threads that live on when a worker hangs."""
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            try:
+                self._look(time.monotonic())
+            except Exception:
+                log.exception("silent workers were not handled well")
+
+    def _look(self, now_s: float) -> None:
+        suspects, lost = self._silence.look(now_s)
+        for worker in suspects:
+            log.warning("worker %s is suspect: it has reported nothing lately", self._name(worker))
+            self._post(WorkerSuspected(incarnation=worker))
+        for worker in lost:
+            link = self.attached[worker]
+            link.hang_up()
+            reason = f"it has reported nothing for {self._silence.detect_s:g} s"
+            self.lost(worker, reason, was_silent=True)
+        if self.core.state.waiting and not self.core.state.workers:
+            self._post(TimePassed())
+
+    def _name(self, worker: Incarnation) -> str:
+        return self.core.state.workers.name_of(worker)
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -235,7 +259,7 @@ class WorkerDispatcher(ClusterViews):
         generation.request = self.core.state.requests.get(request.request_id)
         self._watch_deadline(generation, request)
         if request.admitted:
-            self._watch_waiting()
+            self._begin_watching()
         try:
             await generation.admitted
         except BaseException:

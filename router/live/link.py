@@ -67,6 +67,8 @@ class WorkerLink:
         self.address = address
         self.hello: WorkerHello | None = None
         self._refused = False  # for good
+        self._attaching: asyncio.Task[None] | None = None
+        self._hung_up = False
         self._router = router
         self._owner = owner
         self._outgoing: asyncio.Queue[pb.ToWorker | None] = asyncio.Queue()
@@ -77,6 +79,12 @@ class WorkerLink:
     def send(self, message: ToWorker) -> None:
         """Queued; lost with the stream, which `lost` then reports."""
         self._outgoing.put_nowait(encode_to_worker(message))
+
+    def hang_up(self) -> None:
+        """Closes the stream of a worker that is silent, and attaches again."""
+        if self._attaching is not None:
+            self._hung_up = True
+            self._attaching.cancel()
 
     async def debug_kv(self) -> pb.DebugKvResponse:
         return await self._stub.DebugKv(pb.DebugKvRequest(), timeout=30)
@@ -102,8 +110,14 @@ class WorkerLink:
 
     async def _attach_once(self) -> _Ended:
         """Returns when the stream ends, for whatever reason."""
+        self._hung_up = False
+        self._attaching = asyncio.ensure_future(self._attach())
         try:
-            await self._attach()
+            await self._attaching
+        except asyncio.CancelledError:
+            if not self._hung_up:
+                raise
+            return _Ended("it was silent")
         except grpc.aio.AioRpcError as error:
             return _Ended(error.details() or error.code().name)
         except PeerError as error:

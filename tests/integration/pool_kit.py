@@ -123,10 +123,6 @@ class PoolWorker:
     def stores(self) -> PoolStores:
         return self._pool.nodes.stores
 
-    def is_patient(self, patience_s: float) -> None:
-        """For so long it waits for an answer of its host's node."""
-        self.stores.patience_s = self._pool.own.patience_s = patience_s
-
     def pump(self, timeout_s: float = 0.05) -> None:
         """Settle what has come in."""
         try:

@@ -21,7 +21,7 @@ from router.core.policy.choice import Policies
 from router.core.state.generation import WorkerStatus
 from tests.forks import forks
 from tests.integration import worker_host
-from tests.integration.worker_host import Command, Damage, Failed, Start, Stop
+from tests.integration.worker_host import Command, Damage, Failed, Hang, Start, Stop
 
 PATIENCE_S = 60.0
 T = TypeVar("T")
@@ -110,6 +110,10 @@ class WorkerHost:
     def damage(self, address: str, *, pieces: int) -> None:
         """The next pieces of KV that this worker receives end up wrong."""
         self._ask(Damage(address, pieces))
+
+    def hang(self, address: str, *, least_s: float) -> None:
+        """This worker's next step never ends; it is given up after `least_s`."""
+        self._ask(Hang(address, least_s))
 
     def kill(self) -> None:
         """Returns when it is dead."""

@@ -130,7 +130,8 @@ def test_a_holder_that_falls_silent_or_dies_is_not_needed(
     model = load_model(open_checkpoint(str(llama)), device="cpu", dtype="float32")
     with WorkerHost() as holder:
         workers = _workers(llama, (holder, hosts[1]), hosts[0])
-        with running_cluster(llama, workers) as cluster, ThreadPoolExecutor(1) as pool:
+        patient = running_cluster(llama, workers, detect_s=60.0)
+        with patient as cluster, ThreadPoolExecutor(1) as pool:
             prompts = [_prompt(seed, 150) for seed in (2, 3, 4)]
             _prefer(cluster, "prefill-0")
             for prompt in prompts:

@@ -59,7 +59,8 @@ def serving(
         (host, worker_settings(f"{role}-0", role, llama, qos=tiers, **more))
         for host, role in zip(hosts, (Role.PREFILL, Role.DECODE), strict=True)
     ]
-    with running_cluster(llama, workers, qos=tiers, tier_match=match, policies=policies) as cluster:
+    options = {"qos": tiers, "tier_match": match, "policies": policies, "detect_s": 60.0}
+    with running_cluster(llama, workers, **options) as cluster:
         yield cluster
 
 

@@ -7,6 +7,7 @@ it any more.
 from __future__ import annotations
 
 import asyncio
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -45,11 +46,19 @@ class Damage:
 
 
 @dataclass(frozen=True, slots=True)
+class Hang:
+    """This worker's next step never ends; it is given up after `least_s`."""
+
+    address: str
+    least_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     reason: str
 
 
-Command = Start | Stop | Damage
+Command = Start | Stop | Damage | Hang
 
 
 def serve(commands: Connection) -> None:
@@ -76,6 +85,9 @@ async def answer(command: Command, workers: dict[str, WorkerProcess]) -> str | F
             return address
         case Damage(address=address, pieces=pieces):
             damage(workers[address], pieces)
+            return address
+        case Hang(address=address, least_s=least_s):
+            hang(workers[address], least_s)
             return address
         case _:
             assert_never(command)
@@ -109,6 +121,12 @@ def damage(worker: WorkerProcess, pieces: int) -> None:
         spoil_fetches(pools._mover._blocks, left)
     mover._scatter = spoiling(type(mover)._scatter.__get__(mover))  # type: ignore[method-assign]
     mover._fetch = spoiling(type(mover)._fetch.__get__(mover))  # type: ignore[method-assign]
+
+
+def hang(worker: WorkerProcess, least_s: float) -> None:
+    assert worker._parts is not None
+    worker._parts.watchdog.watch.least_s = least_s
+    worker._parts.device._engine.run = lambda *_: threading.Event().wait()  # type: ignore[method-assign, assignment, return-value]
 
 
 def spoil_fetches(blocks: HostBlocks, left: Iterator[int]) -> None:

@@ -16,7 +16,7 @@ from cluster.core.resolve import resolve
 from cluster.core.settings import WorkerSettings
 from cluster.core.worker.build import build_worker_core
 from cluster.core.worker.core import WorkerCore
-from cluster.core.worker.events import MoveJob
+from cluster.core.worker.events import DropPeer, MoveJob
 from cluster.sim.simulation import NOWHERE
 from cluster.worker.events import Incoming, RunOnLoop
 from cluster.worker.loop import WorkerLoop
@@ -295,6 +295,9 @@ class Links:
 
     def send(self, command: SendPeer) -> None:
         self._worker.net.send(self._worker, command)
+
+    def drop(self, command: DropPeer) -> None:
+        self._worker.net.cut(self._worker.incarnation, command.peer)
 
     def states(self) -> tuple[LinkState, ...]:
         return tuple(

@@ -31,6 +31,7 @@ from kvpool.core.fetch.client_events import (
 )
 from kvpool.core.fetch.cost import RestoreCost
 from kvpool.core.fetch.fetches import Restored
+from kvpool.core.fetch.pool_nodes import PING
 from kvpool.core.fetch.pool_stores import PoolStores
 from kvpool.core.fetch.prefix_lookup import PoolUse, PrefixLookup
 from kvpool.core.layout.hashes import BlockHash, BlockHashes
@@ -57,7 +58,7 @@ from kvpool.core.node.events import (
     WriteSlots,
 )
 from kvpool.core.node.host_tier import HostTier
-from kvpool.core.node.messages import FromPool, PoolWelcome, ToPool
+from kvpool.core.node.messages import FromPool, LookedUp, LookupWanted, PoolWelcome, ToPool
 from kvpool.core.node.restored import RestoredBlock, restore
 from kvpool.core.node.tier_blocks import PoolPlace, TierBlocks
 from kvrelay.messages import PoolUpdate
@@ -117,6 +118,13 @@ class Worker:
     @property
     def tables(self) -> BlockTables:
         return self.lookup.tables
+
+    @property
+    def is_pinging(self) -> bool:
+        """Its ping, or the answer, is on its way: until then it asks nothing."""
+        on_their_way = (*self.to_node, *self.to_worker)
+        kinds = (LookupWanted, LookedUp)
+        return any(isinstance(one, kinds) and one.request_no == PING for one in on_their_way)
 
     def lose_grants(self) -> None:
         for want in self.wants.values():
@@ -363,8 +371,10 @@ class World:
         holder = Holder("prefill", RequestKey(str(self._numbers), 0))
         assert worker.tables.try_grow(holder, max(skip, 1), now_s=self.now_s)
         worker.wants[holder] = Want(hashes, skip)
-        if not worker.lookup.fetches.begin(holder, hashes, skip, None, self.now_s):
-            assert not worker.connected
+        may_ask, at_end = worker.connected and not worker.is_pinging, len(hashes) <= skip
+        begun = worker.lookup.fetches.begin(holder, hashes, skip, None, self.now_s)
+        assert begun == (may_ask and not at_end)
+        if not begun:
             self._release(worker, holder)
         self._obey_worker(worker)
 

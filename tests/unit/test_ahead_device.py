@@ -7,9 +7,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from cluster.core.worker.watchdog import StepWatch
 from cluster.worker.device import AheadDevice
 from cluster.worker.events import Crashed
 from engine.core.step import RunStep, StepBatch, StepDone, StepOutcome
+from engine.core.step_times import LinearTimes
 from engine.device.layer_marks import LayerMarks
 from engine.flight import Flight
 from kvpool.core.blocks.holding import CopyPairs
@@ -53,7 +55,7 @@ Posts = queue.SimpleQueue[StepDone | LayersWritten | Crashed]
 @contextmanager
 def running(gpu: Gpu) -> Iterator[tuple[AheadDevice, Posts]]:
     posts: Posts = queue.SimpleQueue()
-    device = AheadDevice(gpu, None, posts.put)
+    device = AheadDevice(gpu, None, posts.put, StepWatch(LinearTimes(), 0.0))
     device.start()
     try:
         yield device, posts

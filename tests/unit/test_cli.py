@@ -345,6 +345,7 @@ SAMPLES: dict[str, object] = {
     "network.host": "h",
     "network.port_range": [2000, 3000],
     "network.secret": "s",
+    "failure.detect": "9s",
     "observability.trace_dir": "/traces",
     "ray.address": "auto",
     "ray.startup_timeout": "9s",

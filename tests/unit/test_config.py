@@ -557,6 +557,7 @@ CHANGES = {
     "network.host": "10.0.0.1",
     "network.port_range": [3000, 4000],
     "network.secret": "s",
+    "failure.detect": "9s",
     "observability.trace_dir": "/traces",
     "ray.startup_timeout": "9s",
     "ray.driver_timeout": "9s",

@@ -102,7 +102,7 @@ def test_without_workers_an_admitted_request_waits_until_its_patience_is_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody reports, so the dispatcher itself looks at who waits."""
-    monkeypatch.setattr(dispatcher, "WAITING_LOOK_S", 0.01)
+    monkeypatch.setattr(dispatcher, "PERIOD_S", 0.01)
 
     async def scene(s: Scene) -> None:
         s.dispatcher.core.state.failover_patience_s = 0.3
@@ -120,8 +120,6 @@ def test_without_workers_an_admitted_request_waits_until_its_patience_is_over(
         assert failure.value.reason == "worker_lost"
         assert not s.dispatcher._generations
         assert time.monotonic() - lost_s >= 0.3
-        await asyncio.sleep(0.02)
-        assert s.dispatcher._clock is None, "nobody waits any more"
 
     play(scene)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.core.worker.events import DropPeer
 from cluster.worker.peers import PeerLinks
 from kvpool.core.layout.codec import Codec
 from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
@@ -103,6 +104,18 @@ def test_each_hears_what_the_other_is_and_which_region_to_read() -> None:
         assert window is not None
         assert window.data_ptr() == memory.flat.data_ptr()
         assert a.hellos.get(timeout=10).kv == FACTS
+
+
+def test_a_dropped_peer_is_lost_on_both_sides_and_connects_anew(
+    sides: tuple[Side, Side],
+) -> None:
+    a, b = connected(*sides)
+    a.links.drop(DropPeer(B, "a router has heard nothing from it"))
+    assert a.next() == PeerLost(peer=B, reason="a router has heard nothing from it")
+    assert isinstance(b.next(), PeerLost)
+    connected(a, b)
+    a.links.drop(DropPeer(Incarnation("stranger"), "silent"))
+    assert a.next() == PeerLost(peer=Incarnation("stranger"), reason="silent")
 
 
 @pytest.mark.parametrize("willing", [[], ["here"], ["there"]])

@@ -15,15 +15,17 @@ from kvpool.core.fetch.client_events import (
     FromNode,
     NodeEvent,
     NodeOrder,
+    OfferBlocks,
+    OfferedBlock,
     PoolLost,
     SendPool,
 )
 from kvpool.core.fetch.cost import RestoreCost
 from kvpool.core.fetch.fetches import Restored
-from kvpool.core.fetch.pool_nodes import LEFT_ALONE_S
+from kvpool.core.fetch.pool_nodes import LEFT_ALONE_S, PING
 from kvpool.core.fetch.prefix_lookup import PoolUse, PrefixLookup
 from kvpool.core.layout.hashes import BlockHashes
-from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
+from kvpool.core.layout.layout import BlockId, KvLayout, LayerGroup, Plane
 from kvpool.core.node.messages import (
     FetchDone,
     Fetched,
@@ -31,6 +33,7 @@ from kvpool.core.node.messages import (
     FromPool,
     LookedUp,
     LookupWanted,
+    StoreWanted,
     ToPool,
 )
 from kvpool.core.node.tier_blocks import PoolPlace
@@ -65,6 +68,10 @@ def asks(number: int, *, node: Incarnation = NODE, blocks: int = 3, skip: int = 
 
 def seeks(number: int) -> SendPool:
     return SendPool(message=LookupWanted(request_no=number, hashes=tuple(HASHES)))
+
+
+PING_OWN = SendPool(message=LookupWanted(request_no=PING, hashes=()))
+PONG = LookedUp(request_no=PING, host_blocks=0, disk_blocks=0)
 
 
 def nothing(name: str = "r") -> list[Restored]:
@@ -250,7 +257,7 @@ def test_no_one_waits_for_a_node_that_hangs() -> None:
     assert worker.begin("second")
     worker.orders()
     assert worker.tick(PATIENCE_S) == [*nothing("first"), *nothing("second")]
-    assert worker.orders() == []
+    assert worker.orders() == [PING_OWN]
     late = Fetched(request_no=1, places=PLACES, checksums=(8, 9))
     assert worker.hear(late) == [] and worker.orders() == [done(1)]
     assert worker.hear(LookedUp(request_no=2, host_blocks=3, disk_blocks=0)) == []
@@ -263,7 +270,99 @@ def test_a_node_that_hangs_leaves_the_choice_to_what_the_router_says() -> None:
     assert worker.begin(node=NODE)
     assert worker.orders() == [seeks(1)]
     assert worker.tick(PATIENCE_S) == []
-    assert worker.orders() == [CONNECT]
+    assert worker.orders() == [PING_OWN, CONNECT]
+
+
+def test_a_node_that_hangs_costs_one_request_its_patience_once() -> None:
+    """Two minutes, a request every second and a tick every half; two were asked before."""
+    worker = with_own()
+    waited_s: dict[str, float] = {}
+
+    def pass_half_a_second() -> None:
+        for ended in worker.tick(0.5):
+            name = ended.holder.key.request_id
+            waited_s[name] = worker.now_s - began_s.pop(name)
+            worker.tables.release(ended.holder)
+
+    began_s: dict[str, float] = {}
+    asked = 0
+    for second in range(120):
+        name = f"r{second}"
+        if worker.begin(name):
+            began_s[name] = worker.now_s
+            asked += 1
+        else:
+            worker.tables.release(holder(name))
+        for _ in range(2):
+            pass_half_a_second()
+    assert not began_s
+    assert sorted(waited_s.values()) == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert asked == 5, "those that came before the first one was given up"
+    sent = [order for order in worker.orders() if order == PING_OWN]
+    assert len(sent) == 1
+    worker.hear(PONG)
+    assert worker.begin("again")
+    assert worker.orders() == [seeks(121)]
+
+
+def test_what_it_says_late_is_no_answer_to_the_ping() -> None:
+    worker = with_own()
+    worker.wants("first")
+    worker.tick(PATIENCE_S)
+    worker.orders()
+    worker.hear(LookedUp(request_no=1, host_blocks=3, disk_blocks=0))
+    assert not worker.begin("second")
+    worker.hear(PONG)
+    assert worker.begin("third")
+
+
+@pytest.mark.parametrize("node", [OWN_NODE, NODE])
+def test_a_mute_node_that_is_lost_and_back_is_asked(node: Incarnation) -> None:
+    worker = Worker()
+    hint = None if node == OWN_NODE else node
+    if hint is None:
+        worker.tell(joined())
+    assert worker.begin("first", hint)
+    if hint is not None:
+        worker.tell(joined(NODE))
+    worker.tick(PATIENCE_S)
+    assert not worker.begin("second", hint)
+    worker.tell(PoolLost(node=node, reason=""))
+    worker.now_s += LEFT_ALONE_S
+    worker.tell(joined(node))
+    assert worker.begin("third", hint)
+
+
+def test_a_mute_node_of_another_host_leaves_the_others_to_be_asked() -> None:
+    worker = with_own()
+    for number, name in enumerate(("first", "second"), 1):
+        assert worker.begin(name, NODE)
+        assert worker.orders() == [seeks(number)]
+        worker.hear(LookedUp(request_no=number, host_blocks=0, disk_blocks=0))
+        if number == 1:
+            assert worker.orders() == [CONNECT]
+            worker.tell(joined(NODE))
+        assert worker.orders() == [asks(number)]
+    assert worker.tick(PATIENCE_S) == [*nothing("first"), *nothing("second")]
+    assert worker.orders() == [SendPool(node=NODE, message=PING_OWN.message)]
+    assert worker.begin("third", NODE)
+    assert worker.orders() == [seeks(3)], "the node of this host answers"
+    assert worker.hear(LookedUp(request_no=3, host_blocks=0, disk_blocks=0)) == nothing("third")
+    worker.hear(PONG, NODE)
+    assert worker.begin("fourth", NODE)
+    worker.hear(LookedUp(request_no=4, host_blocks=0, disk_blocks=0))
+    assert worker.orders() == [seeks(4), asks(4)]
+
+
+def test_a_store_without_an_answer_makes_the_node_mute_too() -> None:
+    worker = with_own()
+    block = OfferedBlock(HASHES[0], None, (BlockId(0),))
+    worker.pool.nodes.stores.offer(OfferBlocks(offer=1, blocks=(block,)), worker.now_s)
+    assert isinstance(worker.sent(), StoreWanted)
+    worker.tick(PATIENCE_S)
+    assert not worker.begin("first")
+    worker.hear(PONG)
+    assert worker.begin("second")
 
 
 def test_a_lost_node_leaves_the_choice_to_what_the_router_says() -> None:

@@ -69,7 +69,8 @@ class Worker:
         return self._commands()
 
     def tick(self) -> list[ClientCommand]:
-        self.stores.expire(self.now_s)
+        if self.stores.is_late(self.now_s):
+            self.stores.fall_mute()
         return self._commands()
 
     def _commands(self) -> list[ClientCommand]:
@@ -133,15 +134,29 @@ def test_no_one_waits_longer_than_the_node_answers(how: str) -> None:
     assert worker.stores.stored_blocks == 0
 
 
-def test_no_one_waits_for_a_node_that_hangs() -> None:
+def test_nothing_is_offered_to_a_node_that_does_not_answer() -> None:
     worker = Worker(max_stores=1, batch_blocks=1)
     worker.join()
     worker.offer(1, 0)
     worker.offer(2, 1)
     worker.now_s = PATIENCE_S
-    assert worker.tick() == [*over(1), wanted(2, 1)]
+    assert worker.tick() == [*over(2), *over(1)], "the one that waits, and the one that was asked"
+    assert worker.offer(3, 2) == over(3)
     assert worker.granted(1, 0) == [SendPool(message=StoreAbandoned(request_no=1))]
     assert worker.granted(1, 0) == [], "once"
+    worker.stores.speaks()
+    assert worker.offer(4, 2) == [wanted(2, 2)]
+
+
+def test_nobody_waits_for_what_was_gathered_when_the_node_fell_mute() -> None:
+    worker = Worker()
+    worker.join()
+    worker.offer(1, 0)
+    worker.granted(1, 0)
+    worker.stores.fall_mute()
+    told = SendPool(message=Stored(request_no=1, checksums=(8,)))
+    assert worker.gathered(1, 8) == [OfferSettled(offer=1), told, OfferConfirmed(offer=1)]
+    assert worker.confirmed(1) == []
 
 
 def test_what_finds_no_room_is_dropped_at_once() -> None:

@@ -17,7 +17,7 @@ def _check_at_rest(world: World) -> None:
     assert (counts["granted"], counts["fenced"], counts["loading"]) == (0, 0, 0), counts
     assert world.node.idle
     for worker in world.workers:
-        assert worker.pool.nodes.stores.idle
+        assert worker.pool.nodes.stores.idle and not worker.pool.nodes.stores.is_mute
         assert (worker.offers, worker.wants) == ({}, {}) and not list(worker.tables.held())
     _check_routers(world)
 
@@ -44,7 +44,7 @@ def test_random_schedules(seed: int, policy: str) -> None:
         world.step()
     world.drain()
     _check_at_rest(world)
-    assert sum(worker.fetched for worker in world.workers) > 20, "the schedule does something"
+    assert sum(worker.fetched for worker in world.workers) > 15, "the schedule does something"
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -420,6 +420,52 @@ def test_nobody_is_blamed_for_the_supervisors_own_pause() -> None:
     assert Remove(P) in act(core, SupervisionTick(), 1008.0)
 
 
+STUCK = "prefill-0 is lost: it did not start within 60 s; starting it again in 2 s"
+
+
+def restarting() -> Supervisor:
+    """prefill-0 starts for the second time, at 6."""
+    core = ready(FOR_EVER)
+    act(core, Lost(name=P, life=1, reason="crashed"), 5.0)
+    assert pass_time(core, 5.0, 6.0) == [Start(P, 2)]
+    return core
+
+
+def test_one_that_hangs_while_it_restarts_is_killed_and_started_again() -> None:
+    core = restarting()
+    act(core, does(P, Stage.LOADS, life=2), 7.0)
+    assert pass_time(core, 6, 66) == []
+    assert core.handle(SupervisionTick(), 66.5) == [Note(STUCK), Remove(P)]
+    assert pass_time(core, 66.5, 68.5) == [Start(P, 3)]
+    assert pass_time(core, 68.5, 128.5) == [], "each start has all of the time"
+    act(core, Serving(name=P, life=3, address="p3"), 128.6)
+    assert pass_time(core, 128.5, 300) == []
+    assert (core.phase, core.error) == (Phase.READY, None)
+
+
+def test_a_wait_for_resources_is_no_hanging_start() -> None:
+    core = restarting()
+    act(core, does(P, Stage.WAITS, life=2), 6.1)
+    assert pass_time(core, 6, 1000) == []
+    act(core, does(P, Stage.STARTS, life=2), 1000.0)
+    assert pass_time(core, 1000, 1060) == []
+    assert Remove(P) in pass_time(core, 1060, 1061)
+
+
+def test_the_supervisors_own_pause_is_no_part_of_a_start() -> None:
+    core = restarting()
+    assert act(core, SupervisionTick(), 1000.0) == []
+    assert pass_time(core, 1000, 1059) == []
+    assert Remove(P) in pass_time(core, 1059, 1061)
+
+
+def test_a_router_that_hangs_while_it_restarts_has_the_same_limit() -> None:
+    core = ready(FOR_EVER)
+    act(core, Lost(name=ROUTER, life=1, reason="crashed"), 5.0)
+    assert pass_time(core, 5, 66) == [Start(ROUTER, 2)]
+    assert act(core, SupervisionTick(), 66.5) == [Remove(ROUTER)]
+
+
 # --- pool nodes ---------------------------------------------------------------------------------
 
 HERE, THERE = Home("h1", "n1"), Home("h2", "n2")

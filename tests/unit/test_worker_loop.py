@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from cluster.core.worker.core import WorkerCore
-from cluster.core.worker.events import FromRouter, MoveJob, RouterJoined, RouterLost
+from cluster.core.worker.events import DropPeer, FromRouter, MoveJob, RouterJoined, RouterLost
 from cluster.worker.events import Incoming, RunOnLoop
 from cluster.worker.loop import WorkerLoop
 from cluster.worker.process import WorkerProcess
@@ -35,11 +35,12 @@ from kvrelay.messages import (
     Reserved,
     ReserveRefused,
     Stop,
+    Suspect,
     Tokens,
     ToWorker,
     WorkerEvent,
 )
-from kvrelay.types import RequestSpec
+from kvrelay.types import Incarnation, RequestSpec
 from prefill_worker.scheduler import PrefillScheduler
 from tests.unit.router_kit import STEP_TIMES
 from tests.unit.worker_kit import BLOCK, D, decode_scheduler, key, reserve, spec
@@ -99,8 +100,14 @@ def _counts(event: WorkerEvent) -> bool:
 class Links:
     """Peers that hear nothing."""
 
+    def __init__(self) -> None:
+        self.dropped: list[Incarnation] = []
+
     def send(self, command: SendPeer) -> None:
         pass
+
+    def drop(self, command: DropPeer) -> None:
+        self.dropped.append(command.peer)
 
     def states(self) -> tuple[LinkState, ...]:
         return ()
@@ -131,8 +138,9 @@ class Harness:
             max_model_len=16,
             launches_ahead=launches_ahead,
         )
+        self.links = Links()
         self.loop = WorkerLoop(
-            self.core, self.device, Links(), Mover(), None, self.inbox, clock=clock
+            self.core, self.device, self.links, Mover(), None, self.inbox, clock=clock
         )
 
     @property
@@ -175,6 +183,13 @@ def test_events_go_to_the_router_that_asked() -> None:
         assert stream.about(name) == ["Reserved", "Tokens", "Released"]
         assert {event.key for event in stream.heard} == {key(name)}
     assert worker.core.idle
+
+
+def test_a_peer_that_a_router_suspects_is_dropped_at_once() -> None:
+    worker = Harness()
+    worker.say(worker.router(), Suspect(incarnation=D))
+    worker.run()
+    assert worker.links.dropped == [D]
 
 
 def test_routers_hear_of_all_blocks_then_of_new_ones() -> None:

@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 from cluster.core.worker.events import (
     CoreEvent,
+    DropPeer,
     FromRouter,
     RouterJoined,
     RouterLost,
@@ -54,6 +55,7 @@ from kvrelay.messages import (
     Reserve,
     ReserveRefused,
     Stop,
+    Suspect,
     WorkerEvent,
 )
 from kvrelay.types import RequestKey
@@ -112,6 +114,7 @@ class WorkerCore:
             Preload: self._preload,
             Stop: self._stop,
             Abort: self._abort,
+            Suspect: self._suspect,
             RouterJoined: self._router_joined,
             RouterLost: self._router_lost,
             PeerHello: self._peer_came_or_went,
@@ -273,6 +276,12 @@ class WorkerCore:
         if not self._routers.is_from(event.stream, event.message.key):
             return []
         return self._both(event.message, now_s)
+
+    def _suspect(self, event: FromRouter, now_s: float) -> list[WorkerCommand]:
+        """Without a connection to it no copy waits for it, and PeerLost takes its slabs back."""
+        assert isinstance(event.message, Suspect)
+        peer = event.message.incarnation
+        return [DropPeer(peer, f"a router has heard nothing from worker {peer}")]
 
     # --- peers, pools and moves -----------------------------------------------------------------
 

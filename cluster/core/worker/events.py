@@ -21,6 +21,7 @@ from kvpool.core.transfer.commands import (
 from kvpool.core.transfer.messages import BlocksDigested
 from kvpool.core.transfer.pull import BlocksPulled, PullBlocks
 from kvrelay.messages import BlockChanges, Counters, ToWorker, WorkerEvent
+from kvrelay.types import Incarnation
 
 
 class RouterStream(Protocol):
@@ -75,7 +76,14 @@ class SendToRouter(NamedTuple):
     blocks: Sequence[BlockChanges]
 
 
+class DropPeer(NamedTuple):
+    """Close the connection to the peer; PeerLost follows, even if there is none."""
+
+    peer: Incarnation
+    reason: str
+
+
 MoveJob = KvMove | PullBlocks
 """What a worker's transfer thread does; the outcome of each job comes back as an event."""
 
-WorkerCommand = RunStep | SendPeer | MoveJob | NodeOrder | SendToRouter
+WorkerCommand = RunStep | SendPeer | DropPeer | MoveJob | NodeOrder | SendToRouter

@@ -273,6 +273,11 @@ class PrefixFetches:
             fetch.dropped |= fetch.state is FetchState.COPYING
         return self._give_up([fetch for fetch in fetches if not fetch.dropped], now_s)
 
+    def waits_no_longer(self, peer: Incarnation, now_s: float) -> list[Restored]:
+        """This peer does not answer. Running copies continue."""
+        asked = [one for one in self.all_from(peer) if one.state is not FetchState.COPYING]
+        return self._give_up(asked, now_s)
+
     def expire(self, now_s: float) -> list[Restored]:
         """Stops waiting for sources that take too long to answer."""
         late = [fetch for fetch in self._open.values() if fetch.is_late(now_s)]

@@ -2,7 +2,8 @@
 Pure.
 
 A node of another host is linked to when it is first asked. Fetches wait for the link, within
-limits. A node that is lost, refuses or can't be reached is left alone for a while.
+limits. A node that is lost, refuses or can't be reached is left alone for a while. One that leaves
+a question unanswered is mute: it is pinged, and asked nothing before it answers.
 
 A fetched block is used if it has its checksum, and the node held it until it was copied. After the
 end of the lease its place may have had other content while it was read.
@@ -47,6 +48,8 @@ from kvrelay.types import Incarnation
 log = logging.getLogger(__name__)
 
 LEFT_ALONE_S = 30.0
+PING = 0
+"""The number of a question about nothing; those of fetches begin at 1."""
 
 
 class PoolNodes:
@@ -60,32 +63,33 @@ class PoolNodes:
         self._links: dict[Incarnation, PoolWelcome | None] = {}
         """# node |-> its welcome, None until it has come"""
         self._left_alone: dict[Incarnation, float] = {}
+        self._mute: set[Incarnation] = set()
 
     # --- questions ------------------------------------------------------------------------------
 
     def seek(self, fetch: Fetch) -> bool:
-        """Asks the node of this host which blocks it has. False: there is none."""
-        if OWN_NODE not in self._links:
+        """Asks the node of this host which blocks it has. False: there is none, or it is mute."""
+        if OWN_NODE not in self._links or OWN_NODE in self._mute:
             return False
         self._send(OWN_NODE, LookupWanted(request_no=fetch.number, hashes=tuple(fetch.hashes)))
         return True
 
     def try_link(self, source: PrefixSource, now_s: float) -> bool:
-        """Links to a node of another host, unless it has a link or is left alone. False for the
-        node of this host: it has been asked. A router may name it before it knows where this worker
-        is."""
+        """Links to a node of another host, unless it has a link, is mute or is left alone. False
+        for the node of this host: it has been asked. A router may name it before it knows where
+        this worker is."""
         node = source.peer
         if node in self._links:
-            return True
+            return node not in self._mute
         if node == self._own_node or self._left_alone.get(node, now_s) > now_s:
             return False
         self._links[node] = None
         self.outbox.append(ConnectNode(node=node, addresses=source.addresses))
         return True
 
-    def is_linked(self, node: Incarnation) -> bool:
-        """There is a link, or there will be."""
-        return node in self._links
+    def may_answer(self, node: Incarnation) -> bool:
+        """There is a link, or there will be, and it is not mute."""
+        return node in self._links and node not in self._mute
 
     def want(self, fetch: Fetch) -> None:
         """Now, or as soon as there is a link."""
@@ -110,6 +114,8 @@ class PoolNodes:
                 self._joined(event, fetches, now_s)
             case PoolLost():
                 return self._lost(event, fetches, now_s)
+            case FromNode(node=node, message=LookedUp(request_no=number)) if number == PING:
+                self._speaks(node)
             case FromNode(node=node, message=Fetched() as granted):
                 return self._granted(node, granted, fetches, now_s)
             case FromNode() if event.node == OWN_NODE:
@@ -135,6 +141,7 @@ class PoolNodes:
         elif node not in self._links:
             return  # it was given up
         self._links[node] = welcome
+        self._speaks(node)
         for fetch in fetches.all_from(node):
             if fetch.state is FetchState.ASKED:
                 fetch.began_s = fetch.since_s = now_s
@@ -149,7 +156,31 @@ class PoolNodes:
             self._left_alone[node] = now_s + LEFT_ALONE_S
             self.outbox.append(CloseNode(node=node))
         self._links.pop(node, None)
+        self._speaks(node)
         return fetches.lost(node, now_s)
+
+    def expire(self, fetches: PrefixFetches, now_s: float) -> list[Restored]:
+        """Nobody waits for a node that has missed an answer."""
+        mute = {f.peer for f in fetches if f.peer in self._links and f.is_late(now_s)}
+        if self.stores.is_late(now_s):
+            mute.add(OWN_NODE)
+        for node in mute - self._mute:
+            self._fall_mute(node)
+        return [one for node in mute for one in fetches.waits_no_longer(node, now_s)]
+
+    def _fall_mute(self, node: Incarnation) -> None:
+        whose = f"node {node}" if node else "node of this host"
+        log.warning("the pool %s does not answer: nothing is asked before it does", whose)
+        self._mute.add(node)
+        if node == OWN_NODE:
+            self.stores.fall_mute()
+        if self._links[node] is not None:
+            self._send(node, LookupWanted(request_no=PING, hashes=()))
+
+    def _speaks(self, node: Incarnation) -> None:
+        self._mute.discard(node)
+        if node == OWN_NODE:
+            self.stores.speaks()
 
     def _granted(
         self, node: Incarnation, granted: Fetched, fetches: PrefixFetches, now_s: float
@@ -199,3 +230,5 @@ class PoolNodes:
     def validate(self) -> None:
         self.stores.validate()
         assert self.stores.connected == (OWN_NODE in self._links)
+        assert self.stores.is_mute == (OWN_NODE in self._mute)
+        assert self._mute <= self._links.keys()

@@ -47,7 +47,7 @@ class _Store:
 class PoolStores:
     """`max_waiting_blocks` bounds the blocks that offers may hold. The worker waits `patience_s`
     for an answer of the node, then continues without it. `region`: that of the node; None: there is
-    none. Commands go to `outbox`."""
+    none. `is_mute`: it does not answer. Commands go to `outbox`."""
 
     max_waiting_blocks: int = 512
     batch_blocks: int = 64
@@ -55,6 +55,7 @@ class PoolStores:
     patience_s: float = 5.0
     outbox: list[ClientCommand] = field(init=False, default_factory=list)
     region: str | None = field(init=False, default=None)
+    is_mute: bool = field(init=False, default=False)
     stored_blocks: int = field(init=False, default=0)
     dropped_blocks: int = field(init=False, default=0)
     _numbers: int = field(init=False, default=0)
@@ -77,7 +78,8 @@ class PoolStores:
     def offer(self, offer: OfferBlocks, now_s: float) -> None:
         """Blocks without room are dropped."""
         assert offer.offer not in self._unconfirmed, f"offer {offer.offer} is open"
-        room = self.max_waiting_blocks - len(self._waiting) if self.connected else 0
+        takes = self.connected and not self.is_mute
+        room = self.max_waiting_blocks - len(self._waiting) if takes else 0
         taken = offer.blocks[: max(0, room)]
         self.dropped_blocks += len(offer.blocks) - len(taken)
         if not taken:
@@ -139,6 +141,8 @@ class PoolStores:
             store.since_s = now_s
             self._told[number] = store
             self._send(Stored(request_no=number, checksums=done.checksums))
+            if self.is_mute:
+                self._give_up([number])
         else:
             self._confirm(store.blocks)
             if is_there:
@@ -154,22 +158,32 @@ class PoolStores:
     def lost(self) -> None:
         """Blocks that are being gathered continue to the end; all other stores end now."""
         self.region = None
+        self._end_all()
         self._late.clear()
+
+    def is_late(self, now_s: float) -> bool:
+        """The node takes too long for an answer."""
+        asked_before_s = now_s - self.patience_s
+        asked = [store for store in self._open.values() if not store.gathering]
+        return any(store.since_s <= asked_before_s for store in (*asked, *self._told.values()))
+
+    def fall_mute(self) -> None:
+        """The node does not answer. Blocks that are being gathered continue to the end; nothing
+        more is offered before `speaks`."""
+        self.is_mute = True
+        self._end_all()
+
+    def speaks(self) -> None:
+        self.is_mute = False
+
+    def _end_all(self) -> None:
+        """All but the blocks that are being gathered."""
         self._end(self._waiting)
         self._waiting.clear()
         for number in [n for n, store in self._open.items() if not store.gathering]:
+            self._late.add(number)
             self._end(self._open.pop(number).blocks)
         self._give_up(self._told)
-
-    def expire(self, now_s: float) -> None:
-        """Ends what the node takes too long to answer."""
-        asked_before_s = now_s - self.patience_s
-        for number, store in list(self._open.items()):
-            if not store.gathering and store.since_s <= asked_before_s:
-                self._late.add(number)
-                self._end(self._open.pop(number).blocks)
-        self._give_up(n for n, store in self._told.items() if store.since_s <= asked_before_s)
-        self._ask(now_s)
 
     def _give_up(self, told: Iterable[int]) -> None:
         for number in list(told):

@@ -77,11 +77,11 @@ class PoolUse:
         return orders, confirmed
 
     def validate(self, fetches: PrefixFetches) -> None:
-        """A fetch waits only for nodes that there is, or will be, a link to."""
+        """A fetch waits only for nodes that may answer it."""
         self.nodes.validate()
         for fetch in fetches:
             if fetch.source in (self.own, self.remote) and fetch.state is not FetchState.COPYING:
-                assert self.nodes.is_linked(fetch.peer), f"{fetch.holder} waits for {fetch.peer}"
+                assert self.nodes.may_answer(fetch.peer), f"{fetch.holder} waits for {fetch.peer}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -184,9 +184,8 @@ class PrefixLookup:
         return self._all_ended(self.peers.handle(event, self.fetches, now_s))
 
     def expire(self, now_s: float) -> list[Restored]:
-        if self.pool is not None:
-            self.pool.nodes.stores.expire(now_s)
-        return self._all_ended(self.fetches.expire(now_s))
+        ended = [] if self.pool is None else self.pool.nodes.expire(self.fetches, now_s)
+        return self._all_ended([*ended, *self.fetches.expire(now_s)])
 
     def _all_ended(self, ended: list[Restored]) -> list[Restored]:
         return [self._ended(restored) for restored in ended]

@@ -102,7 +102,7 @@ class TokenBias(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., bias: _Optional[float] = ...) -> None: ...
 
 class ToWorker(_message.Message):
-    __slots__ = ("hello", "reserve", "prefill", "generate", "abort", "stop", "preload", "refused")
+    __slots__ = ("hello", "reserve", "prefill", "generate", "abort", "stop", "preload", "refused", "suspect")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +111,7 @@ class ToWorker(_message.Message):
     STOP_FIELD_NUMBER: _ClassVar[int]
     PRELOAD_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    SUSPECT_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     reserve: Reserve
     prefill: Prefill
@@ -119,7 +120,14 @@ class ToWorker(_message.Message):
     stop: Stop
     preload: Preload
     refused: RouterRefused
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., generate: _Optional[_Union[Generate, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., preload: _Optional[_Union[Preload, _Mapping]] = ..., refused: _Optional[_Union[RouterRefused, _Mapping]] = ...) -> None: ...
+    suspect: Suspect
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., generate: _Optional[_Union[Generate, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., preload: _Optional[_Union[Preload, _Mapping]] = ..., refused: _Optional[_Union[RouterRefused, _Mapping]] = ..., suspect: _Optional[_Union[Suspect, _Mapping]] = ...) -> None: ...
+
+class Suspect(_message.Message):
+    __slots__ = ("incarnation",)
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    def __init__(self, incarnation: _Optional[str] = ...) -> None: ...
 
 class RouterRefused(_message.Message):
     __slots__ = ("reason",)

@@ -115,6 +115,7 @@ class WorkerView:
     own_usually: float = 0.0  # sequences here, lately: from this router
     all_usually: float = 0.0  # and from all
     draining: bool = False
+    suspect: bool = False  # silent for a while: nothing new is placed here if others can take it
     unreleased: set[RequestKey] = field(default_factory=set)
     """Attempts that have ended here, and hold a slot or a queue entry until the worker says
     Released."""
@@ -145,6 +146,7 @@ class WorkerView:
     def said(self, counters: Counters) -> None:
         first = self.counters is NOTHING_TOLD
         self.counters = counters
+        self.suspect = False
         self.draining |= counters.draining
         own, share = self.outlook.sequences, 1.0 if first else _NEW_SHARE
         self.own_usually += share * (own - self.own_usually)
