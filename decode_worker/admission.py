@@ -10,6 +10,10 @@ others (`Packing`). A request is refused for the first of these reasons:
                            TPOT, or that of others, by more than a tenth
     kv_exhausted           no blocks; within its tier's reservation, none from borrowers either
 
+A displaced request was admitted before and has lost its worker. As if within its tier's
+reservation, it gets slots and blocks of borrowers, but only of lower priority, and is not refused
+for a pace.
+
 Sequences that run, wait, are reserved or ask count. Only requests with a TPOT objective are refused
 for it, and only where there are more sequences than their router has counted: the router knows how
 many of those will have ended by then. The margin of a tenth allows for them, too.
@@ -54,7 +58,12 @@ class Admission:
     # --- judging --------------------------------------------------------------------------------
 
     def refusal(
-        self, spec: RequestSpec, asking: Iterable[RequestSpec] = (), counted: int | None = None
+        self,
+        spec: RequestSpec,
+        asking: Iterable[RequestSpec] = (),
+        counted: int | None = None,
+        *,
+        displaced: bool = False,
     ) -> RefusalReason | None:
         """Why not, blocks apart. Those `asking` came before it. Its router has judged its pace
         beside `counted` sequences."""
@@ -63,17 +72,24 @@ class Admission:
             held[self.batch.shares.tier_of(other)] += other.sampling.n
         if self._is_within_reservation(spec, held):
             return None
-        if held.total() + spec.sampling.n > self.batch.shares.slots:
+        yielding = self._lower(spec, held) if displaced else 0
+        if held.total() - yielding + spec.sampling.n > self.batch.shares.slots:
             return self._all_taken(spec, held)
-        if self.batch.running_set.lacks_blocks:
+        if self.batch.running_set.lacks_blocks and not yielding:
             return RefusalReason.KV_EXHAUSTED
-        if counted is not None and held.total() <= counted:
+        if displaced or (counted is not None and held.total() <= counted):
             return None
         return RefusalReason.TPOT_UNREACHABLE if self._breaks_tpot(spec, held.total()) else None
 
     def _is_within_reservation(self, spec: RequestSpec, held: Counter[str]) -> bool:
         tier = self.batch.shares.tier_of(spec)
         return held[tier] + spec.sampling.n <= self.batch.shares.reserved_slots(tier)
+
+    def _lower(self, spec: RequestSpec, held: Counter[str]) -> int:
+        """The borrowed slots of tiers with a lower priority."""
+        shares, own = self.batch.shares, self.batch.shares.priority(spec)
+        lower = (tier.name for tier in shares.qos.tiers if tier.priority > own)
+        return sum(max(0, held[tier] - shares.reserved_slots(tier)) for tier in lower)
 
     def _all_taken(self, spec: RequestSpec, held: Counter[str]) -> RefusalReason:
         others = self.batch.shares.others_below_share(self.batch.shares.tier_of(spec), held)
@@ -101,25 +117,29 @@ class Admission:
 
     # --- blocks ---------------------------------------------------------------------------------
 
-    def may_reclaim(self, spec: RequestSpec) -> bool:
+    def may_reclaim(self, spec: RequestSpec, *, displaced: bool = False) -> bool:
         """Whether it may have blocks of borrowers, and they would be enough."""
-        if not self._is_within_reservation(spec, self.held()):
+        if not displaced and not self._is_within_reservation(spec, self.held()):
             return False
         tables = self.batch.tables
-        borrowed_tokens = sum(tables.capacity(s.holder) for s in self._borrowers())
+        borrowed_tokens = sum(tables.capacity(s.holder) for s in self._borrowers(spec))
         free_tokens = tables.free_blocks * tables.layout.block_size
         return spec.context_tokens < free_tokens + borrowed_tokens
 
-    def try_reclaim(self) -> bool:
+    def try_reclaim(self, spec: RequestSpec) -> bool:
         """Takes the blocks of a borrower, between two steps."""
         assert not self.batch.running_set.on_device, "a step is on the device"
-        for sequence in self._borrowers():
+        for sequence in self._borrowers(spec):
             self.batch.running_set.preempt_for_blocks(sequence)
             return True
         return False
 
-    def _borrowers(self) -> Iterator[Sequence]:
-        tables, lookup = self.batch.tables, self.batch.lookup
-        for sequence in self.batch.shares.least_protected_first(self._here()):
+    def _borrowers(self, spec: RequestSpec) -> Iterator[Sequence]:
+        """Whose blocks the request may have: beyond its tier's reservation those of lower tiers."""
+        tables, lookup, shares = self.batch.tables, self.batch.lookup, self.batch.shares
+        own = self._is_within_reservation(spec, self.held())
+        for sequence in shares.least_protected_first(self._here()):
+            if not own and shares.priority(sequence.spec) <= shares.priority(spec):
+                continue
             if sequence.holder in tables and not lookup.is_fetching(sequence.holder):
                 yield sequence

@@ -50,6 +50,10 @@ class TierShares:
     def tier_of(self, spec: RequestSpec) -> str:
         return spec.qos_tier if spec.qos_tier in self._reserved else self.qos.default
 
+    def priority(self, spec: RequestSpec) -> int:
+        """A lower one goes first."""
+        return self._priority[self.tier_of(spec)]
+
     def reserved_slots(self, tier: str) -> int:
         return self._reserved[tier]
 

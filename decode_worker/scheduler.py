@@ -134,12 +134,14 @@ class DecodeScheduler:
     def _ask(self, message: Ask, now_s: float) -> list[Command]:
         counted = message.counted if isinstance(message, Reserve) else None
         asking = (ask.spec for ask in self.asking)
-        refusal = self.admission.refusal(message.spec, asking, counted)
+        displaced = message.displaced
+        refusal = self.admission.refusal(message.spec, asking, counted, displaced=displaced)
         if refusal is not None:
             return [self._refused(message.spec.key, refusal, now_s)]
         if (taken := self._try_take(message, now_s)) is not None:
             return [taken]
-        if self._waits_behind(message) or not self.admission.may_reclaim(message.spec):
+        may_reclaim = self.admission.may_reclaim(message.spec, displaced=displaced)
+        if self._waits_behind(message) or not may_reclaim:
             return [self._refused(message.spec.key, RefusalReason.KV_EXHAUSTED, now_s)]
         self.asking.append(message)
         return []
@@ -153,7 +155,7 @@ class DecodeScheduler:
 
     def _reclaim(self, message: Ask, now_s: float) -> Emit:
         while (taken := self._try_take(message, now_s)) is None:
-            if self._waits_behind(message) or not self.admission.try_reclaim():
+            if self._waits_behind(message) or not self.admission.try_reclaim(message.spec):
                 return self._refused(message.spec.key, RefusalReason.KV_EXHAUSTED, now_s)
         return taken
 

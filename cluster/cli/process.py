@@ -80,6 +80,7 @@ ROUTER_KEYS = (
     "router.record",
     "router.record_size",
     "router.directory_memory",
+    "router.failover_patience",
     "router.placement.policy",
     "router.placement.local_prefill",
     "router.placement.move_hot_spots",

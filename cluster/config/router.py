@@ -16,6 +16,7 @@ from cluster.config.types import (
     Count,
     Port,
     Quantity,
+    Seconds,
     Section,
 )
 
@@ -103,6 +104,9 @@ class RouterSection(Section):
     """Memory of each router for its directory: which worker and pool node has which prefix. When it
     is full, prefixes that were stored and asked for longest ago are forgotten. 512 MiB are about
     12 million blocks."""
+    failover_patience: Seconds = 600.0
+    """How long a request that was admitted and has lost its worker waits for another one, if it has
+    no deadline. It goes before new requests of its tier."""
     placement: PlacementSection = PlacementSection()
     dispatch: Literal["direct", "shared_queue"] = "direct"
     """direct: a prompt goes to its prefill worker as soon as it is admitted, and waits there;

@@ -224,6 +224,7 @@ def router_settings(config: Config, number: int = 0) -> RouterSettings:
         record=_record(config.router, number),
         record_bytes=config.router.record_size,
         directory_bytes=config.router.directory_memory,
+        failover_patience_s=config.router.failover_patience,
         detect_s=config.failure.detect,
         policies=Policies(
             placement=config.router.placement.policy,

@@ -14,6 +14,7 @@ from kvrelay.types import Role
 from router.core.policy.choice import DEFAULT_POLICIES, Policies
 from router.core.state.directory import DIRECTORY_BYTES
 from router.core.state.silence import DETECT_S
+from router.core.state.waiting import FAILOVER_PATIENCE_S
 from router.text.preload import PreloadText
 from router.text.request_fields import NO_MATCH, TierMatch
 
@@ -99,7 +100,8 @@ class RouterSettings:
     """`name` is the cluster's, `process` the router's own. Port 0: the system chooses. Clients use
     `host`; workers, operators and Prometheus use `internal_host`. `record`: the file in which the
     core's events and decisions are recorded, up to `record_bytes`; None: no record. The core's
-    directory takes up to `directory_bytes`. A worker that is silent for `detect_s` is lost. Routers
+    directory takes up to `directory_bytes`. A request that lost its worker waits up to
+    `failover_patience_s` for another one. A worker that is silent for `detect_s` is lost. Routers
     with the same `secret` go on with each other's requests."""
 
     name: str
@@ -119,6 +121,7 @@ class RouterSettings:
     record: str | None = None
     record_bytes: int = 0
     directory_bytes: int = DIRECTORY_BYTES
+    failover_patience_s: float = FAILOVER_PATIENCE_S
     detect_s: float = DETECT_S
     policies: Policies = DEFAULT_POLICIES
     qos: QosTiers = ONE_TIER

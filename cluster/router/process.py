@@ -135,6 +135,7 @@ class RouterProcess:
             settings.policies,
             settings.qos,
             directory_bytes=settings.directory_bytes,
+            failover_patience_s=settings.failover_patience_s,
             detect_s=settings.detect_s,
             record=_recording(settings),
         )

@@ -26,12 +26,14 @@ from router.core.events import (
     Refuse,
     Send,
     Submitted,
+    TimePassed,
     WorkerJoined,
     WorkerLost,
     WorkerSaid,
 )
 from router.core.request import Request
 from router.core.state.generation import GenerationRequest
+from router.core.state.silence import PERIOD_S
 
 
 class _Stream:
@@ -86,7 +88,19 @@ class SimRouter:
         self._clock.after(self._latency_s, self.hear, said)
 
     def later_lost(self, worker: Incarnation) -> None:
-        self._clock.after(self._latency_s, self.hear, WorkerLost(incarnation=worker))
+        self._clock.after(self._latency_s, self._lose, worker)
+
+    def _lose(self, worker: Incarnation) -> None:
+        self.hear(WorkerLost(incarnation=worker))
+        self._watch_waiting()
+
+    def _watch_waiting(self) -> None:
+        if self.core.state.waiting and not self.core.state.workers:
+            self._clock.after(PERIOD_S, self._pass_time)
+
+    def _pass_time(self, _: object = None) -> None:
+        self.hear(TimePassed())
+        self._watch_waiting()
 
     def hear(self, event: Event) -> None:
         for command in self.core.handle(event, self._clock.now_s):

@@ -218,6 +218,7 @@ def _beginning(config: Config) -> Beginning:
         policies=settings.policies,
         tiers=settings.qos,
         directory_bytes=settings.directory_bytes,
+        failover_patience_s=settings.failover_patience_s,
     )
 
 

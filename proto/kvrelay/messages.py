@@ -42,12 +42,14 @@ class Reserve:
     comes with it first, as long as the router that asks is here. The router has judged its pace,
     and what of so many sequences will be there by then (`counted`), or promises none, however many
     there are; None: it has not. Where handoffs go through the pool, the worker fetches the KV from
-    `prefix_source`, unless its host's pool node has as much."""
+    `prefix_source`, unless its host's pool node has as much. A `displaced` request was admitted
+    before and has lost its worker: lower tiers make room for it."""
 
     spec: RequestSpec
     source: Incarnation | None
     counted: int | None = None
     prefix_source: PrefixSource | None = None
+    displaced: bool = False
 
 
 @value
@@ -70,11 +72,12 @@ class Prefill:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generate:
     """To a worker that decodes: prefill here too. `prefix_source` has more of the KV than the
-    worker itself. Its first token is due `within_s` of now."""
+    worker itself. Its first token is due `within_s` of now. `displaced` as in Reserve."""
 
     spec: RequestSpec
     prefix_source: PrefixSource | None = None
     within_s: float | None = None
+    displaced: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ from router.core.events import (
     Rejected,
     Send,
     Submitted,
+    TimePassed,
     WorkerJoined,
     WorkerLost,
     WorkerSaid,
@@ -87,7 +88,7 @@ class RouterCore:
                 return lifecycle.miss_deadline(state, request_id, now_s)
             case WorkerJoined(hello=hello):
                 state.workers.join(hello)
-                state.waiting.wake(now_s)
+                lifecycle.workers_changed(state, now_s)
                 return lifecycle.preload(hello, self.preloads)
             case WorkerSuspected(incarnation=incarnation):
                 if (view := state.workers.get(incarnation)) is not None:
@@ -95,6 +96,8 @@ class RouterCore:
                 return []
             case WorkerLost():
                 return self._on_worker_lost(event, now_s)
+            case TimePassed():
+                return []
             case PoolNodeSaid(update=update):
                 state.directory.updated(update)
                 return []
@@ -194,6 +197,8 @@ class RouterCore:
         state.moves.lost(state, incarnation, now_s)
         affected = [one for one in state.requests.values() if incarnation in one.workers]
         affected += state.dispatch.stranded(state, now_s) if view.prefills else []
+        affected.sort(key=lambda one: (not one.admitted, one.tier.priority))
+        lifecycle.workers_changed(state, now_s)
         reason, message = FailureReason.WORKER_LOST, f"worker {view.hello.name} was lost"
         commands: list[Command] = []
         for request in affected:

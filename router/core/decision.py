@@ -7,20 +7,21 @@ While the tier's latencies are outside its objectives, its ladder makes the judg
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from kvrelay.errors import RefusalReason
 from kvrelay.qos import LadderRules, QosTier
-from kvrelay.types import Objectives, RequestSpec
+from kvrelay.types import Incarnation, Objectives, RequestSpec
 from router.core.policy.admission import Capacity, Deferred, Verdict
 from router.core.policy.placement import WorkerChoice
-from router.core.request import Request
+from router.core.request import Request, RequestState
 from router.core.router_state import RouterState
 from router.core.state.candidate import Candidate
 from router.core.state.demand import Demand, HeldPrefixes, Known
 from router.core.state.ladder import Ladder, LadderStep
-from router.core.state.promises import NOTHING_PROMISED, Promised, Refusal
+from router.core.state.promises import BEHIND_DISPLACED, NOTHING_PROMISED, Promised, Refusal
+from router.core.state.quarantine import trusted
 
 WAITING_HELPS = {
     RefusalReason.TPOT_UNREACHABLE,
@@ -141,10 +142,27 @@ def _judge(
 ) -> Verdict:
     """A request that was admitted once is taken wherever a slot is free."""
     objections = state.quarantine.objections(request.avoided, now_s)
-    choice = state.workers.choice(demand, request.tried, objections, state.forecast)
+    shut: Collection[Incarnation] = request.tried
+    if state.waiting.displaced and (kept := _kept(state, request, demand)):
+        shut, otherwise = kept | request.tried, BEHIND_DISPLACED
+    choice = state.workers.choice(demand, shut, objections, state.forecast)
     policy = Capacity() if request.admitted else state.admitting
     candidates = _candidates(state, demand, choice, now_s)
     return policy.judge(demand, candidates, otherwise, state.forecast, now_s)
+
+
+def _kept(state: RouterState, request: Request, demand: Demand) -> frozenset[Incarnation]:
+    """The workers whose places displaced requests get first."""
+    if demand.is_prompt_only:
+        return frozenset()
+    return state.waiting.kept(request.tier.priority + (not request.admitted))
+
+
+def usable(state: RouterState, demand: Demand) -> frozenset[Incarnation]:
+    """The workers that could hold the request, once they have a place for it."""
+    choice = state.workers.choice(demand, (), trusted, state.forecast)
+    paired = choice.decodes if choice.prefills or state.workers.decode_alone else ()
+    return frozenset(view.incarnation for view in (*choice.alone, *paired))
 
 
 def _candidates(
@@ -178,6 +196,7 @@ def demand_of(state: RouterState, request: Request, spec: RequestSpec, now_s: fl
         promised=_promised_soon(state, request, now_s),
         line=_promised_line(state, request),
         known=Known(),
+        displaced=request.admitted and request.state is RequestState.SEEKING,
     )
 
 

@@ -60,6 +60,11 @@ class WorkerSaid:
 
 
 @value
+class TimePassed:
+    """For those who wait: without any worker there are no reports."""
+
+
+@value
 class PoolNodeSaid:
     update: PoolUpdate
 
@@ -80,6 +85,7 @@ Event = (
     | WorkerSuspected
     | WorkerLost
     | WorkerSaid
+    | TimePassed
     | PoolNodeSaid
     | PoolNodeLost
 )

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 from dataclasses import replace
-from math import inf, isfinite
+from math import isfinite
 
 from kvrelay.errors import FailureReason
 from kvrelay.messages import (
@@ -36,7 +36,7 @@ from kvrelay.messages import (
     WorkerHello,
 )
 from kvrelay.types import Incarnation, RequestSpec, Role
-from router.core.decision import decide
+from router.core.decision import decide, demand_of, usable
 from router.core.events import (
     Admit,
     ChoiceStopped,
@@ -55,7 +55,7 @@ from router.core.state.demand import Demand
 from router.core.state.generation import GenerationRequest
 from router.core.state.promises import NO_CAPACITY, Refusal
 from router.core.state.story import Moment, choice_end, held, plain, why
-from router.core.state.waiting import PATIENCE_S
+from router.core.state.waiting import WaitingLine
 from router.core.state.worker_view import WorkerView
 from router.core.workers import book_decode, book_prefill
 
@@ -88,9 +88,10 @@ def seek(state: RouterState, request: Request, otherwise: Refusal, now_s: float)
         case Admitted():
             return ask(state, request, demand, verdict, now_s)
         case Deferred(refusal=refusal, patience_s=patience_s):
-            return wait(state, request, refusal, patience_s, now_s)
+            return wait(state, request, demand, refusal, patience_s, now_s)
         case Refusal() if request.admitted:
-            return wait(state, request, verdict, PATIENCE_S, now_s)
+            patience_s = failover_patience_s(state, request, now_s)
+            return wait(state, request, demand, verdict, patience_s, now_s)
         case Refusal():
             return reject(state, request, verdict, now_s)
 
@@ -115,13 +116,25 @@ def ask(
     return [ask_for_slot(state, demand, admitted, request.within_s(now_s))]
 
 
+def failover_patience_s(state: RouterState, request: Request, now_s: float) -> float:
+    """How long an admitted request waits for another worker."""
+    deadline_s = request.objectives.deadline_s
+    if deadline_s is None:
+        return state.failover_patience_s
+    return deadline_s - request.ledger.age_s(now_s)
+
+
 def wait(
-    state: RouterState, request: Request, refusal: Refusal, patience_s: float, now_s: float
+    state: RouterState,
+    request: Request,
+    demand: Demand,
+    refusal: Refusal,
+    patience_s: float,
+    now_s: float,
 ) -> list[Command]:
-    """Without any worker there is nothing to wait for."""
-    line = "" if request.admitted else request.tier.name
-    waits = state.workers and state.waiting.try_wait(
-        request.request_id, line, refusal, patience_s, now_s
+    """Without any worker a request that was not admitted has nothing to wait for."""
+    waits = (request.admitted or state.workers) and state.waiting.try_wait(
+        request.request_id, line_of(state, request, demand), refusal, patience_s, now_s
     )
     if waits:
         request.enter(RequestState.WAITING)
@@ -132,11 +145,24 @@ def wait(
     return fail(state, request, refusal.reason, f"can't go on: {refusal.message}", now_s)
 
 
+def line_of(state: RouterState, request: Request, demand: Demand) -> WaitingLine:
+    workers = usable(state, demand) if request.admitted else None
+    return WaitingLine(request.tier.priority, request.tier.name, workers)
+
+
+def workers_changed(state: RouterState, now_s: float) -> None:
+    """One has come or gone: those who wait may be tried at once."""
+    waiting = [state.requests[request_id] for request_id in state.waiting]
+    for request in filter(lambda one: one.admitted, waiting):
+        demand = demand_of(state, request, request.spec, now_s)
+        state.waiting.move(request.request_id, line_of(state, request, demand))
+    state.waiting.wake_all(now_s)
+
+
 def retry_waiting(state: RouterState, now_s: float) -> list[Command]:
     """All whose turn it is. A request that is refused again waits on, and its line with it."""
     commands: list[Command] = []
-    due_s = now_s if state.workers else inf
-    while (turn := state.waiting.take_next(due_s)) is not None:
+    while (turn := state.waiting.take_next(now_s)) is not None:
         request_id, refusal = turn
         request = state.requests[request_id]
         request.enter(RequestState.SEEKING)
@@ -424,7 +450,12 @@ def ask_for_slot(
         alone = Prefill(spec=spec, target_addresses=(), target=None, within_s=within_s)
         return Send(worker=decode, message=alone)
     if candidate.prefill is None:
-        generate = Generate(spec=spec, prefix_source=candidate.source, within_s=within_s)
+        generate = Generate(
+            spec=spec,
+            prefix_source=candidate.source,
+            within_s=within_s,
+            displaced=demand.displaced,
+        )
         return Send(worker=decode, message=generate)
     return ask_to_reserve(state, demand, candidate.decode, candidate.prefill, admitted.counted)
 
@@ -441,6 +472,7 @@ def ask_to_reserve(
         source=None if prefill is None else prefill.incarnation,
         counted=counted,
         prefix_source=demand.held.handoff_source(state.workers, prefill, decode),
+        displaced=demand.displaced,
     )
     return Send(worker=decode.incarnation, message=message)
 

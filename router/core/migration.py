@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from kvrelay.messages import Abort, Reserved, WorkerEvent
-from kvrelay.types import Incarnation, RequestKey, RequestSpec, Role
+from kvrelay.types import Incarnation, RequestKey, RequestSpec
 from router.core import lifecycle
 from router.core.decision import demand_of
 from router.core.events import Command, Send
@@ -223,8 +223,7 @@ def _targets(state: RouterState, source: WorkerView) -> list[WorkerView]:
         view
         for view in state.workers.values()
         if view is not source
-        and view.hello.role is not Role.PREFILL
-        and not (view.draining or view.suspect)
+        and not (view.prefills or view.draining or view.suspect)
         and view.free_places > 0
         and _taken_blocks(view) < PRESSED * view.hello.total_blocks
     ]

@@ -34,7 +34,7 @@ from router.core.state.ladder import Ladders
 from router.core.state.promises import Promises, ReleaseClock
 from router.core.state.quarantine import Quarantine, RecentPairs
 from router.core.state.story import Story, StoryRing
-from router.core.state.waiting import WaitingRoom
+from router.core.state.waiting import FAILOVER_PATIENCE_S, WaitingRoom
 from router.core.state.worker_view import WorkerView
 from router.core.workers import Workers
 
@@ -176,6 +176,7 @@ class RouterState:
     ladders: Ladders = field(init=False)
     stories: StoryRing = field(default_factory=StoryRing)
     local_prefills: int = 0  # prompts that decode workers took beside the prefill workers
+    failover_patience_s: float = FAILOVER_PATIENCE_S
 
     def __post_init__(self) -> None:
         self.forecast = open_forecast(self.workers, self.dispatch.turn_in_s, self.lengths)
@@ -214,6 +215,7 @@ class RouterState:
             assert key in self.workers[needed[0]].outlook, f"{key} is {state} without a slot"
 
     def _check_waiting(self) -> None:
+        self.waiting.validate()
         waits = {one.request_id for one in self._in(RequestState.WAITING)}
         assert {*self.waiting.due()} == waits, f"{waits} wait, but not in the waiting room"
         for request_id in self.waiting:

@@ -27,12 +27,14 @@ from router.core.policy.predictive import Predictive
 from router.core.router_state import Direct, NoMoves, RouterState
 from router.core.shared_queue import open_shared_queue
 from router.core.state.directory import DIRECTORY_BYTES, Directory
+from router.core.state.waiting import FAILOVER_PATIENCE_S
 from router.core.workers import Workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """`seed` is that of placement's randomness. The directory takes up to `directory_bytes`."""
+    """`seed` is that of placement's randomness. The directory takes up to `directory_bytes`. A
+    request that lost its worker waits up to `failover_patience_s` for another one."""
 
     first_attempt: int = 0
     seed: int = 0
@@ -40,6 +42,7 @@ class Beginning:
     tiers: QosTiers = ONE_TIER
     preloads: tuple[RequestSpec, ...] = ()
     directory_bytes: int = DIRECTORY_BYTES
+    failover_patience_s: float = FAILOVER_PATIENCE_S
 
 
 def begin(beginning: Beginning) -> RouterCore:
@@ -54,6 +57,7 @@ def begin(beginning: Beginning) -> RouterCore:
         moves=Moving() if policies.move_hot_spots else NoMoves(),
         workers=workers,
         directory=Directory(most_bytes=beginning.directory_bytes),
+        failover_patience_s=beginning.failover_patience_s,
     )
     return RouterCore(state, preloads=beginning.preloads)
 

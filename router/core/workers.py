@@ -35,7 +35,10 @@ class ByRole(NamedTuple):
 
 class Workers(dict[Incarnation, WorkerView]):
     """# incarnation |-> view of a connected worker. `decode_alone`: decode workers can do without
-    prefill workers."""
+    prefill workers.
+
+    Each worker has both schedulers. Once the last worker of a role is lost, the others serve as
+    both, until one is back. `missing`: the roles that they stand in for."""
 
     def __init__(
         self,
@@ -45,21 +48,33 @@ class Workers(dict[Incarnation, WorkerView]):
     ) -> None:
         super().__init__(views or {})
         self.decode_alone = decode_alone
+        self.missing: frozenset[Role] = frozenset()
+        self._seen: set[Role] = set()
         self._by_role: ByRole | None = None
+        self._assign_roles()
 
     def __setitem__(self, worker: Incarnation, view: WorkerView) -> None:
         super().__setitem__(worker, view)
-        self._by_role = None
+        self._assign_roles()
 
     def leave(self, worker: Incarnation) -> WorkerView | None:
         """Returns None for a worker that is not here."""
+        view = self.pop(worker, None)
+        self._assign_roles()
+        return view
+
+    def _assign_roles(self) -> None:
+        here = {view.hello.role for view in self.values()}
+        self._seen |= here - {Role.BOTH}
+        self.missing = frozenset(self._seen - here)
+        for view in self.values():
+            view.serve_as(Role.BOTH if self.missing else view.hello.role)
         self._by_role = None
-        return self.pop(worker, None)
 
     def by_role(self) -> ByRole:
         """Each in the order in which they joined."""
         if self._by_role is None:
-            of = [tuple(v for v in self.values() if v.hello.role is role) for role in _ROLES]
+            of = [tuple(v for v in self.values() if v.role is role) for role in _ROLES]
             self._by_role = ByRole(*of)
         return self._by_role
 
@@ -69,8 +84,7 @@ class Workers(dict[Incarnation, WorkerView]):
         none can serve."""
         longest = dict.fromkeys(Role, 0)
         for view in self.values():
-            role = view.hello.role
-            longest[role] = max(longest[role], view.hello.max_model_len)
+            longest[view.role] = max(longest[view.role], view.hello.max_model_len)
         decode = longest[Role.DECODE]
         pair = decode if self.decode_alone else min(longest[Role.PREFILL], decode)
         return max(longest[Role.BOTH], pair)
@@ -83,18 +97,18 @@ class Workers(dict[Incarnation, WorkerView]):
     @property
     def most_places(self) -> int:
         """The most slots of one worker that decodes; 0 without any."""
-        hellos = [view.hello for view in self.values() if view.hello.role is not Role.PREFILL]
+        hellos = [view.hello for view in self.values() if not view.prefills]
         return max((hello.max_running_requests for hello in hellos), default=0)
 
     @property
     def decode_places(self) -> int:
         """The slots of all workers that decode."""
-        hellos = [view.hello for view in self.values() if view.hello.role is not Role.PREFILL]
+        hellos = [view.hello for view in self.values() if not view.prefills]
         return sum(hello.max_running_requests for hello in hellos)
 
     def held(self, tier: str) -> int:
         """The tier's sequences at all workers that decode, also those of other routers."""
-        decoding = (view for view in self.values() if view.hello.role is not Role.PREFILL)
+        decoding = (view for view in self.values() if not view.prefills)
         return sum(view.held(tier) for view in decoding)
 
     def model(self) -> ModelFacts | None:
@@ -252,6 +266,6 @@ def _taking(views: Iterable[WorkerView]) -> list[WorkerView]:
 
 def _missing(workers: Workers) -> str:
     """No pair of them can serve."""
-    here = {view.hello.role for view in workers.values()}
+    here = {view.role for view in workers.values()}
     missing = [role for role in (Role.PREFILL, Role.DECODE) if role not in here]
     return f"no {' and no '.join(missing)} worker has joined yet"

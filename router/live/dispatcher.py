@@ -35,6 +35,7 @@ from router.core.events import (
     Rejected,
     Send,
     Submitted,
+    TimePassed,
     WorkerJoined,
     WorkerLost,
     WorkerSaid,
@@ -46,6 +47,7 @@ from router.core.start import Beginning, begin
 from router.core.state.directory import DIRECTORY_BYTES
 from router.core.state.generation import ChoiceTokens, GenerationRequest
 from router.core.state.silence import DETECT_S, PERIOD_S, Silence
+from router.core.state.waiting import FAILOVER_PATIENCE_S
 from router.core.state.worker_view import check_joins
 from router.live import status
 from router.live.link import WorkerLink
@@ -133,6 +135,7 @@ class WorkerDispatcher(ClusterViews):
         tiers: QosTiers = ONE_TIER,
         *,
         directory_bytes: int = DIRECTORY_BYTES,
+        failover_patience_s: float = FAILOVER_PATIENCE_S,
         detect_s: float = DETECT_S,
         record: Callable[[Beginning], Recorder] | None = None,
     ) -> None:
@@ -144,6 +147,7 @@ class WorkerDispatcher(ClusterViews):
             tiers=tiers,
             preloads=preloads,
             directory_bytes=directory_bytes,
+            failover_patience_s=failover_patience_s,
         )
         super().__init__(begin(beginning), PoolNodes(self._post))
         self._recorder = record(beginning) if record is not None else None
@@ -179,9 +183,8 @@ class WorkerDispatcher(ClusterViews):
         self.attached[hello.incarnation] = link
         self.recent[hello.incarnation] = RecentActivity(hello.total_blocks)
         self._silence.joined(hello.incarnation)
-        if self._watching is None:
-            self._watching = asyncio.ensure_future(self._watch())
-        self._post(WorkerJoined(hello=hello))
+        self._begin_watching()
+        self._post_of_workers(WorkerJoined(hello=hello))
 
     def said(
         self,
@@ -205,7 +208,19 @@ class WorkerDispatcher(ClusterViews):
                 log.warning("lost the worker at %s: %s", link.address, reason)
             else:
                 log.info("the worker at %s has left", link.address)
-            self._post(WorkerLost(incarnation=worker, was_silent=was_silent))
+            self._post_of_workers(WorkerLost(incarnation=worker, was_silent=was_silent))
+
+    def _post_of_workers(self, event: WorkerJoined | WorkerLost) -> None:
+        workers = self.core.state.workers
+        before = workers.missing
+        try:
+            self._post(event)
+        finally:
+            status.tell_stand_ins(before, workers)
+
+    def _begin_watching(self) -> None:
+        if self._watching is None:
+            self._watching = asyncio.ensure_future(self._watch())
 
     async def _watch(self) -> None:
         """The links' own pings are answered by threads that live on when a worker hangs."""
@@ -226,6 +241,8 @@ class WorkerDispatcher(ClusterViews):
             link.hang_up()
             reason = f"it has reported nothing for {self._silence.detect_s:g} s"
             self.lost(worker, reason, was_silent=True)
+        if self.core.state.waiting and not self.core.state.workers:
+            self._post(TimePassed())
 
     def _name(self, worker: Incarnation) -> str:
         return self.core.state.workers.name_of(worker)
@@ -241,6 +258,8 @@ class WorkerDispatcher(ClusterViews):
         self._post(Submitted(request=request))
         generation.request = self.core.state.requests.get(request.request_id)
         self._watch_deadline(generation, request)
+        if request.admitted:
+            self._begin_watching()
         try:
             await generation.admitted
         except BaseException:

@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -26,7 +26,7 @@ import grpc
 from kvpool.core.layout.hashes import tenant_label
 from kvrelay.gc_pauses import PAUSES
 from kvrelay.messages import NO_ACTIVITY, Activity, Counters, LinkState, activity
-from kvrelay.types import Incarnation
+from kvrelay.types import Incarnation, Role
 from kvrelay.v1 import admin_pb2 as pb
 from kvrelay.v1.admin_pb2 import GetKvResponse, TraceRequestResponse
 from kvrelay.v1.pool_node_pb2 import PoolReport
@@ -163,6 +163,15 @@ def tell_quarantine(event: PairQuarantined | PairTrusted, workers: Workers) -> N
         return
     why = f"{event.reason}: {event.message}"
     log.warning("%s -> %s is quarantined for %g s: %s", prefill, decode, event.seconds, why)
+
+
+def tell_stand_ins(before: Collection[Role], workers: Workers) -> None:
+    """`before`: the roles that had no worker."""
+    for role in sorted(workers.missing.difference(before)):
+        others = "the others serve as both until one is back" if workers else "nor any other"
+        log.warning("no %s worker is left: %s", role, others)
+    for role in sorted(set(before) - workers.missing):
+        log.info("a %s worker is back", role)
 
 
 WINDOW_S = 10.0

@@ -21,7 +21,6 @@ import pytest
 
 from kvrelay.qos import QosTier, QosTiers
 from kvrelay.types import Objectives, Role
-from router.core import lifecycle
 from router.core.policy.choice import Policies
 from router.text.request_fields import TierMatch
 from tests.integration.split_kit import (
@@ -43,13 +42,6 @@ TIERS = QosTiers(
 MATCH = TierMatch(values={tier.name: tier.name for tier in TIERS.tiers})
 PLACES = 4
 LONG, LONGER, ENDLESS = 400, 900, 8000
-PLACE_WITHIN_S = 30.0
-REPLAY = f"""
-import runpy
-from router.core import lifecycle
-lifecycle.PATIENCE_S = {PLACE_WITHIN_S}
-runpy.run_module("tests.integration.replay", run_name="__main__")
-"""
 
 
 @pytest.mark.parametrize("placement", ["kv_aware", "random"])
@@ -57,10 +49,8 @@ def test_a_live_record_replays_to_identical_commands(
     long_llama: Path,
     hosts: tuple[WorkerHost, WorkerHost],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     placement: str,
 ) -> None:
-    monkeypatch.setattr(lifecycle, "PATIENCE_S", PLACE_WITHIN_S)
     record = tmp_path / "record.jsonl"
     with WorkerHost() as doomed:
         live(long_llama, hosts, doomed, record, placement)
@@ -74,9 +64,9 @@ def test_a_live_record_replays_to_identical_commands(
 
 
 def replayed(record: Path) -> dict[str, Any]:
-    """Where strings have other hashes, and whoever has lost its worker the same patience."""
+    """Where strings have other hashes."""
     run = subprocess.run(
-        [sys.executable, "-c", REPLAY, str(record)],
+        [sys.executable, "-m", "tests.integration.replay", str(record)],
         env={**os.environ, "PYTHONHASHSEED": "7"},
         capture_output=True,
         text=True,

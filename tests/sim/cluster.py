@@ -116,7 +116,7 @@ class Cluster(PeerNet):
         self.by(incarnation, f"notice {stream.number}", notice, 0.2)
         self.after(f"attach {stream.number}", lambda: self.attach(incarnation), 0.2)
 
-    def kill(self, incarnation: Incarnation) -> None:
+    def kill(self, incarnation: Incarnation, *, for_good: bool = False) -> None:
         """It comes back as another, before or after its peers and its router have noticed."""
         dead = self.workers.pop(incarnation, None)
         if dead is None:
@@ -126,9 +126,9 @@ class Cluster(PeerNet):
         self.after(f"router misses {incarnation}", lambda: self._lose_stream(incarnation), 0.2)
         for peer in list(dead.links):
             self.cut(incarnation, peer)
-        self.after(
-            f"restart {incarnation}", lambda: self.start_worker(dead.hello.name, dead.shape), 0.5
-        )
+        if not for_good:
+            again = partial(self.start_worker, dead.hello.name, dead.shape)
+            self.after(f"restart {incarnation}", again, 0.5)
 
     def _lose_stream(self, incarnation: Incarnation) -> None:
         stream = self._attached.pop(incarnation, None)

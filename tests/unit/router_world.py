@@ -46,6 +46,8 @@ from tests.unit.router_kit import hello
 
 REFUSALS = ("slots_exhausted", "kv_exhausted", "tpot_unreachable", "draining")
 FAILURES = ("transfer_failed", "handoff_timeout", "internal")
+PATIENCE_S = 2.0
+"""Some requests run out of it."""
 SETTLE_S = 10.0
 """Longer than any patience."""
 
@@ -64,12 +66,14 @@ class World:
     def __init__(self, seed: int, state: RouterState, *, pressed: bool = False) -> None:
         """`pressed`: decode workers say that nearly all of their blocks are taken."""
         self.random = Random(seed)
+        state.failover_patience_s = PATIENCE_S
         self.core = RouterCore(state)
         self.pressed = pressed
         self.now_s = 1.0
         self.workers: dict[Incarnation, Worker] = {}
         self.ended: dict[str, str] = {}
         self._lives = 0
+        self._missing: list[Role] = []
 
     # --- what happens ---------------------------------------------------------------------------
 
@@ -81,13 +85,23 @@ class World:
         self.tell(WorkerJoined(hello=told))
 
     def kill(self) -> None:
+        """Another one comes at once, or with the next one that is killed."""
+        self._rejoin()
         worker = self.random.choice([*self.workers])
-        role = self.workers.pop(worker).role
+        self._missing.append(self.workers.pop(worker).role)
         self.tell(WorkerLost(incarnation=worker))
-        self.join(role)
+        if self.random.random() < 0.5:
+            self._rejoin()
+
+    def _rejoin(self) -> None:
+        missing, self._missing = self._missing, []
+        for role in missing:
+            self.join(role)
 
     def drain(self) -> None:
         """Another worker takes its place."""
+        if not self.workers:
+            return
         worker = self.random.choice([*self.workers.values()])
         if not worker.draining:
             worker.draining = True
@@ -152,6 +166,7 @@ class World:
 
     def finish(self) -> None:
         """Nothing disturbs any more: all ends, and all is given back."""
+        self._rejoin()
         for worker in self.workers.values():
             worker.draining = False
         for role in {worker.role for worker in self.workers.values()}:

@@ -303,6 +303,7 @@ SAMPLES: dict[str, object] = {
     "router.record": "/log",
     "router.record_size": "1MiB",
     "router.directory_memory": "1MiB",
+    "router.failover_patience": "9s",
     "router.placement.policy": "random",
     "router.placement.local_prefill": "auto",
     "router.placement.move_hot_spots": True,

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from decode_worker.scheduler import DecodeScheduler
@@ -64,11 +66,15 @@ def scatter(scheduler: DecodeScheduler, lent: SlabLent) -> SlabScattered:
 
 
 def arrive(
-    scheduler: DecodeScheduler, request: RequestSpec, *, finished: tuple[int, ...] = ()
+    scheduler: DecodeScheduler,
+    request: RequestSpec,
+    *,
+    finished: tuple[int, ...] = (),
+    displaced: bool = False,
 ) -> list[str]:
     """Reserve and hand over in one piece; first tokens are 100, 101 ...; what the router hears."""
     name = request.key.request_id
-    scheduler.handle(reserve(request), 0)
+    scheduler.handle(replace(reserve(request), displaced=displaced), 0)
     scheduler.handle(scatter(scheduler, lend(scheduler, name, len(request.prompt_ids))), 0)
     commit = Commit(
         key=request.key,

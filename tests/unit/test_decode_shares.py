@@ -48,9 +48,15 @@ def of(tier: str, name: str, tokens: int = 3, **more: int) -> RequestSpec:
     return replace(spec(name, tokens, **more), qos_tier=tier)
 
 
-def asked(one: DecodeScheduler, request: RequestSpec, counted: int | None = None) -> str:
+def asked(
+    one: DecodeScheduler,
+    request: RequestSpec,
+    counted: int | None = None,
+    *,
+    displaced: bool = False,
+) -> str:
     """ "taken", or why not."""
-    (answer,) = one.handle(replace(reserve(request), counted=counted), 0)
+    (answer,) = one.handle(replace(reserve(request), counted=counted, displaced=displaced), 0)
     assert isinstance(answer, Emit)
     (event,) = answer.events
     if isinstance(event, Reserved):
@@ -115,6 +121,32 @@ def test_beyond_its_share_the_first_priority_yields_to_an_owner_too() -> None:
         arrive(one, of("premium", f"p{i}"))
     arrive(one, of("standard", "s"))
     assert running(one) == ["p0", "s", "p1", "p2"]
+
+
+def test_lower_tiers_on_lent_places_make_room_for_a_displaced_request() -> None:
+    """For no more of them than there are, and not for their own tier."""
+    one = scheduler()
+    for tier, name in (("free", "f0"), ("free", "f1"), ("premium", "p0"), ("premium", "p1")):
+        arrive(one, of(tier, name))
+    assert asked(one, of("free", "f2"), displaced=True) == "tier_share_exhausted"
+    assert asked(one, of("premium", "p2")) == "tier_share_exhausted"
+    arrive(one, of("premium", "p2"), displaced=True)
+    assert running(one) == ["p0", "p1", "p2", "f0"]
+    assert asked(one, of("premium", "p3"), displaced=True) == "taken"
+    assert asked(one, of("premium", "p4"), displaced=True) == "tier_share_exhausted"
+
+
+def test_a_displaced_request_gets_blocks_of_lower_tiers_and_no_pace_speaks_against_it() -> None:
+    one = scheduler(blocks=10, caching=False, times=STEP_S)
+    for name in ("f0", "f1"):
+        arrive(one, of("free", name, 15))
+    wants = replace(of("premium", "p", 15), tpot_s=1e-6)
+    other = replace(of("free", "f2", 15), tpot_s=1e-6)
+    assert asked(one, other, displaced=True) == "kv_exhausted"
+    arrive(one, of("premium", "own", 7))
+    assert asked(one, wants) == "tpot_unreachable"
+    assert asked(one, wants, displaced=True) == "taken"
+    one.validate()
 
 
 def test_who_lost_its_place_comes_again_and_nothing_is_lost() -> None:

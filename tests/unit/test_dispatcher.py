@@ -15,6 +15,7 @@ from kvrelay.messages import Abort, Counters, Generate, ToWorker, WorkerEvent
 from kvrelay.types import FinishReason, Incarnation, Objectives, RequestKey, Role
 from router.core.events import Rejected
 from router.core.policy.choice import Policies
+from router.live import dispatcher
 from router.live.dispatcher import MAX_REQUEST_ID_BYTES, WorkerDispatcher
 from router.live.link import WorkerLink
 from tests.unit.router_kit import hello, refused, request, reserved, tokens
@@ -93,6 +94,49 @@ def test_what_was_said_before_a_rejected_event_is_delivered() -> None:
             assert [t.token_ids async for t in ended] == [(10,)]
         assert (await anext(aiter(other))).token_ids == (20,)
         assert s.dispatcher.core.state.requests["other"].choices[0].delivered == [20]
+
+    play(scene)
+
+
+def test_without_workers_an_admitted_request_waits_until_its_patience_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody reports, so the dispatcher itself looks at who waits."""
+    monkeypatch.setattr(dispatcher, "PERIOD_S", 0.01)
+
+    async def scene(s: Scene) -> None:
+        s.dispatcher.core.state.failover_patience_s = 0.3
+        first = await s.admitted("first")
+        s.dispatcher.lost(B, "it died")
+        s.dispatcher.joined(cast(WorkerLink, s.link), hello("b", Role.BOTH))
+        s.say(reserved(), tokens(0, 10, reason=FinishReason.LENGTH))
+        assert [t.token_ids async for t in first] == [(10,)]
+        second = await s.admitted("second")
+        lost_s = time.monotonic()
+        s.dispatcher.lost(B, "it died again")
+        with pytest.raises(RequestFailedError, match=r"worker b was lost") as failure:
+            async with asyncio.timeout(10):
+                await anext(aiter(second))
+        assert failure.value.reason == "worker_lost"
+        assert not s.dispatcher._generations
+        assert time.monotonic() - lost_s >= 0.3
+
+    play(scene)
+
+
+def test_what_stands_in_for_a_role_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "router")
+
+    async def scene(s: Scene) -> None:
+        for name, role in (("p", Role.PREFILL), ("d", Role.DECODE), ("d2", Role.DECODE)):
+            s.dispatcher.joined(cast(WorkerLink, Link()), hello(name, role))
+        caplog.clear()
+        s.dispatcher.lost(Incarnation("d"), "it died")
+        assert "no decode worker" not in caplog.text
+        s.dispatcher.lost(Incarnation("d2"), "it died")
+        assert "no decode worker is left: the others serve as both until one is back" in caplog.text
+        s.dispatcher.joined(cast(WorkerLink, Link()), hello("d3", Role.DECODE))
+        assert "a decode worker is back" in caplog.text
 
     play(scene)
 
@@ -233,17 +277,5 @@ def test_a_worker_that_drains_makes_the_router_not_ready() -> None:
             await submitting
         assert not s.dispatcher.ready()
         assert s.dispatcher.not_ready() == "all workers drain"
-
-    play(scene)
-
-
-def test_a_request_whose_workers_are_all_gone_fails() -> None:
-    async def scene(s: Scene) -> None:
-        generation = await s.admitted()
-        s.dispatcher.lost(B, "gone")
-        with pytest.raises(RequestFailedError, match="worker b was lost") as failure:
-            [t async for t in generation]
-        assert failure.value.reason == "worker_lost"
-        assert not s.dispatcher._generations
 
     play(scene)

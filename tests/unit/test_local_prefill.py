@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvrelay.messages import Counters, Generate, LinkState, WorkerHello
@@ -18,6 +20,7 @@ from router.core.router_state import RouterState
 from router.core.state.candidate import Candidate
 from router.core.state.demand import Demand
 from router.core.state.worker_view import WorkerView
+from tests.unit.directory_kit import holding
 from tests.unit.router_kit import (
     demand,
     hello,
@@ -132,6 +135,35 @@ def test_what_others_wait_counts_a_little() -> None:
     assert first(p, d, asked=asked).placement == placed("d", None)
     decodes(d, 30, tokens=0)
     assert first(p, d, asked=asked).placement == placed("d", "p")
+
+
+@pytest.mark.parametrize("policy", [KvAware(), LOCAL])
+def test_a_request_that_goes_on_is_computed_where_most_of_it_lies(policy: PlacementPolicy) -> None:
+    """Not if a prefill worker lacks as little, nor a rest that is too long."""
+    p, d = pair()
+    d2 = timed(view("d2", D))[0]
+    directory = with_cached("d2", 9)
+    asked = replace(demand(prompt_tokens=40, directory=directory), displaced=True)
+    assert first(p, d, d2, asked=asked, policy=policy).placement == placed("d2", None)
+    decodes(d2, 2)
+    assert first(p, d, d2, asked=asked, policy=policy).placement == placed("d2", None)
+    d2.outlook.add(key("strict"), expected(tpot_s=0.31, gaps=2))
+    assert first(p, d, d2, asked=asked, policy=KvAware()).placement != placed("d2", None)
+    d2.outlook.remove(key("strict"))
+    names = asked.held.chains
+    assert names, "kept for the next decision"
+    directory.changed(p.incarnation, holding(next(iter(names.values())).full(36).hashes()))
+    again = replace(demand(prompt_tokens=40, directory=directory), displaced=True)
+    assert first(p, d, d2, asked=again, policy=KvAware()).placement != placed("d2", None)
+
+
+def test_a_long_rest_is_a_prefill_workers_also_if_it_goes_on() -> None:
+    p, d = (WorkerView(hello=longer(w.hello), times=w.times) for w in pair())
+    most = 4 + MOST_CHUNKS * d.hello.prefill_chunk_tokens
+    for count, prefill in ((most, None), (most + 1, "p")):
+        asked = demand(prompt_tokens=count, directory=with_cached("d", 1))
+        asked = replace(asked, displaced=True)
+        assert first(p, d, asked=asked, policy=KvAware()).placement == placed("d", prefill)
 
 
 # --- the forecast -------------------------------------------------------------------------------

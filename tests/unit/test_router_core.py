@@ -26,7 +26,7 @@ from router.core.events import (
 from router.core.lifecycle import MAX_ATTEMPTS
 from router.core.router_state import RouterState
 from router.core.state.promises import NO_CAPACITY, Refusal
-from router.core.state.waiting import ASK_AGAIN_S, PATIENCE_S
+from router.core.state.waiting import ASK_AGAIN_S, FAILOVER_PATIENCE_S
 from tests.unit.router_kit import (
     STEP_TIMES,
     core_with,
@@ -197,7 +197,7 @@ def test_the_retry_time_is_the_mean_gap_between_ends() -> None:
         submit(core, f"r{i}")
         core.handle(Aborted(request_id=f"r{i}"), end_s)
         says(core, "d", released(f"r{i}", i))
-    core.handle(WorkerLost(incarnation=D), 13)
+    says(core, "p", draining=True)
     (refuse,) = submit(core, "x")
     assert isinstance(refuse, Refuse)
     assert refuse.refusal.retry_after_s == pytest.approx(0.8 * 2.0 + 0.2 * 0.5)
@@ -274,7 +274,7 @@ def test_a_lost_decode_worker_costs_no_token() -> None:
     core = running(core_with(p=Role.PREFILL, d=Role.DECODE, d2=Role.DECODE))
     assert delivered(says(core, "d", tokens(1, 11, 12))) == [(11, 12)]
     assert core.handle(WorkerLost(incarnation=D), 3) == [
-        Send(worker=D2, message=Reserve(spec=resumed, source=P))
+        Send(worker=D2, message=Reserve(spec=resumed, source=P, displaced=True))
     ]
     (prefill,) = says(core, "d2", reserved(attempt=1))  # no second Admit
     assert isinstance(prefill, Send) and isinstance(prefill.message, Prefill)
@@ -294,7 +294,7 @@ def test_a_lost_prefill_worker_is_replaced_before_the_handoff() -> None:
     says(core, "d", reserved())
     assert core.handle(WorkerLost(incarnation=P), 3) == [
         Send(worker=D, message=Abort(key=key())),
-        Send(worker=D, message=Reserve(spec=spec(attempt=1), source=P2)),
+        Send(worker=D, message=Reserve(spec=spec(attempt=1), source=P2, displaced=True)),
     ]
 
 
@@ -341,9 +341,11 @@ def test_a_prefill_worker_lost_with_its_first_token_is_missed() -> None:
     submit(core, n=2)
     says(core, "d", reserved(), lifetime("handoff_committed"))
     says(core, "p", tokens(0, 10, choice=0))
-    assert core.handle(WorkerLost(incarnation=P), 3) == [Send(worker=D, message=Abort(key=key()))]
-    core.handle(WorkerJoined(hello=hello("p2", Role.PREFILL)), 4)
-    assert core.state.requests["r"].workers == (D, P2)
+    abort, again = core.handle(WorkerLost(incarnation=P), 3)
+    assert abort == Send(worker=D, message=Abort(key=key()))
+    assert isinstance(again, Send) and isinstance(again.message, Generate)
+    assert again.message.spec.resumed == ((10,), ())
+    assert core.state.requests["r"].workers == (D,), "it takes the place of the one that is gone"
 
 
 def test_a_resumed_request_still_needs_its_prefill_worker() -> None:
@@ -363,7 +365,7 @@ def test_each_choice_goes_on_behind_its_own_tokens() -> None:
     says(core, "d", tokens(1, 11, 12), tokens(1, 21, choice=1))
     resumed = replace(spec(attempt=1, n=2), resumed=((10, 11, 12), (10, 21)))
     assert core.handle(WorkerLost(incarnation=D), 3) == [
-        Send(worker=D2, message=Reserve(spec=resumed, source=P))
+        Send(worker=D2, message=Reserve(spec=resumed, source=P, displaced=True))
     ]
     says(core, "d2", reserved(attempt=1), lifetime("handoff_committed", attempt=1))
     assert core.state.requests["r"].workers == (D2,), "the prefill worker draws nothing"
@@ -422,33 +424,28 @@ def test_after_the_last_attempt_it_fails_with_the_reason() -> None:
     assert_no_books(core)
 
 
-def waiting() -> RouterCore:
-    """An admitted request whose decode worker was lost, and there is no other."""
-    core = running(split())
+def waiting(n: int = 1) -> RouterCore:
+    """An admitted request whose decode worker was lost, and other routers have filled the rest."""
+    core = running(split(), n=n)
+    says(core, "p", running=4)
     assert core.handle(WorkerLost(incarnation=D), 3) == []
     return core
 
 
 def test_an_admitted_request_waits_for_a_place_but_not_for_ever() -> None:
     core = waiting()
-    assert says(core, "p", now_s=3 + PATIENCE_S - 0.1) == []
-    assert says(core, "p", now_s=3 + PATIENCE_S + 0.2) == [
-        Fail(request_id="r", reason="worker_lost", message="can't go on: worker d was lost")
-    ]
-    assert_no_books(core)
-
-
-def test_without_any_worker_there_is_nothing_to_wait_for() -> None:
-    core = waiting()
-    assert core.handle(WorkerLost(incarnation=P), 3.1) == [
-        Fail(request_id="r", reason="worker_lost", message="can't go on: worker d was lost")
+    assert says(core, "p", running=4, now_s=3 + FAILOVER_PATIENCE_S - 0.1) == []
+    why = "can't go on: all 4 places of every decode worker are taken"
+    assert says(core, "p", running=4, now_s=3 + FAILOVER_PATIENCE_S + 0.2) == [
+        Fail(request_id="r", reason="slots_exhausted", message=why)
     ]
     assert_no_books(core)
 
 
 def test_a_waiting_request_is_asked_for_again_but_not_at_every_message() -> None:
     core = waiting()
-    again = Send(worker=D2, message=Reserve(spec=spec(attempt=1, emitted=(10,)), source=P))
+    asked = Reserve(spec=spec(attempt=1, emitted=(10,)), source=P, displaced=True)
+    again = Send(worker=D2, message=asked)
     assert core.handle(WorkerJoined(hello=hello("d2", Role.DECODE)), 3.1) == [again]
     assert says(core, "p", now_s=4) == []  # it is being asked for
     assert says(core, "d2", refused("kv_exhausted", attempt=1), now_s=4) == []
@@ -460,17 +457,17 @@ def test_a_waiting_request_is_asked_for_again_but_not_at_every_message() -> None
 
 
 def test_a_waiting_request_can_be_stopped_and_aborted() -> None:
-    core = running(split(), n=2)
-    core.handle(WorkerLost(incarnation=D), 3)
+    core = waiting(n=2)
     assert core.handle(ChoiceStopped(request_id="r", choice=0, valid_tokens=1), 3) == []
     assert core.handle(Aborted(request_id="r"), 3) == []
-    assert says(core, "p", now_s=9) == []
+    assert says(core, "p", running=4, now_s=9) == []
     assert_no_books(core)
 
 
 def test_a_request_that_was_not_admitted_yet_is_refused() -> None:
     core = split()
     submit(core)
+    says(core, "p", draining=True)
     refuse = core.handle(WorkerLost(incarnation=D), 3)[-1]
     assert isinstance(refuse, Refuse)
     assert refuse.refusal.reason == "worker_lost"
@@ -480,6 +477,7 @@ def test_a_request_that_was_not_admitted_yet_is_refused() -> None:
 def test_a_rejoined_worker_starts_with_empty_books() -> None:
     core = split()
     submit(core)
+    says(core, "p", draining=True)
     core.handle(WorkerLost(incarnation=D), 3)
     assert says(core, "d", reserved()) == []
     core.handle(WorkerJoined(hello=hello("d", Role.DECODE)), 4)

@@ -17,6 +17,7 @@ from router.core.request import TRANSITIONS, Request, RequestState
 from router.core.router_state import RouterState
 from router.core.shared_queue import open_shared_queue
 from router.core.state.promises import NO_CAPACITY, Promise, Promised
+from router.core.state.waiting import WaitingLine
 from router.core.workers import Workers
 from tests.unit.router_kit import key, request, reserved, says, split, submit, tokens
 from tests.unit.router_world import World
@@ -56,6 +57,8 @@ def tiers() -> RouterState:
 SCHEDULES = {
     "plain": (plain, SPLIT, 8),
     "both": (plain, (Role.BOTH, Role.BOTH), 8),
+    "alone": (plain, (Role.BOTH,), 8),
+    "pair": (plain, (Role.PREFILL, Role.DECODE), 8),
     "mixed": (plain, (*SPLIT, Role.BOTH), 8),
     "shared": (shared, SPLIT, 8),
     "moves": (moving, SPLIT, 60),
@@ -135,12 +138,16 @@ def break_waiting(state: RouterState) -> None:
 
 
 def break_room(state: RouterState) -> None:
-    state.waiting.try_wait("nobody", "", NO_CAPACITY, 5.0, 2)
+    state.waiting.try_wait("nobody", WaitingLine(0, ""), NO_CAPACITY, 5.0, 2)
+
+
+def break_line(state: RouterState) -> None:
+    state.waiting.displaced.add(WaitingLine(0, "", frozenset()))
 
 
 def break_turn(state: RouterState) -> None:
     """In the waiting room, though it has its slot."""
-    state.waiting.try_wait("r", "", NO_CAPACITY, 5.0, 2)
+    state.waiting.try_wait("r", WaitingLine(0, ""), NO_CAPACITY, 5.0, 2)
     state.waiting.take_next(9.0)
 
 
@@ -180,8 +187,8 @@ def break_promise(state: RouterState) -> None:
 @pytest.mark.parametrize(
     "broken",
     [
-        *(break_state, break_waiting, break_room, break_turn, break_queue, break_request),
-        *(break_slot, break_entry, break_released, break_worker, break_promise),
+        *(break_state, break_waiting, break_room, break_line, break_turn, break_queue),
+        *(break_request, break_slot, break_entry, break_released, break_worker, break_promise),
     ],
 )
 def test_a_broken_law_is_noticed(broken: Callable[[RouterState], None]) -> None:

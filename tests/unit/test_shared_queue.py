@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.messages import Abort, Lifetime, Prefill, Reserve
+from kvrelay.messages import Abort, Generate, Lifetime, Prefill, Reserve
 from kvrelay.qos import QosTier, QosTiers
 from kvrelay.types import Incarnation, Objectives, Role
 from router.core.core import RouterCore
@@ -142,11 +142,12 @@ def test_a_dead_worker_holds_only_what_it_had() -> None:
     core.validate()
 
 
-def test_without_any_prefill_worker_they_ask_again() -> None:
+def test_without_any_prefill_worker_decode_workers_compute_them() -> None:
     core = shared("p")
     take(core, asked("a"), asked("b"))
-    core.handle(WorkerLost(incarnation=Incarnation("p")), 3)
-    assert {*core.state.waiting} == {"a", "b"}
+    commands = core.handle(WorkerLost(incarnation=Incarnation("p")), 3)
+    sent = [one.message for one in commands if isinstance(one, Send)]
+    assert {one.spec.key.request_id for one in sent if isinstance(one, Generate)} == {"a", "b"}
     assert not core.state.dispatch.waiting
     core.validate()
 

@@ -127,7 +127,28 @@ def test_without_any_prefill_worker_decode_workers_do_it_all() -> None:
     alone = run(trace(120), "workers.0.replicas=1", dies, auto)
     assert all(done([*alone.outcomes])) and alone.report.local_prefills > 50
     off = run(trace(120), "workers.0.replicas=1", dies)
-    assert off.report.refused["no_capacity"] > 50
+    assert all(done([*off.outcomes])) and off.report.local_prefills > 50
+
+
+def test_prefill_workers_decode_once_no_decode_worker_is_left() -> None:
+    dies = "simulation.failures=[{worker: decode-0, at: 3s, back_after: 4s}]"
+    result = run(trace(120), "workers.1.replicas=1", dies)
+    assert all(done([*result.outcomes]))
+    prefill, _ = result.report.pools
+    assert prefill.generated_tokens > 1000
+
+
+def test_who_has_no_worker_left_waits_for_one() -> None:
+    """All are gone for a while: nobody who was admitted fails."""
+    dies = "{worker: prefill-0, at: 3s, back_after: 5s}, {worker: decode-0, at: 3s, back_after: 9s}"
+    fleet = ("workers.0.replicas=1", "workers.1.replicas=1", "simulation.retries=100")
+    result = run(trace(120), *fleet, f"simulation.failures=[{dies}]")
+    assert all(done([*result.outcomes]))
+    dies = "{worker: prefill-0, at: 3s}, {worker: decode-0, at: 3s}"
+    patience = "router.failover_patience=5s"
+    ended = run(trace(120), *fleet, f"simulation.failures=[{dies}]", patience)
+    failed = [one for one in ended.outcomes if one.failed]
+    assert failed and not any(one.done for one in failed)
 
 
 @pytest.mark.parametrize("caching", [True, False])

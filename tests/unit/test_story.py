@@ -20,7 +20,7 @@ from router.core.state.story import (
     StoryRing,
     client_id,
 )
-from router.core.state.waiting import ASK_AGAIN_S, PATIENCE_S
+from router.core.state.waiting import ASK_AGAIN_S, FAILOVER_PATIENCE_S
 from router.live.status import story_told
 from tests.unit.router_kit import (
     core_with,
@@ -145,10 +145,11 @@ def test_a_worker_that_turns_it_down() -> None:
 
 def test_a_request_that_waits_in_vain_says_so_once() -> None:
     core = running(split())
+    says(core, "p", draining=True)
     core.handle(WorkerLost(incarnation=D), 3)
     for turn in range(1, 5):
         says(core, "p", now_s=3 + turn * ASK_AGAIN_S)
-    says(core, "p", now_s=3 + PATIENCE_S + 0.2)
+    says(core, "p", now_s=3 + FAILOVER_PATIENCE_S + 0.2)
     assert lines(core) == [
         *FIRST_ATTEMPT,
         "tried again p->d worker lost: worker d was lost; 1 tokens so far",

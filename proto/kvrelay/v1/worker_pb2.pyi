@@ -144,16 +144,18 @@ class RouterHello(_message.Message):
     def __init__(self, wire_version: _Optional[int] = ..., router_incarnation: _Optional[str] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("spec", "source", "counted", "prefix_source")
+    __slots__ = ("spec", "source", "counted", "prefix_source", "displaced")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     COUNTED_FIELD_NUMBER: _ClassVar[int]
     PREFIX_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    DISPLACED_FIELD_NUMBER: _ClassVar[int]
     spec: RequestSpec
     source: str
     counted: int
     prefix_source: PrefixSource
-    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., source: _Optional[str] = ..., counted: _Optional[int] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ...) -> None: ...
+    displaced: bool
+    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., source: _Optional[str] = ..., counted: _Optional[int] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ..., displaced: _Optional[bool] = ...) -> None: ...
 
 class Prefill(_message.Message):
     __slots__ = ("spec", "target_addresses", "target", "held_tokens", "prefix_source", "within_s")
@@ -184,14 +186,16 @@ class PrefixSource(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., blocks: _Optional[int] = ..., is_pool_node: _Optional[bool] = ...) -> None: ...
 
 class Generate(_message.Message):
-    __slots__ = ("spec", "within_s", "prefix_source")
+    __slots__ = ("spec", "within_s", "prefix_source", "displaced")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     WITHIN_S_FIELD_NUMBER: _ClassVar[int]
     PREFIX_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    DISPLACED_FIELD_NUMBER: _ClassVar[int]
     spec: RequestSpec
     within_s: float
     prefix_source: PrefixSource
-    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., within_s: _Optional[float] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ...) -> None: ...
+    displaced: bool
+    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., within_s: _Optional[float] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ..., displaced: _Optional[bool] = ...) -> None: ...
 
 class Preload(_message.Message):
     __slots__ = ("spec",)

@@ -5,7 +5,8 @@ What of a decode worker is a tier's own, though others may have borrowed it. Pur
 Who takes what is its tier's own gets it whoever is there: those on lent places yield, with the next
 step, and go on later (`decode_worker.running_set`).
 
-Take what has a place at a decode worker now. Pure; for requests that were admitted before.
+Take what has a place at a decode worker now; where there is none, one of a lower tier. Pure; for
+requests that were admitted before.
 """
 
 from __future__ import annotations
@@ -38,6 +39,14 @@ def is_own(demand: Demand, worker: WorkerView) -> bool:
     """Whether it stays within its tier's share of the worker's places."""
     own = demand.tier.own_places(worker.hello.max_running_requests)
     return demand.choices <= own and worker.held(demand.tier.name) + demand.choices <= own
+
+
+def yielded(demand: Demand, worker: WorkerView) -> bool:
+    """Whether it gets a place there once those of lower tiers on lent places have made room."""
+    places = worker.hello.max_running_requests
+    lower = [tier for tier in demand.tiers.tiers if tier.priority > demand.priority]
+    lent = sum(max(0, worker.held(tier.name) - tier.own_places(places)) for tier in lower)
+    return lent > 0 and demand.choices <= worker.free_places + lent
 
 
 def own_batch(demand: Demand, worker: WorkerView) -> BatchThen:
@@ -124,7 +133,11 @@ class Capacity:
         forecast: Forecast,
         now_s: float,
     ) -> Verdict:
-        found = first_with_place(demand, candidates, otherwise)
+        ways = [*candidates]
+        found = first_with_place(demand, ways, otherwise)
+        if isinstance(found, Refusal):
+            yielding = (way for way in ways if yielded(demand, way.decode))
+            found = next(yielding, found)
         if isinstance(found, Refusal):
             return found
         return Admitted(candidate=found, prediction=forecast.predict(demand, found, now_s))

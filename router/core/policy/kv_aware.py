@@ -2,7 +2,9 @@
 
 The best few of each role are looked at in all their pairs, so that what lies between two workers
 counts. A way that keeps the request's objectives goes before one that doesn't, whatever their
-times. A decode worker that may prefill too is one more way.
+times. A decode worker that may prefill too is one more way. A request that was admitted before and
+has lost its worker is computed by the decode worker that has most of it, if prefill workers lack
+more.
 
 `kv_aware`, and prompts that a decode worker had better compute itself: nothing is handed over,
 but its batch waits for them. Pure.
@@ -56,6 +58,8 @@ class Steps(NamedTuple):
 class KvAware:
     def candidates(self, demand: Demand, choice: WorkerChoice, now_s: float) -> Iterator[Candidate]:
         look = Look.at(demand, choice, now_s)
+        if demand.displaced:
+            yield from _where_it_lies(look)
         yield from ways(look.ranked)
         yield from look.others()
 
@@ -240,11 +244,30 @@ IDLEST, HOLDERS = 2, 2
 class LocalPrefill:
     def candidates(self, demand: Demand, choice: WorkerChoice, now_s: float) -> Iterator[Candidate]:
         look = Look.at(demand, choice, now_s)
+        if demand.displaced:
+            yield from _where_it_lies(look)
         yield from ways(sorted((*look.ranked, *_better(look)), key=by_rank))
         if choice.prefills:
             yield from look.others()
         else:
             yield from (Candidate(decode=worker, prefill=None) for worker in look.rest())
+
+
+def _where_it_lies(look: Look) -> Iterator[Candidate]:
+    """The decode worker with most of the request's KV, if it lacks less than each prefill worker
+    and who decodes there keeps his objectives. What a prefill worker would pull counts as lacking:
+    it would be sent there and back."""
+    demand, choice, now_s = look.demand, look.choice, look.now_s
+    if not choice.prefills:
+        return
+    least = max(map(demand.held.tokens, choice.prefills))
+    for worker in holders(demand, choice)[:1]:
+        local = local_way(demand, choice, worker, now_s)
+        if local is None or demand.held.tokens(worker) <= least:
+            continue
+        ((steps, _),) = cheapest(demand, [worker], choice, look.joins_in_s, now_s)
+        if not hurts(choice, worker, local.prompt, steps.own_s, now_s):
+            yield local.way
 
 
 def _better(look: Look) -> Iterator[Ranked]:

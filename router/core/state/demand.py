@@ -171,7 +171,7 @@ class Demand:
     `tiers`. `waited_s` of its time to first token are over. What others were `promised` for the
     time that it would wait goes before it, for each prefill worker and each decode worker; the
     `line` is all that was promised, which goes before it if it has to come back. `known` is shared
-    by all ways that are looked at in one decision."""
+    by all ways that are looked at in one decision. `displaced`: it was admitted before."""
 
     spec: RequestSpec
     output_tokens: int
@@ -183,6 +183,7 @@ class Demand:
     promised: Promised = NOTHING_PROMISED
     line: Promised = NOTHING_PROMISED
     known: Known | None = None
+    displaced: bool = False
 
     @cached_property
     def priority(self) -> int:

@@ -302,6 +302,10 @@ class Refusal:
 NO_CAPACITY = Refusal(
     reason=RefusalReason.NO_CAPACITY, message="no prefill and decode worker is ready to serve"
 )
+BEHIND_DISPLACED = Refusal(
+    reason=RefusalReason.SLOTS_EXHAUSTED,
+    message="the places that are left are for requests that have lost their worker",
+)
 DRAINING = Refusal(
     reason=RefusalReason.DRAINING, message="every worker that could serve it is draining"
 )

@@ -1,29 +1,49 @@
 """Requests that wait at the router. Pure.
 
-Their worker failed and no other has taken them yet, or admission has deferred them. The first of
-each line is tried again as soon as a slot is free or a worker joins. Otherwise it is tried from
-time to time, since memory and pace may suffice by then; reports of workers are the clock.
+A displaced request was admitted and has lost its worker; a deferred one was not admitted yet. While
+a displaced request waits, the places that it could use are for it: no deferred or new request of
+its tier or a lower one gets one of them, nor a displaced one of a lower tier. A request that no
+worker could hold keeps nobody out, nor does one for which a worker is being asked.
+
+The first of each line is tried again as soon as a slot is free or workers come or go. Otherwise it
+is tried from time to time, since memory and pace may suffice by then; reports of workers are the
+clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import inf
+from typing import NamedTuple
 
+from kvrelay.types import Incarnation
 from router.core.state.promises import Refusal
 
-PATIENCE_S = 5.0
-"""How long an admitted request waits for a place on another worker."""
+FAILOVER_PATIENCE_S = 600.0
+"""How long a displaced request without a deadline waits, unless the cluster file says otherwise."""
 ASK_AGAIN_S = 0.25
 """While no slot is free."""
+
+
+class WaitingLine(NamedTuple):
+    """Requests of one tier that are tried in their order. `workers` could each hold a displaced
+    request of this line; None: its requests are deferred."""
+
+    priority: int
+    tier: str
+    workers: frozenset[Incarnation] | None = None
+
+    @property
+    def turn(self) -> tuple[int, bool]:
+        return self.priority, self.workers is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wait:
     """`next_s` is infinite while a worker is being asked."""
 
-    line: str
+    line: WaitingLine
     refusal: Refusal
     since_s: float
     next_s: float
@@ -32,10 +52,11 @@ class _Wait:
 
 @dataclass(slots=True)
 class WaitingRoom:
-    """The requests of one line are tried in their order, and wait for the first of them."""
+    """The requests of one line wait for the first of them. `displaced`: the lines of those."""
 
+    displaced: set[WaitingLine] = field(default_factory=set)
     _waits: dict[str, _Wait] = field(default_factory=dict)  # request id |-> wait
-    _lines: dict[str, dict[str, None]] = field(default_factory=dict)  # line |-> ids, in order
+    _lines: dict[WaitingLine, dict[str, None]] = field(default_factory=dict)  # ids, in order
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._waits
@@ -50,26 +71,48 @@ class WaitingRoom:
         """Those for which no worker is being asked."""
         return (name for name, wait in self._waits.items() if wait.next_s < inf)
 
+    def kept(self, priority: int) -> frozenset[Incarnation]:
+        """The workers whose places are for displaced requests with a priority before this one."""
+        before = (line for line in self.displaced if line.priority < priority)
+        waiting = (line.workers or () for line in before if self._first(self._lines[line]))
+        return frozenset[Incarnation]().union(*waiting)
+
     def try_wait(
-        self, request_id: str, line: str, refusal: Refusal, patience_s: float, now_s: float
+        self, request_id: str, line: WaitingLine, refusal: Refusal, patience_s: float, now_s: float
     ) -> bool:
-        """Returns False when it has waited long enough."""
+        """Returns False when it has waited long enough. It keeps its turn if it waits already,
+        unless it could use other workers now."""
         wait = self._waits.get(request_id)
         since_s = now_s if wait is None else wait.since_s
         until_s = now_s + patience_s if wait is None else wait.until_s
         if now_s >= until_s:
             return False
+        if wait is not None and wait.line != line:
+            self._leave_line(request_id, wait.line)
         next_s = now_s + ASK_AGAIN_S
         self._waits[request_id] = _Wait(
             line=line, refusal=refusal, since_s=since_s, next_s=next_s, until_s=until_s
         )
-        self._lines.setdefault(line, {})[request_id] = None
+        self._enter_line(request_id, line)
         return True
+
+    def move(self, request_id: str, line: WaitingLine) -> None:
+        """It could use other workers now."""
+        wait = self._waits[request_id]
+        if wait.line != line:
+            self._leave_line(request_id, wait.line)
+            self._waits[request_id] = replace(wait, line=line)
+            self._enter_line(request_id, line)
 
     def wake(self, now_s: float) -> None:
         """A slot is free: the first of each line may be tried at once."""
         for line in self._lines.values():
             self._wake_first(line, now_s)
+
+    def wake_all(self, now_s: float) -> None:
+        """Each may be tried as soon as it is the first of its line."""
+        for name in [*self.due()]:
+            self._wake(name, now_s)
 
     def follow(self, request_id: str, now_s: float) -> None:
         """If a worker is being asked for it now, the next of its line may be tried at once: more
@@ -82,7 +125,7 @@ class WaitingRoom:
         """The request whose turn it is, and its last refusal. It waits on if refused again."""
         if not self._lines:
             return None
-        firsts = (self._first(line) for line in self._lines.values())
+        firsts = (self._first(line) for line in self._in_turn())
         due = (name for name in firsts if name and self._waits[name].next_s <= now_s)
         if (name := next(due, None)) is None:
             return None
@@ -90,11 +133,19 @@ class WaitingRoom:
         self._waits[name] = replace(wait, next_s=inf)
         return name, wait.refusal
 
+    def _in_turn(self) -> Iterable[dict[str, None]]:
+        if not self.displaced:
+            return self._lines.values()
+        return [self._lines[line] for line in sorted(self._lines, key=lambda one: one.turn)]
+
     def _wake_first(self, line: dict[str, None], now_s: float) -> None:
         name = self._first(line)
         if name is not None:
-            wait = self._waits[name]
-            self._waits[name] = replace(wait, next_s=min(wait.next_s, now_s))
+            self._wake(name, now_s)
+
+    def _wake(self, name: str, now_s: float) -> None:
+        wait = self._waits[name]
+        self._waits[name] = replace(wait, next_s=min(wait.next_s, now_s))
 
     def _first(self, line: dict[str, None]) -> str | None:
         """The first of the line for which no worker is being asked."""
@@ -108,7 +159,22 @@ class WaitingRoom:
     def leave(self, request_id: str) -> None:
         wait = self._waits.pop(request_id, None)
         if wait is not None:
-            line = self._lines[wait.line]
-            del line[request_id]
-            if not line:
-                del self._lines[wait.line]
+            self._leave_line(request_id, wait.line)
+
+    def _enter_line(self, request_id: str, line: WaitingLine) -> None:
+        self._lines.setdefault(line, {})[request_id] = None
+        if line.workers is not None:
+            self.displaced.add(line)
+
+    def _leave_line(self, request_id: str, line: WaitingLine) -> None:
+        waiting = self._lines[line]
+        del waiting[request_id]
+        if not waiting:
+            del self._lines[line]
+            self.displaced.discard(line)
+
+    def validate(self) -> None:
+        assert self.displaced == {line for line in self._lines if line.workers is not None}
+        for name, wait in self._waits.items():
+            assert name in self._lines[wait.line], f"{name} is in no line"
+        assert sum(map(len, self._lines.values())) == len(self._waits)

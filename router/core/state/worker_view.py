@@ -120,6 +120,7 @@ class WorkerView:
     """Attempts that have ended here, and hold a slot or a queue entry until the worker says
     Released."""
     incarnation: Incarnation = field(init=False)
+    role: Role = field(init=False)  # in effect: that of its hello, or both
     prefills: bool = field(init=False)  # and does nothing else
     naming: Naming = field(init=False)
     _speed: tuple[ToldTimes, Speed] | None = None
@@ -132,11 +133,15 @@ class WorkerView:
         names = (hello.fingerprint, hello.physical_format, hello.rope_border_tokens)
         self.naming = (*names, hello.block_size)
         self.incarnation = hello.incarnation
-        self.prefills = hello.role is Role.PREFILL
+        self.serve_as(hello.role)
 
     @staticmethod
     def of(hello: WorkerHello) -> WorkerView:
         return WorkerView(hello=hello, times=WorkerTimes.of(hello))
+
+    def serve_as(self, role: Role) -> None:
+        self.role = role
+        self.prefills = role is Role.PREFILL
 
     def said(self, counters: Counters) -> None:
         first = self.counters is NOTHING_TOLD
