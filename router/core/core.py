@@ -39,6 +39,7 @@ from router.core.events import (
     WorkerLost,
     WorkerSaid,
     WorkerSuspected,
+    preload,
 )
 from router.core.request import Request
 from router.core.router_state import RouterState
@@ -89,7 +90,7 @@ class RouterCore:
             case WorkerJoined(hello=hello):
                 state.workers.join(hello)
                 lifecycle.workers_changed(state, now_s)
-                return lifecycle.preload(hello, self.preloads)
+                return preload(hello, self.preloads)
             case WorkerSuspected(incarnation=incarnation):
                 if (view := state.workers.get(incarnation)) is not None:
                     view.suspect = True

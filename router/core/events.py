@@ -1,9 +1,24 @@
-"""What the router's core hears and what it wants done. Pure values."""
+"""What the router's core hears, what it wants done, and what it tells workers. Pure."""
 
 from __future__ import annotations
 
-from kvrelay.messages import BlockChanges, Counters, PoolUpdate, ToWorker, WorkerEvent, WorkerHello
-from kvrelay.types import Incarnation, value
+from collections.abc import Container, Iterable
+
+from kvrelay.messages import (
+    Abort,
+    BlockChanges,
+    Counters,
+    PoolUpdate,
+    Prefill,
+    Preload,
+    Stop,
+    ToWorker,
+    WorkerEvent,
+    WorkerHello,
+)
+from kvrelay.types import Incarnation, RequestSpec, Role, value
+from router.core.request import Request
+from router.core.state.candidate import Candidate
 from router.core.state.generation import ChoiceTokens, GenerationRequest
 from router.core.state.promises import Refusal
 from router.core.state.quarantine import Pair
@@ -163,3 +178,49 @@ class Rejected(Exception):
     def __init__(self, event: WorkerEvent, cause: Exception, commands: list[Command]) -> None:
         super().__init__(f"{type(event).__name__} of {event.key.request_id}: {cause!r}")
         self.commands = commands
+
+
+# --- messages to workers --------------------------------------------------------------------------
+
+
+def prefill(
+    request: Request, candidate: Candidate, held_tokens: int, within_s: float | None
+) -> list[Command]:
+    """Starts the prompt. The decode worker holds the KV of its first `held_tokens`. Choices that
+    ended in an earlier attempt are not decoded again."""
+    target = candidate.decode.hello
+    stops: list[Command] = [
+        stop_decoding(request, target.incarnation, order.choice, order.next_index)
+        for order in request.choices
+        if order.finished
+    ]
+    if candidate.prefill is None:
+        return stops
+    message = Prefill(
+        spec=request.spec,
+        target_addresses=target.transfer_addresses,
+        target=target.incarnation,
+        held_tokens=held_tokens,
+        prefix_source=candidate.source,
+        within_s=within_s,
+    )
+    return [*stops, Send(worker=candidate.prefill.incarnation, message=message)]
+
+
+def stop_decoding(request: Request, decode: Incarnation, choice: int, valid_tokens: int) -> Send:
+    message = Stop(key=request.key, choice=choice, valid_tokens=valid_tokens)
+    return Send(worker=decode, message=message)
+
+
+def preload(worker: WorkerHello, specs: Iterable[RequestSpec]) -> list[Command]:
+    """Every worker that prefills computes these prompts as soon as it joins."""
+    if worker.role is Role.DECODE:
+        return []
+    return [Send(worker=worker.incarnation, message=Preload(spec=spec)) for spec in specs]
+
+
+def abort_attempt(request: Request, connected: Container[Incarnation]) -> list[Command]:
+    """Stops its attempt at those of its workers that are connected."""
+    message = Abort(key=request.key)
+    workers = [one for one in request.workers if one in connected]
+    return [Send(worker=worker, message=message) for worker in workers]

@@ -19,7 +19,6 @@ on elsewhere goes on behind the tokens that were delivered: random draws are cou
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
 from dataclasses import replace
 from math import isfinite
 
@@ -29,13 +28,10 @@ from kvrelay.messages import (
     Generate,
     LifetimeMoment,
     Prefill,
-    Preload,
     Reserve,
-    Stop,
     Tokens,
-    WorkerHello,
 )
-from kvrelay.types import Incarnation, RequestSpec, Role
+from kvrelay.types import Incarnation, RequestSpec
 from router.core.decision import decide, demand_of, usable
 from router.core.events import (
     Admit,
@@ -45,6 +41,9 @@ from router.core.events import (
     Fail,
     Refuse,
     Send,
+    abort_attempt,
+    prefill,
+    stop_decoding,
 )
 from router.core.learning import learn_length, learn_pace, learn_ttft
 from router.core.policy.admission import Admitted, Deferred
@@ -477,42 +476,6 @@ def ask_to_reserve(
     return Send(worker=decode.incarnation, message=message)
 
 
-def prefill(
-    request: Request, candidate: Candidate, held_tokens: int, within_s: float | None
-) -> list[Command]:
-    """Starts the prompt. The decode worker holds the KV of its first `held_tokens`. Choices that
-    ended in an earlier attempt are not decoded again."""
-    target = candidate.decode.hello
-    stops: list[Command] = [
-        stop_decoding(request, target.incarnation, order.choice, order.next_index)
-        for order in request.choices
-        if order.finished
-    ]
-    if candidate.prefill is None:
-        return stops
-    message = Prefill(
-        spec=request.spec,
-        target_addresses=target.transfer_addresses,
-        target=target.incarnation,
-        held_tokens=held_tokens,
-        prefix_source=candidate.source,
-        within_s=within_s,
-    )
-    return [*stops, Send(worker=candidate.prefill.incarnation, message=message)]
-
-
-def stop_decoding(request: Request, decode: Incarnation, choice: int, valid_tokens: int) -> Send:
-    message = Stop(key=request.key, choice=choice, valid_tokens=valid_tokens)
-    return Send(worker=decode, message=message)
-
-
-def preload(worker: WorkerHello, specs: Iterable[RequestSpec]) -> list[Command]:
-    """Every worker that prefills computes these prompts as soon as it joins."""
-    if worker.role is Role.DECODE:
-        return []
-    return [Send(worker=worker.incarnation, message=Preload(spec=spec)) for spec in specs]
-
-
 def stop_idle_decode(state: RouterState, request: Request, last: Incarnation) -> list[Command]:
     """The first token was the last. The prefill worker tells the decode worker, over a connection
     that may break; so the router tells it too."""
@@ -521,10 +484,3 @@ def stop_idle_decode(state: RouterState, request: Request, last: Incarnation) ->
     if decode == last or decode not in state.workers:
         return []
     return [Send(worker=decode, message=Abort(key=request.key))]
-
-
-def abort_attempt(request: Request, connected: Container[Incarnation]) -> list[Command]:
-    """Stops its attempt at those of its workers that are connected."""
-    message = Abort(key=request.key)
-    workers = [one for one in request.workers if one in connected]
-    return [Send(worker=worker, message=message) for worker in workers]
