@@ -244,7 +244,7 @@ class SoFar:
     def is_whole(self, request: pb.GenerateRequest) -> bool:
         """All choices have ended."""
         finished = sum(choice.finished for choice in self._choices.values())
-        return finished == _choices_of(request)
+        return self.has_begun and finished == _choices_of(request)
 
     def delay_s(self, error: KvrelayError, now_s: float) -> float | None:
         """When to ask the next router; None: not, since another one would say the same, or all have

@@ -164,7 +164,7 @@ def test_the_ladder_climbs_and_comes_down_and_says_why(
         assert codes == {"tier_share_exhausted"}
         wait_until(lambda: ladder_step(cluster) == 0, "it has come down")
         assert len(tokens_of(ask(cluster, "eager", 16, 6))) == 6
-    told = [r.getMessage() for r in caplog.records if r.name == "router.live.status"]
+    told = [r.getMessage() for r in caplog.records if r.getMessage().startswith("tier eager")]
     steps = ((1, "tighten"), (2, "cap"), (3, "trip"), (2, "cap"), (1, "tighten"), (0, "normal"))
     causes = [r"TTFT p99 is \d+ ms, over 0 ms"] * 3 + ["well inside its objectives for 1 s"] * 3
     for message, (step, name), cause in zip(told, steps, causes, strict=True):

@@ -95,6 +95,11 @@ def test_a_client_sends_what_it_has_of_each_choice() -> None:
     assert so_far.is_whole(request)
 
 
+def test_what_has_not_begun_is_not_whole() -> None:
+    request = pb.GenerateRequest(sampling_params=pb.SamplingParams(n=0))
+    assert not SoFar(routers=1).is_whole(request)
+
+
 def test_all_routers_are_asked_at_once_and_then_again_for_a_while() -> None:
     so_far = SoFar(routers=3)
     assert [so_far.delay_s(GONE, 5.0) for _ in range(3)] == [0.0, 0.0, RECONNECT_EVERY_S]
