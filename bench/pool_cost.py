@@ -1,8 +1,8 @@
 """What a pool node costs when nothing is found in it, and what it brings when a worker dies.
 
 A random Llama of SmolLM-135M's shape in bf16 behind one prefill and one decode worker, a core each.
-One cluster has a pool node, one has none; both stand all the time and are asked in turn. Every
-prompt is new. Then a decode worker dies under streams, and another one goes on with them.
+One cluster has a pool node and the next one has none, in turn. Every prompt is new. Then a decode
+worker dies under streams, and another one goes on with them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from bench.http_load import Sent, closed_loop, open_loop
@@ -38,9 +39,10 @@ class Arm:
 
     cluster: PlainCluster
     draw: random.Random
-    ttft_ms: list[float] = field(default_factory=list)
-    gap_ms: list[float] = field(default_factory=list)
-    cpu_s: list[float] = field(default_factory=list)
+    ttft_ms: float = 0.0
+    gap_ms: float = 0.0
+    cpu_s: float = 0.0
+    resident_mib: float = 0.0
 
     def prompts(self, count: int) -> list[list[int]]:
         return [
@@ -52,9 +54,10 @@ class Arm:
         sent = open_loop(
             self.cluster.http_port, self.prompts(REQUESTS), OUTPUT_TOKENS, rate_per_s=RATE_PER_S
         )
-        self.cpu_s.append((self.cluster.cpu_s() - before_s) / REQUESTS)
-        self.ttft_ms.append(1000 * statistics.median(one.ttft_s for one in sent))
-        self.gap_ms.append(1000 * statistics.median(gap for one in sent for gap in one.gaps_s))
+        self.cpu_s = (self.cluster.cpu_s() - before_s) / REQUESTS
+        self.ttft_ms = 1000 * statistics.median(one.ttft_s for one in sent)
+        self.gap_ms = 1000 * statistics.median(gap for one in sent for gap in one.gaps_s)
+        self.resident_mib = sum(self.cluster.resident_mib().values())
 
 
 @contextmanager
@@ -70,21 +73,25 @@ def _arm(folder: Path, plans: Sequence[WorkerPlan], seed: int, pool: str | None)
 
 
 def without_hits(folder: Path, repeats: int) -> list[Row]:
-    with (
-        _arm(folder, PAIR, 1, "bench-pool-cost") as pooled,
-        _arm(folder, PAIR, 2, None) as plain,
-    ):
-        for arm in (pooled, plain):
-            closed_loop(arm.cluster.http_port, arm.prompts(2), 4)
-        for number in range(repeats):
-            for arm in (pooled, plain) if number % 2 else (plain, pooled):
+    """One cluster at a time: two would share the cores, and only one would be pinned to them."""
+    pooled: list[Arm] = []
+    plain: list[Arm] = []
+    for number in range(repeats):
+        turns = [("bench-pool-cost", pooled), (None, plain)]
+        for pool, found in turns if number % 2 else reversed(turns):
+            with _arm(folder, PAIR, number, pool) as arm:
+                closed_loop(arm.cluster.http_port, arm.prompts(2), 4)
                 arm.measure()
-        memory = [sum(arm.cluster.resident_mib().values()) for arm in (pooled, plain)]
+                found.append(arm)
+    rows = [
+        ("CPU of a request, all processes", "s", attrgetter("cpu_s"), GOAL),
+        ("TTFT, median", "ms", attrgetter("ttft_ms"), GOAL),
+        ("gap between tokens, median", "ms", attrgetter("gap_ms"), GOAL),
+        ("resident memory, all processes", "MiB", attrgetter("resident_mib"), None),
+    ]
     return [
-        _row("CPU of a request, all processes", "s", pooled.cpu_s, plain.cpu_s),
-        _row("TTFT, median", "ms", pooled.ttft_ms, plain.ttft_ms),
-        _row("gap between tokens, median", "ms", pooled.gap_ms, plain.gap_ms),
-        _row("resident memory, all processes", "MiB", memory[:1], memory[1:], goal=None),
+        _row(name, unit, *([pick(arm) for arm in arms] for arms in (pooled, plain)), goal=goal)
+        for name, unit, pick, goal in rows
     ]
 
 
