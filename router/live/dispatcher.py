@@ -250,7 +250,7 @@ class WorkerDispatcher(ClusterViews):
     # --- requests -------------------------------------------------------------------------------
 
     async def submit(self, request: GenerationRequest) -> WorkerGeneration:
-        if request.delivered:
+        if request.delivered and request.admitted:
             self.abort(request.request_id)  # its client is not there any more
         self._check(request)
         generation = WorkerGeneration(self, request.request_id)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hmac
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from hashlib import blake2b
 
 from kvpool.core.layout.hashes import token_bytes
@@ -95,6 +95,9 @@ class Ticket:
         return same and asked.until_s < self.until_s
 
 
+_TYPES = {one.name: float if one.name == "until_s" else str for one in fields(Ticket)}
+
+
 @dataclass(frozen=True, slots=True)
 class TicketKey:
     secret: bytes = field(default=b"", repr=False)
@@ -104,9 +107,15 @@ class TicketKey:
         return self._mac(told) + told
 
     def open(self, signed: bytes) -> Ticket | None:
-        """None: nobody who knows the secret has signed it."""
+        """None: no router has made it. Without a secret anybody can sign, so it may be anything."""
         mac, told = signed[:_MAC_BYTES], signed[_MAC_BYTES:]
-        return Ticket(**json.loads(told)) if hmac.compare_digest(mac, self._mac(told)) else None
+        if not hmac.compare_digest(mac, self._mac(told)):
+            return None
+        try:
+            ticket = Ticket(**json.loads(told))
+        except (TypeError, ValueError):
+            return None
+        return ticket if all(isinstance(v, _TYPES[k]) for k, v in asdict(ticket).items()) else None
 
     def _mac(self, told: bytes) -> bytes:
         return hmac.digest(self.secret, b"kvrelay ticket " + told, "sha256")

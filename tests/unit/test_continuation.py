@@ -42,6 +42,16 @@ def test_nobody_makes_a_ticket_without_the_secret(forged: bytes) -> None:
     assert KEY.open(forged) is None
 
 
+@pytest.mark.parametrize("told", [b"", b"[]", b'{"a": 1}', b"\xff", b"7"])
+def test_what_is_signed_and_no_ticket_is_none(told: bytes) -> None:
+    assert KEY.open(KEY._mac(told) + told) is None
+
+
+def test_a_ticket_of_other_types_is_none() -> None:
+    told = KEY.sign(TICKET)[32:].replace(b"100.0", b'"soon"')
+    assert KEY.open(KEY._mac(told) + told) is None
+
+
 def test_a_changed_ticket_is_none() -> None:
     signed = KEY.sign(TICKET)
     assert KEY.open(signed.replace(b"gold", b"bold")) is None
