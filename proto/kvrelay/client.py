@@ -85,17 +85,10 @@ class Stream:
 
     def _delay_s(self, error: KvrelayError) -> float | None:
         if self._so_far.has_begun:
-            return self._go_on(error)
+            return self._so_far.try_go_on(self._tour, self._request, error, time.monotonic())
         if self._tour.try_next(error):
             return 0.0
         return self._retries.delay_s(error, time.monotonic())
-
-    def _go_on(self, error: KvrelayError) -> float | None:
-        delay_s = self._so_far.delay_s(error, time.monotonic())
-        if delay_s is not None:
-            self._tour.go_on()
-            self._so_far.go_on(self._request)
-        return delay_s
 
     @property
     def ledger_ms(self) -> dict[str, float]:

@@ -246,6 +246,16 @@ class SoFar:
         finished = sum(choice.finished for choice in self._choices.values())
         return self.has_begun and finished == _choices_of(request)
 
+    def try_go_on(
+        self, tour: Tour[Stub], request: pb.GenerateRequest, error: KvrelayError, now_s: float
+    ) -> float | None:
+        """At the next router, after this many seconds; None: not at all."""
+        delay_s = self.delay_s(error, now_s)
+        if delay_s is not None:
+            tour.go_on()
+            self.go_on(request)
+        return delay_s
+
     def delay_s(self, error: KvrelayError, now_s: float) -> float | None:
         """When to ask the next router; None: not, since another one would say the same, or all have
         been gone for long. A router that has just started knows no worker yet, and refuses."""
