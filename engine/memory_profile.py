@@ -13,13 +13,13 @@ import torch
 from engine.attention.torch_plan import GATHER_BYTES, layer_block_bytes
 from engine.core.sizing import EngineLimits, MemoryProfile
 from engine.core.step import MOST_SCORED_TOKENS, SampleRequest, Scoring, SequenceSlice, StepBatch
+from engine.device.host_memory import available_bytes
 from engine.model.model import Model
 from kvpool.core.layout.layout import BlockId, KvLayout
 from kvpool.core.transfer.slabs import plan_staging
 from kvpool.memory.kv_memory import KvMemory
 from kvrelay.types import RequestKey, Sampling
 
-_CGROUP = Path("/sys/fs/cgroup")
 _GPU_SLABS = 2
 
 
@@ -127,14 +127,4 @@ def _total_bytes(model: Model) -> int:
     if model.device.type == "cuda":
         _, total = torch.cuda.mem_get_info(model.device)
         return total
-    available = psutil.virtual_memory().available
-    return min(available, _cgroup_room_bytes(available)) + model.weight_bytes
-
-
-def _cgroup_room_bytes(default: int) -> int:
-    """cgroup v2: the memory that the container may still take."""
-    limit, current = _CGROUP / "memory.max", _CGROUP / "memory.current"
-    if not (limit.exists() and current.exists()):
-        return default
-    text = limit.read_text().strip()
-    return default if text == "max" else max(0, int(text) - int(current.read_text()))
+    return available_bytes() + model.weight_bytes

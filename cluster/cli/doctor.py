@@ -56,6 +56,7 @@ def _print(found: Diagnosis) -> None:
         table.add_row(*ends, choice.same_host or "nothing", choice.between_hosts or "nothing")
     if found.choices:
         console.print(table)
+    console.print(f"KV pool of this host: {found.pool}", markup=False)
     for problem in found.problems:
         console.print(f"problem: {problem}", markup=False)
     if not found.problems:

@@ -190,10 +190,10 @@ def worker(
     import os
 
     overrides = [
-        *given(model__path=model),
+        *given(model__path=model, pool__enabled="off"),
         *only(parsed(set_), WORKER_KEYS),
         *given(workers=[_pool(device, cpu_threads, cpu_pinning, tensor)]),
-        *given(name=pool, pool__enabled=None if pool is None else True),
+        *given(name=pool, pool__enabled=None if pool is None else "on"),
     ]
 
     from cluster.config.load import load_config
@@ -216,7 +216,8 @@ def worker(
 
 def pool_node(
     host_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Shared memory to use, such as 64GiB.")
+        str | None,
+        typer.Option(metavar="SIZE", help="Shared memory, such as 64GiB. Default: auto."),
     ] = None,
     disk: Annotated[
         str | None, typer.Option(metavar="PATH", help="A folder that keeps KV over restarts.")

@@ -80,6 +80,7 @@ ANSWER_S = 10.0
 WIDTH = 400
 """Wide enough that a row stays on one line: some names are long."""
 
+PROCESS_COLUMNS = ("name", "state", "doing", "starts", "address", "chosen")
 WORKER_COLUMNS = ("name", "role", "device", "cpus", "transport")
 TRAFFIC_COLUMNS = ("in_tok/s", "out_tok/s")
 COUNTER_COLUMNS = tuple(shown.column for _, shown in SHOWN if shown.column)
@@ -158,7 +159,7 @@ def print_table(facts: Facts) -> None:
     console = Console(soft_wrap=True, width=WIDTH)
     if "processes" in facts:
         console.print(f"cluster {facts['name']}: {facts['phase']}")
-        console.print(_table(facts["processes"], ("name", "state", "doing", "starts", "address")))
+        console.print(_table(facts["processes"], PROCESS_COLUMNS))
     servers = facts.get("servers", {"router": facts})
     assert isinstance(servers, dict)
     for name, server in servers.items():

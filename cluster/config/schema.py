@@ -141,7 +141,7 @@ class Transfer(Section):
     """push: KV is sent while the prompt is computed, into blocks that the decode worker reserved
     before; pull: the same, but the decode worker accepts the request without room, and KV is sent
     once it has some; pool: KV goes to the host's pool node, and the decode worker fetches it there
-    (needs pool.enabled)."""
+    (needs pool.enabled: on)."""
     codec: Literal["none", "fp8", "int8", "auto"] = "none"
     """How KV is encoded for the transfer. fp8 and int8 take one byte for each value and lose
     precision. auto: one of them, on links where that is faster. Both workers must allow it, else
@@ -186,10 +186,13 @@ class PreloadSection(Section):
 class PoolSection(Section):
     """The pool node of each host (kvrelay pool-node), which keeps KV when workers are gone."""
 
-    enabled: bool = False
-    """true: one pool node on each host that has workers."""
-    host_memory: Bytes = 4 * 2**30
-    """The host tier: shared memory, taken as it fills."""
+    enabled: AutoOnOff = "auto"
+    """on: one pool node on each host that has workers; the cluster is ready when they serve. auto:
+    they start when it is ready, on hosts with memory to spare. off: none. In a simulation auto is
+    on if host_memory is given. Plain workers use a pool node only if they are told to."""
+    host_memory: AutoBytes = None
+    """The host tier: shared memory, taken as it fills. auto: a quarter of the memory that is
+    available when the pool node starts, at most 64GiB."""
     disk: str | None = None
     """A folder for the disk tier, which survives restarts; null: no disk tier."""
     disk_size: Bytes = 32 * 2**30
@@ -288,8 +291,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _has_its_pool(self) -> Config:
-        if self.transfer.handoff == "pool" and not self.pool.enabled:
-            raise ValueError("pool.enabled: true for transfer.handoff: pool")
+        if self.transfer.handoff == "pool" and self.pool.enabled != "on":
+            raise ValueError("pool.enabled: on for transfer.handoff: pool")
         return self
 
     @model_validator(mode="after")

@@ -58,7 +58,8 @@ class SimulatedPool(Section):
 
 
 class HostSection(Section):
-    """The hosts of the workers, all alike. With `pool.enabled` each has a pool node."""
+    """The hosts of the workers, all alike. Each has a pool node if the
+    cluster has a pool."""
 
     workers: Count = 8
     """Workers of one host, in the order of `workers`; the last host may have fewer."""

@@ -81,8 +81,12 @@ class WorkerPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolNodePlan:
+    """`required`: the cluster is ready only with its pool nodes; else it goes on without those that
+    can't start."""
+
     settings: PoolNodeSettings
     placement: RayResources
+    required: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +115,7 @@ def plan_cluster(config: Config) -> ClusterPlan:
         name=config.name,
         routers=tuple(_router_plan(config, number) for number in range(config.router.replicas)),
         workers=tuple(workers),
-        pool=_pool_node_plan(config) if config.pool.enabled else None,
+        pool=_pool_node_plan(config) if config.pool.enabled != "off" else None,
         startup_timeout_s=config.ray.startup_timeout,
         driver_timeout_s=config.ray.driver_timeout,
         hang_timeout_s=config.ray.hang_timeout,
@@ -179,7 +183,7 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         lease_ttl_s=config.transfer.lease_ttl,
         host=config.network.host or NODE_HOST,
         port_range=config.network.port_range,
-        pool_address=host_pool_address(config.name) if config.pool.enabled else None,
+        pool_address=host_pool_address(config.name) if config.pool.enabled != "off" else None,
         secret=config.network.secret or "",
         trace_dir=config.observability.trace_dir,
         cpu_pinning=pool.cpu_pinning,
@@ -260,8 +264,11 @@ def _preload(one: PreloadSection) -> PreloadText:
 
 
 def _pool_node_plan(config: Config) -> PoolNodePlan:
-    settings = pool_node_settings(config)
-    return PoolNodePlan(settings=settings, placement=_place(config.pool.resources))
+    return PoolNodePlan(
+        settings=pool_node_settings(config),
+        placement=_place(config.pool.resources),
+        required=config.pool.enabled == "on",
+    )
 
 
 def pool_node_settings(config: Config) -> PoolNodeSettings:

@@ -1,7 +1,7 @@
 """Replaces each "auto" of a cluster file by what this machine or Ray cluster offers. Pure.
 
 `dtype`, `max_model_len`, `kv_memory` and `staging_bytes` stay "auto": only a worker that has loaded
-the checkpoint and measured its device can tell.
+the checkpoint and measured its device can tell. So does the pool: each host decides for itself.
 """
 
 from __future__ import annotations

@@ -131,11 +131,12 @@ class RouterSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolNodeSettings:
-    """`name` is the cluster's. `transports` serve workers of other hosts, on `host`, if these know
+    """`name` is the cluster's. Without `host_bytes` the node takes a share of the memory that its
+    host has available. `transports` serve workers of other hosts, on `host`, if these know
     the same `secret`; None: those that the machine has. `ucx` are fields of UcxOptions."""
 
     name: str
-    host_bytes: int
+    host_bytes: int | None
     disk: str | None
     disk_bytes: int
     policy: str

@@ -19,6 +19,7 @@ class State(StrEnum):
     STARTING = "starting"
     SERVING = "serving"
     BACKING_OFF = "backing off"
+    LEFT_OUT = "left out"
     STOPPING = "stopping"
     GONE = "gone"
 

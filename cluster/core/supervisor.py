@@ -11,7 +11,7 @@ counts as silent: their messages are still to be read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -82,6 +82,7 @@ class Process:
     start_at_s: float = 0.0
     home: Home | None = None
     activity: StartActivity = STARTS  # while its state is STARTING
+    left_out: str = ""  # why, while its state is LEFT_OUT
     starting_s: float = 0.0  # for how long, without its wait for a place
     asked_s: float | None = None  # for a sign of life, not answered yet
     heard_s: float = 0.0  # when there was the last one
@@ -195,10 +196,15 @@ class PoolHomes:
     def find(self, name: str) -> Process | None:
         return self._known.get(name)
 
-    def settle(self, workers: Iterable[Process], now_s: float) -> list[Process]:
-        """Adds pool nodes where workers are. Returns those that are no longer wanted."""
-        homes = {worker.home for worker in workers if worker.home is not None}
-        for home in sorted(homes, key=lambda home: home.node):
+    def settle(
+        self, workers: Iterable[Process], states: Collection[State], now_s: float
+    ) -> list[Process]:
+        """Adds pool nodes where workers are in one of these states. Returns those that are no
+        longer wanted, since no worker is there."""
+        placed = {(worker.home, worker.state) for worker in workers if worker.home is not None}
+        homes = {home for home, _ in placed}
+        wanted = {home for home, state in placed if state in states}
+        for home in sorted(wanted, key=lambda home: home.node):
             self._want(home, homes, now_s)
         hosts = {home.host for home in homes}
         return [p for p in self.processes() if p.home and p.home.host not in hosts and _runs(p)]
@@ -231,11 +237,14 @@ class Supervisor:
         now_s: float,
         *,
         pool_needs: str | None = None,
+        pool_required: bool = True,
         restarted: bool = False,
     ) -> None:
         """`needs`: # router or worker |-> the resources it asks of Ray, in words; `pool_needs`:
-        those of a pool node, or None without a pool. `restarted`: processes of an earlier
-        controller may run; no rule of the start applies before `Recalled` reports on them."""
+        those of a pool node, or None without a pool. Without `pool_required`, pool nodes start
+        once the cluster is READY and the workers of their host have taken their memory; one that
+        can't start is left out. `restarted`: processes of an earlier controller may run; no rule of
+        the start applies before `Recalled` reports on them."""
         self.routers = {name: Process(name=name, kind=ProcessKind.ROUTER) for name in routers}
         self.workers = {
             name: Process(name=name, kind=ProcessKind.WORKER)
@@ -245,6 +254,7 @@ class Supervisor:
         self.pools = PoolHomes()
         self._needs = needs
         self._pool_needs = pool_needs
+        self._pool_required = pool_required
         self._remind_at_s = now_s + REMIND_S
         self.phase = Phase.STARTING
         self.error: str | None = None
@@ -312,7 +322,7 @@ class Supervisor:
         late = now_s - self._started_s > self._limits.startup_timeout_s
         if late and self._may_give_up():
             return self._fail(f"{self._missing()} did not start in time; is there room for it?")
-        watched = self._watch(now_s)
+        watched = [*self._watch(now_s), *self._settle_pools(now_s)]
         due = [p for p in self.processes() if p.is_due(now_s)]
         started = [command for p in due for command in self._start(p)]
         return [*started, *watched, *self._reminder(now_s)]
@@ -334,6 +344,8 @@ class Supervisor:
                 return f"{process.activity}, needs {needs}"
             case State.STARTING:
                 return str(process.activity)
+            case State.LEFT_OUT:
+                return process.left_out
             case State.SERVING:
                 knows_all = (
                     process.kind is ProcessKind.ROUTER or process.joined == self.routers.keys()
@@ -397,8 +409,14 @@ class Supervisor:
     def _settle_pools(self, now_s: float) -> list[SupervisorCommand]:
         if self._pool_needs is None or self.phase in (Phase.STOPPING, Phase.STOPPED):
             return []
-        unwanted = self.pools.settle(self.workers.values(), now_s)
+        unwanted = self.pools.settle(self.workers.values(), self._states_for_pools(), now_s)
         return [command for pool in unwanted for command in self._retire(pool)]
+
+    def _states_for_pools(self) -> Collection[State]:
+        """The states of workers beside which a pool node starts."""
+        if self._pool_required:
+            return tuple(State)
+        return (State.SERVING,) if self.phase is Phase.READY else ()
 
     def _retire(self, pool: Process) -> list[SupervisorCommand]:
         note = Note(f"{pool.name} is stopped: no worker is there any more")
@@ -456,10 +474,18 @@ class Supervisor:
         if self._hopeless(process, event):
             return self._fail(f"{process.name}: {event.reason}")
         address = process.address
+        if event.fatal and process.kind is ProcessKind.POOL_NODE and not self._pool_required:
+            return self._leave_out(process, event.reason)
         wait_s = process.back_off(now_s)
         self._forget_router(process.name)
         note = Note(f"{process.name} is lost: {event.reason}; starting it again in {wait_s:g} s")
         return [note, *self._withdrawal(process, address), Remove(process.name)]
+
+    def _leave_out(self, pool: Process, reason: str) -> list[SupervisorCommand]:
+        """Another start would fail in the same way, and the cluster can do without it."""
+        pool.state, pool.left_out = State.LEFT_OUT, reason
+        pool.address, pool.joined = None, set()
+        return [Note(f"{pool.name} is left out: {reason}"), Remove(pool.name)]
 
     def _forget_router(self, name: str) -> None:
         for process in self._announced():

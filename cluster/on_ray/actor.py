@@ -28,8 +28,8 @@ JOIN_POLL_S = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doing:
-    """The activity of a process that starts; `chosen`: its device and transports, once they are
-    known."""
+    """The activity of a process that starts; `chosen`: its device and transports, or the memory of
+    a pool node, once they are known."""
 
     activity: StartActivity = STARTS
     chosen: str = ""
@@ -140,7 +140,7 @@ class PoolNodeHost(Member):
         self._address: str | None = None
 
     async def doing(self) -> Doing:
-        return Doing()
+        return Doing(chosen=self._node.chosen)
 
     async def start(self) -> str | StartFailed:
         try:

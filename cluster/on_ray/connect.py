@@ -147,7 +147,7 @@ def _custom_resources(config: Config) -> dict[str, float]:
         for name, amount in pool.resources.items():
             named[name] = named.get(name, 0.0) + amount * pool.replicas
     others = [config.router.resources] * config.router.replicas
-    others += [config.pool.resources] if config.pool.enabled else []
+    others += [config.pool.resources] if config.pool.enabled != "off" else []
     for resources in others:
         for name, amount in resources.items():
             named[name] = named.get(name, 0.0) + amount

@@ -82,7 +82,9 @@ class ProcessStatus:
     address: str | None
     starts: int
     doing: str
-    """Its activity while it starts, else empty."""
+    """Its activity while it starts, the reason if it is left out, else empty."""
+    chosen: str
+    """What it chose for itself on its machine, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +116,8 @@ def waits_for_room(
     )
 
 
+TOLD = (State.STARTING, State.SERVING, State.LEFT_OUT)
+"""States in which there is more to say of a process."""
 TICK_S = 0.5
 STOP_GRACE_S = 10.0
 """A process that has not stopped this long after its drain is killed."""
@@ -135,6 +139,7 @@ class Controller:
         self._events: asyncio.Queue[SupervisorEvent] = asyncio.Queue()
         self._notes: list[str] = []
         self._free_before = ray.available_resources()
+        self._chosen: dict[str, str] = {}
         self._router_at: dict[str, RouterAt] = {}
         self._router_calls: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._last_report = asyncio.Event()
@@ -178,7 +183,8 @@ class Controller:
                     state=p.state,
                     address=p.address,
                     starts=p.life,
-                    doing=self._core.doing(p) if p.state in (State.STARTING, State.SERVING) else "",
+                    doing=self._core.doing(p) if p.state in TOLD else "",
+                    chosen=self._chosen.get(p.name, "") if p.state in TOLD else "",
                 )
                 for p in self._core.processes()
             ),
@@ -207,6 +213,7 @@ class Controller:
             limits,
             time.monotonic(),
             pool_needs=pool_needs,
+            pool_required=pool is None or pool.required,
             restarted=restarted,
         )
 
@@ -321,6 +328,7 @@ class Controller:
     def _hear(self, command: Start, doing: Doing, before: Doing | None) -> Doing:
         self._does(command, doing.activity)
         if doing.chosen and (before is None or doing.chosen != before.chosen):
+            self._chosen[command.name] = doing.chosen
             self._notes.append(f"{command.name}: {doing.chosen}")
         return doing
 

@@ -250,11 +250,12 @@ class PoolLoop:
         Raises ConfigError, which changes nothing."""
         if self._core is not None:
             return
-        places = self._settings.host_bytes // format_.block_bytes
+        host_bytes = self._settings.host_bytes
+        assert host_bytes is not None, "settled"
+        places = host_bytes // format_.block_bytes
         if not places:
             raise ConfigError(
-                f"pool.host_memory: {self._settings.host_bytes} bytes, but one block takes "
-                f"{format_.block_bytes}"
+                f"pool.host_memory: {host_bytes} bytes, but one block takes {format_.block_bytes}"
             )
         policy = open_policy(self._settings.policy)
         host = TierBlocks(places, policy)

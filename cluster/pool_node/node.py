@@ -9,32 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import queue
 import threading
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from uuid import uuid4
-
-import psutil
 
 from cluster.config.types import format_size
 from cluster.core.settings import PoolNodeSettings
 from cluster.pool_node.loop import Drain, HeartbeatAsked, PoolInbox, PoolLoop, open_files
 from cluster.pool_node.service import PoolNodeService
 from cluster.pool_node.workers import PoolWorkers
-from cluster.process.auto import far_transports
+from cluster.process.auto import far_transports, settle_pool
 from cluster.process.net import bind_port, grpc_server
+from engine.device.host_memory import total_bytes
 from kvpool.disk.files import DiskFiles
 from kvpool.transport.endpoints import EndpointOptions
 from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError
 from kvrelay.types import Incarnation
 from kvrelay.v1 import pool_node_pb2_grpc
-
-CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +42,11 @@ class PoolAddresses:
 
 
 class PoolNode:
-    """Start once, stop once. `wait_closed` tells when and why the node has stopped."""
+    """Start once, stop once. `wait_closed` tells when and why the node has stopped. `chosen` says
+    how much memory it took, once that is known."""
 
     def __init__(self, settings: PoolNodeSettings) -> None:
+        self.chosen = ""
         self._settings = settings
         self._inbox: PoolInbox = queue.SimpleQueue()
         self._closed: Future[None] = Future()
@@ -58,6 +54,7 @@ class PoolNode:
 
     async def start(self) -> PoolAddresses:
         """Loads the index of the disk tier and listens. Raises ConfigError."""
+        self._settings, self.chosen = settle_pool(self._settings)
         loop, workers = await asyncio.to_thread(self._build)
         self._thread = threading.Thread(
             target=self._run, args=(loop, workers), name="kvrelay-pool", daemon=True
@@ -97,6 +94,7 @@ class PoolNode:
 
     def _build(self) -> tuple[PoolLoop, PoolWorkers]:
         settings = self._settings
+        assert settings.host_bytes is not None, "settled"
         _check_memory(settings.host_bytes)
         incarnation = Incarnation(uuid4().hex)
         workers = PoolWorkers(
@@ -139,16 +137,9 @@ class PoolNode:
 
 
 def _check_memory(host_bytes: int) -> None:
-    total = min(psutil.virtual_memory().total, _container_bytes())
+    total = total_bytes()
     if host_bytes > total:
         raise ConfigError(
             f"pool.host_memory: {format_size(host_bytes)}, but this machine or container has "
             f"{total / 2**30:.1f}GiB"
         )
-
-
-def _container_bytes() -> float:
-    """The memory limit of cgroup v2, which includes shared memory; infinite without one."""
-    with suppress(OSError, ValueError):
-        return int(CONTAINER_LIMIT.read_text())
-    return math.inf

@@ -1,17 +1,27 @@
-"""The device and the transports of a worker whose settings leave them to its machine."""
+"""What settings leave to their machine: the device and the transports of a worker, the memory of a
+pool node."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache, partial
 
+from cluster.config.types import format_size
 from cluster.core.settings import PoolNodeSettings, WorkerSettings
+from engine.device.host_memory import available_bytes
 from kvpool.transport import link_kind
 from kvpool.transport.choice import ChosenTransports, Machine, choose_transports, spans_hosts
 from kvpool.transport.endpoints import obstacle
 from kvpool.transport.gpus import GpuCount, count_gpus
 from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError, ModelError
+
+SHARE_OF_POOL = 4
+"""A pool node takes at most one part in four of the memory that is available at its start."""
+MOST_POOL_BYTES = 64 * 2**30
+LEAST_POOL_BYTES = 256 * 2**20
+"""A pool of less is not worth a process: in bf16 these are 2,048 tokens of Llama-3.1-8B's KV."""
+PAGES_BYTES = 2 * 2**20
 
 
 def settle(settings: WorkerSettings) -> tuple[WorkerSettings, str]:
@@ -52,6 +62,33 @@ def choose_device(device: str, set_aside: float | None, gpus: GpuCount) -> tuple
         )
     part = f"{set_aside:g} of a GPU is" if set_aside < 1 else "a GPU is"
     return "cuda", f"{part} set aside for it"
+
+
+def settle_pool(settings: PoolNodeSettings) -> tuple[PoolNodeSettings, str]:
+    """(settings with a size, the choice and its reason). Raises ConfigError where the host has no
+    memory to spare."""
+    if settings.host_bytes is not None:
+        return settings, f"{format_size(settings.host_bytes)} of host memory"
+    nbytes, why = pool_memory(available_bytes())
+    if nbytes is None:
+        raise ConfigError(f"no memory to spare: {why}")
+    return replace(settings, host_bytes=nbytes), f"{_gib(nbytes)} of host memory ({why})"
+
+
+def pool_memory(available: int) -> tuple[int | None, str]:
+    """(the size of a pool node's host tier where `available` bytes are left, the reason). None:
+    too little is left for one."""
+    part = available // SHARE_OF_POOL
+    share = f"a quarter of the {_gib(available)} available"
+    if part < LEAST_POOL_BYTES:
+        return None, f"{share} is less than {format_size(LEAST_POOL_BYTES)}"
+    if part > MOST_POOL_BYTES:
+        return MOST_POOL_BYTES, f"at most this, of {_gib(available)} available"
+    return part // PAGES_BYTES * PAGES_BYTES, share
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB"
 
 
 def far_transports(settings: PoolNodeSettings) -> tuple[str, ...]:

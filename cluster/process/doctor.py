@@ -16,8 +16,9 @@ import psutil
 
 from cluster.config.schema import Config
 from cluster.config.workers import WorkerPool
-from cluster.core.plan import ucx_options
+from cluster.core.plan import pool_node_settings, ucx_options
 from cluster.core.resolve import resolve
+from cluster.process.auto import settle_pool
 from cluster.process.checks import problems
 from cluster.process.site import local_site
 from kvpool.transport import link_kind
@@ -26,6 +27,7 @@ from kvpool.transport.endpoints import obstacle
 from kvpool.transport.gpus import GpuFacts, gpu_facts
 from kvpool.transport.link_kind import LinkKind
 from kvpool.transport.rdma.ucx_options import UcxOptions
+from kvrelay.errors import ConfigError
 from kvrelay.types import Role
 
 NEEDS = {
@@ -62,10 +64,12 @@ class TransportChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """`problems`: why the cluster file can't run here; empty: it can."""
+    """`pool`: what a pool node of this host would take now. `problems`: why the cluster file can't
+    run here; empty: it can."""
 
     findings: tuple[Finding, ...]
     choices: tuple[TransportChoice, ...]
+    pool: str
     problems: tuple[str, ...]
 
 
@@ -76,11 +80,14 @@ def examine(config: Config) -> Diagnosis:
     options = UcxOptions(**dict(ucx_options(config.transfer.ucx)))  # type: ignore[arg-type]
     findings = tuple(_finding(transport, options, gpus) for transport in TRANSPORTS)
     by_name = {finding.transport: finding for finding in findings}
+    pool, too_little = _pool(config)
     return Diagnosis(
         findings=findings,
         choices=tuple(_choices(config, by_name)),
+        pool=pool,
         problems=(
             *_link_problems(config, by_name),
+            *too_little,
             *problems(config, gpus.count, gpus.why_none),
         ),
     )
@@ -234,3 +241,14 @@ def _refusal(config: Config, finding: Finding) -> str:
         options = UcxOptions(**dict(ucx_options(config.transfer.ucx)))  # type: ignore[arg-type]
         text += f" ({link_kind.rdma_obstacle(finding.transport, options)})"
     return text
+
+
+def _pool(config: Config) -> tuple[str, list[str]]:
+    """(the choice for a pool node of this host, problems). With `auto` it is no problem if there is
+    none."""
+    if config.pool.enabled == "off":
+        return "off", []
+    try:
+        return settle_pool(pool_node_settings(config))[1], []
+    except ConfigError as error:
+        return f"none: {error}", [str(error)] if config.pool.enabled == "on" else []

@@ -79,5 +79,5 @@ def check_failures(
 
 def _check_name(key: str, name: str, known: Sequence[str]) -> None:
     if name not in known:
-        expected = f"expected one of {', '.join(known)}" if known else "but pool.enabled is false"
+        expected = f"expected one of {', '.join(known)}" if known else "but the cluster has no pool"
         raise ConfigError(f"simulation.failures.{key}: got {name}, {expected}")

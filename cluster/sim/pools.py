@@ -14,7 +14,20 @@ from cluster.sim.machines.clock import Clock
 from cluster.sim.machines.host import SimHost
 from cluster.sim.machines.node_links import SimNodeLinks
 from cluster.sim.machines.pool_node import RouterPost, SimPoolNode, TierSizes
+from kvrelay.errors import ConfigError
 from kvrelay.types import Incarnation
+
+
+def settle_pool(config: Config) -> Config:
+    """With the pool on or off: auto is on if its size is given, since simulated hosts have no
+    memory of their own. Raises ConfigError for a pool without a size."""
+    pool = config.pool
+    if pool.enabled == "on" and pool.host_memory is None:
+        raise ConfigError("pool.host_memory: got auto, expected the size of simulated pool nodes")
+    if pool.enabled == "auto":
+        is_on = pool.host_memory is not None
+        pool = pool.model_copy(update={"enabled": "on" if is_on else "off"})
+    return config.model_copy(update={"pool": pool})
 
 
 def hosts_of(names: Sequence[Sequence[str]], section: HostSection) -> tuple[SimHost, ...]:

@@ -13,7 +13,7 @@ from cluster.core.resolve import Site, resolve, worker_names
 from cluster.sim.failures import Failures, check_failures
 from cluster.sim.machines.clock import Clock
 from cluster.sim.machines.links import Fabric, Post
-from cluster.sim.pools import SimPools, hosts_of
+from cluster.sim.pools import SimPools, hosts_of, settle_pool
 from cluster.sim.profiles.load import HardwareProfile, read_profile, told_times
 from cluster.sim.router import Clients, SimRouter
 from cluster.sim.timeline import LOOKS, Timeline, TimelinePoint
@@ -68,6 +68,7 @@ class ClusterSimulation:
 
     def __init__(self, config: Config, requests: Sequence[TraceRequest], scale: Scale) -> None:
         """Raises ConfigError."""
+        config = settle_pool(config)
         check(config)
         self._config = resolve(config, NOWHERE)
         self._scale = scale
@@ -83,7 +84,7 @@ class ClusterSimulation:
         self._fabric = Fabric(simulation.fabric)
         self._posts: dict[Incarnation, Post] = {}
         self.routers = [self._router() for _ in range(self._config.router.replicas)]
-        self.pools = self._pools() if self._config.pool.enabled else None
+        self.pools = self._pools() if self._config.pool.enabled == "on" else None
         self._around = Surroundings(
             clock=self.clock,
             fabric=self._fabric,
@@ -223,14 +224,14 @@ def _beginning(config: Config) -> Beginning:
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError for what can't be simulated."""
+    """Raises ConfigError for what can't be simulated. The pool of `config` is settled."""
     simulation = config.simulation
     if len(simulation.pools) > len(config.workers):
         raise ConfigError(
             f"simulation.pools: got {len(simulation.pools)}, but workers has {len(config.workers)}"
         )
     names = worker_names(config.workers)
-    hosts = hosts_of(names, simulation.host) if config.pool.enabled else ()
+    hosts = hosts_of(names, simulation.host) if config.pool.enabled == "on" else ()
     check_failures(simulation.failures, names, [host.name for host in hosts])
     if 512 % (simulation.block_size or config.engine.block_size):
         raise ConfigError(

@@ -240,7 +240,6 @@ def cluster_file(entries: Sequence[Entry], model: Path, origin_s: float) -> Conf
         "workers": [{"role": "prefill"}, {"role": "decode"}, {"role": "prefill"}],
         "scheduler.prefill_chunk_tokens": 64,
         "router.placement.local_prefill": "off",
-        "pool.enabled": True,
         "pool.host_memory": MEMORY,
         "pool.disk": "/not/used",
         "pool.disk_size": MEMORY,

@@ -1,4 +1,4 @@
-"""What `auto` comes to for the device and the transports, on machines of all kinds."""
+"""What `auto` comes to for device, transports and the pool's memory, on machines of all kinds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cluster.core.plan import pool_node_settings, worker_settings
 from cluster.core.resolve import Site, resolve
 from cluster.core.settings import WorkerSettings
 from cluster.process import auto
-from cluster.process.auto import choose_device, settle
+from cluster.process.auto import choose_device, pool_memory, settle, settle_pool
 from kvpool.transport.choice import ChosenTransports, Machine, choose_transports, spans_hosts
 from kvpool.transport.gpus import GpuCount
 from kvpool.transport.link_kind import LinkKind
@@ -151,3 +151,31 @@ def test_a_pool_node_takes_a_link_to_other_hosts_where_they_can_reach_it(
     assert auto.far_transports(settings) == ()
     assert auto.far_transports(replace(settings, host="10.0.0.1")) == ("nixl",)
     assert auto.far_transports(replace(settings, transports=("ucx",))) == ("ucx",)
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("available", "size"),
+    [(0, None), (GIB - 1, None), (GIB, GIB // 4), (40 * GIB, 10 * GIB), (2**40, 64 * GIB)],
+)
+def test_a_pool_takes_a_quarter_of_what_is_available(available: int, size: int | None) -> None:
+    found, why = pool_memory(available)
+    assert found == size
+    assert f"{available / GIB:.1f} GiB available" in why
+
+
+def test_a_pool_node_settles_its_memory_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = pool_node_settings(resolve(load_config(None), SITE))
+    assert settings.host_bytes is None
+    monkeypatch.setattr(auto, "available_bytes", lambda: 10 * GIB + 12345)
+    settled, chosen = settle_pool(settings)
+    assert settled == replace(settings, host_bytes=10 * GIB // 4)
+    assert chosen == "2.5 GiB of host memory (a quarter of the 10.0 GiB available)"
+    monkeypatch.setattr(auto, "available_bytes", lambda: GIB // 2)
+    says = "no memory to spare: a quarter of the 0.5 GiB available is less than 256MiB"
+    with pytest.raises(ConfigError, match=says):
+        settle_pool(settings)
+    given = replace(settings, host_bytes=2 * GIB)
+    assert settle_pool(given) == (given, "2GiB of host memory"), "as given, whatever is available"

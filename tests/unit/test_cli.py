@@ -340,7 +340,7 @@ SAMPLES: dict[str, object] = {
     "pool.disk_size": "1MiB",
     "pool.policy": "reuse",
     "pool.transports": ["nixl"],
-    "pool.enabled": True,
+    "pool.enabled": "on",
     "pool.resources": {"x": 1},
     "network.host": "h",
     "network.port_range": [2000, 3000],
@@ -365,9 +365,11 @@ def leaves(section: type[Section], prefix: str = "") -> Iterator[str]:
 
 
 def used(command: str, *overrides: Override) -> object:
-    """All that `kvrelay router`, `worker` or `pool-node` takes from its overrides."""
+    """All that `kvrelay router`, `worker` or `pool-node` takes from its overrides. Workers use no
+    pool unless they are told to."""
     site = Site(total_cpus=2, node_cpus=2, host="127.0.0.1", bundled_path="/bundled")
-    config = resolve(load_config(None, overrides), site)
+    given = [Override(("pool", "enabled"), "off"), *overrides]
+    config = resolve(load_config(None, given), site)
     if command == "router":
         return router_settings(config), config.drain_timeout
     if command == "pool-node":

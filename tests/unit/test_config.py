@@ -145,7 +145,7 @@ def test_off_is_a_word_too(key: str) -> None:
 
 @pytest.mark.parametrize("other", ["codec=int8", "allow_mixed_precision=true", "handoff=pool"])
 def test_a_canary_has_its_place_in_every_handoff(other: str) -> None:
-    set_("transfer.canary_every=16", "pool.enabled=true", f"transfer.{other}")
+    set_("transfer.canary_every=16", "pool.enabled=on", f"transfer.{other}")
 
 
 def test_counts_further_errors() -> None:
@@ -451,7 +451,7 @@ def test_workers_of_two_dtypes_need_permission() -> None:
 
 def test_a_pools_transports_are_those_between_hosts_unless_they_are_named() -> None:
     def transports(*options: str) -> tuple[str, ...] | None:
-        plan = plan_cluster(resolve(set_("pool.enabled=true", *options), SITE))
+        plan = plan_cluster(resolve(set_("pool.enabled=on", *options), SITE))
         assert plan.pool is not None
         return plan.pool.settings.transports
 
@@ -547,7 +547,7 @@ CHANGES = {
     "transfer.ucx.max_eager_rails": 2,
     "transfer.canary_every": 9,
     "transfer.lease_ttl": "9s",
-    "pool.enabled": False,
+    "pool.enabled": "auto",
     "pool.host_memory": "3MiB",
     "pool.disk": "/disk",
     "pool.disk_size": "4MiB",
@@ -571,7 +571,7 @@ NAMED_BY_USERS = {"resources", "tiers", "tenant_weights"}
 
 EVERYTHING = (
     Override(("workers",), [{"role": "both"}, {"role": "prefill"}, {"role": "decode"}]),
-    Override(("pool", "enabled"), True),
+    Override(("pool", "enabled"), "on"),
 )
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from cluster.cli import main as cli
 from cluster.config.load import Override, load_config
-from cluster.process import doctor
+from cluster.process import auto, doctor
 from cluster.process.doctor import Diagnosis, examine
 from kvpool.transport.gpus import GpuFacts
 from kvpool.transport.link_kind import LinkKind
@@ -125,3 +125,24 @@ def test_cuda_ipc_is_for_pairs_of_gpus(two_gpus: None, monkeypatch: pytest.Monke
         {"role": "decode", "device": "cpu"},
     )
     assert [choice.same_host for choice in found.choices] == ["cuda_ipc", "shm"]
+
+
+def test_the_pool_that_would_be_chosen_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With too little memory: with auto the cluster runs without a pool, with on it can't run."""
+
+    def shown(*options: str) -> tuple[int, str]:
+        code = run(monkeypatch, *options)
+        lines = capsys.readouterr().out.splitlines()
+        (found,) = (line for line in lines if line.startswith("KV pool of this host: "))
+        return code, found.removeprefix("KV pool of this host: ")
+
+    monkeypatch.setattr(auto, "available_bytes", lambda: 2**33)
+    assert shown() == (0, "2.0 GiB of host memory (a quarter of the 8.0 GiB available)")
+    assert shown("--set", "pool.enabled=off") == (0, "off")
+    assert shown("--set", "pool.host_memory=3GiB") == (0, "3GiB of host memory")
+    monkeypatch.setattr(auto, "available_bytes", lambda: 2**29)
+    code, text = shown()
+    assert code == 0 and text.startswith("none: no memory to spare")
+    assert shown("--set", "pool.enabled=on")[0] == 1

@@ -48,7 +48,7 @@ PLAIN = (
     "simulation.block_size=512",
     "simulation.slo.told=false",
 )
-POOL = (*PLAIN, "pool.enabled=true")
+POOL = (*PLAIN, "pool.enabled=on", "pool.host_memory=4GiB")
 LINEAR = {
     "kind": "linear",
     "prefill_overhead_s": 0.01,
@@ -112,7 +112,7 @@ def test_an_evicted_prompt_comes_from_host_memory_in_the_time_of_the_transfer() 
         assert result.outcomes[-1].cached_tokens == 16 * 512
     moved_s = 16 * BLOCK_BYTES / 2e9
     assert last_ttft_s(slow) - last_ttft_s(fast) == pytest.approx(moved_s / 2, rel=1e-6)
-    without = run(EVICTED, *SMALL, "pool.enabled=false")
+    without = run(EVICTED, *SMALL, "pool.enabled=off")
     assert without.outcomes[-1].cached_tokens == 0
     assert last_ttft_s(without) - last_ttft_s(slow) == pytest.approx(
         16 * 512 * LINEAR["prefill_token_s"] - moved_s, rel=0.01
@@ -437,7 +437,7 @@ def test_the_command_compares_with_and_without(tmp_path: Path) -> None:
     )
     trace.write_text("\n".join(map(json.dumps, lines)))
     command = ["simulate", str(config), "--trace", str(trace), "--compare"]
-    answer = CliRunner().invoke(app, [*command, "pool.enabled=false,true"])
+    answer = CliRunner().invoke(app, [*command, "pool.enabled=off,auto"])
     assert answer.exit_code == 0, answer.output
     rows = [line.split() for line in answer.output.splitlines()]
     (found,) = (row for row in rows if row[:3] == ["from", "host", "memory,"])
@@ -445,9 +445,18 @@ def test_the_command_compares_with_and_without(tmp_path: Path) -> None:
     assert found[-3:] == ["-", f"{100 * 16 * 512 / tokens:.4g}", "-"]
 
 
+def test_auto_is_on_if_the_size_is_given() -> None:
+    """Whatever the machine that simulates has."""
+    assert run(EVICTED, *PLAIN).report.kv_pool is None
+    assert run(EVICTED, *PLAIN, "pool.disk=/nowhere").report.kv_pool is None
+    assert pool_of(run(EVICTED, *PLAIN, "pool.host_memory=4GiB")).nodes == 1
+    assert pool_of(run(EVICTED, *POOL)).nodes == 1
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
+        (("pool.enabled=on", "pool.host_memory=auto"), "pool.host_memory: got auto, expected the"),
         (("pool.host_memory=1MiB",), "pool.host_memory: 1048576 bytes, but one block takes"),
         (
             ("pool.disk=/d", "pool.disk_size=1MiB"),
@@ -458,8 +467,8 @@ def test_the_command_compares_with_and_without(tmp_path: Path) -> None:
             "simulation.failures.0.pool_node: got pool-3, expected one of pool-0",
         ),
         (
-            ("simulation.failures=[{pool_node: pool-0, at: 1s}]", "pool.enabled=false"),
-            "simulation.failures.0.pool_node: got pool-0, but pool.enabled is false",
+            ("simulation.failures=[{pool_node: pool-0, at: 1s}]", "pool.enabled=off"),
+            "simulation.failures.0.pool_node: got pool-0, but the cluster has no pool",
         ),
         (("simulation.failures=[{at: 1s}]",), "either worker or pool_node"),
         (("simulation.host.workers=0",), "simulation.host.workers: got 0"),

@@ -483,6 +483,8 @@ def place(core: Supervisor, name: str, home: Home, life: int = 1) -> list[Superv
 def serve(core: Supervisor, *names: str, life: int = 1) -> None:
     for name in names:
         for command in act(core, Serving(name=name, life=life, address=f"{name}'s")):
+            if isinstance(command, Remember):
+                continue
             assert isinstance(command, Announce)
             act(core, ProcessJoined(name=command.name, life=command.life, router=command.router))
 
@@ -610,12 +612,91 @@ def test_pool_nodes_stop_last() -> None:
     assert core.phase is Phase.STOPPED
 
 
+def with_optional_pool() -> Supervisor:
+    return Supervisor([ROUTER], NEEDS, LIMITS, 0.0, pool_needs="{}", pool_required=False)
+
+
+def ready_with_optional_pool(*homes: Home) -> Supervisor:
+    core = with_optional_pool()
+    act(core, SupervisionTick())
+    for name, home in zip((P, D), homes, strict=True):
+        place(core, name, home)
+    assert act(core, SupervisionTick()) == [], "no pool node competes with what starts"
+    serve(core, ROUTER, P, D)
+    assert core.phase is Phase.READY, "it waits for no pool node"
+    return core
+
+
+def test_optional_pool_nodes_start_when_the_cluster_is_ready() -> None:
+    core = ready_with_optional_pool(HERE, THERE)
+    starts = [Start("pool-h1", 1, "n1"), Start("pool-h2", 1, "n2")]
+    assert act(core, SupervisionTick()) == starts
+    assert act(core, SupervisionTick()) == []
+    announced = act(core, Serving(name="pool-h1", life=1, address="a"))
+    assert announced[-1] == Announce(ROUTER, "pool-h1", 1, "a", ProcessKind.POOL_NODE)
+
+
+def test_a_host_that_workers_move_to_gets_its_optional_pool_node_once_they_serve() -> None:
+    core = ready_with_optional_pool(HERE, HERE)
+    act(core, SupervisionTick())
+    act(core, Lost(name=P, life=1, reason="crashed"), 1.0)
+    assert act(core, SupervisionTick(), 2.0) == [Start(P, 2)]
+    place(core, P, THERE, life=2)
+    assert act(core, SupervisionTick(), 2.5) == []
+    serve(core, P, life=2)
+    assert act(core, SupervisionTick(), 3.0) == [Start("pool-h2", 1, "n2")]
+
+
+def test_an_optional_pool_node_that_can_not_start_is_left_out() -> None:
+    core = ready_with_optional_pool(HERE, THERE)
+    act(core, SupervisionTick())
+    refused = Lost(name="pool-h1", life=1, reason="no memory to spare", fatal=True)
+    assert act(core, refused, 1.0) == [Remove("pool-h1")]
+    assert core.phase is Phase.READY
+    for now_s in (2.0, 60.0, 600.0):
+        act(core, DriverSeen(), now_s)
+        assert act(core, SupervisionTick(), now_s) == [], "nobody tries again"
+    left_out = core.processes()[3]
+    assert (left_out.name, left_out.state) == ("pool-h1", State.LEFT_OUT)
+    assert core.doing(left_out) == "no memory to spare"
+    act(core, Lost(name=P, life=1, reason="its node is gone"), 600.0)
+    act(core, SupervisionTick(), 601.0)
+    assert place(core, P, THERE, life=2) == [StopProcess("pool-h1", drain=False)]
+    act(core, ProcessStopped(name="pool-h1"), 602.0)
+    assert [p.name for p in core.processes()] == [ROUTER, P, D, "pool-h2"]
+
+
+def test_an_optional_pool_node_that_crashes_is_started_again() -> None:
+    core = ready_with_optional_pool(HERE, HERE)
+    act(core, SupervisionTick())
+    assert act(core, Lost(name="pool-h1", life=1, reason="killed"), 1.0) == [Remove("pool-h1")]
+    assert act(core, SupervisionTick(), 2.0) == [Start("pool-h1", 2, "n1")]
+    serve(core, "pool-h1", life=2)
+    act(core, Lost(name="pool-h1", life=2, reason="killed"), 3.0)
+    act(core, SupervisionTick(), 5.0)
+    refused = Lost(name="pool-h1", life=3, reason="no memory to spare", fatal=True)
+    assert act(core, refused, 6.0) == [Remove("pool-h1")]
+
+
+def test_a_cluster_with_a_pool_node_left_out_stops() -> None:
+    core = ready_with_optional_pool(HERE, HERE)
+    act(core, SupervisionTick())
+    act(core, Lost(name="pool-h1", life=1, reason="no memory", fatal=True), 1.0)
+    act(core, StopAsked())
+    for name in (ROUTER, P, D):
+        last = act(core, ProcessStopped(name=name))
+    assert last == [StopProcess("pool-h1", drain=False)]
+    act(core, ProcessStopped(name="pool-h1"))
+    assert core.phase is Phase.STOPPED
+
+
 # --- several routers ----------------------------------------------------------------------------
 
 
-def with_two(*, pool_needs: str | None = None) -> Supervisor:
+def with_two(*, pool_needs: str | None = None, pool_required: bool = True) -> Supervisor:
     needs = {SECOND: "{}", **NEEDS}
-    return Supervisor([ROUTER, SECOND], needs, LIMITS, 0.0, pool_needs=pool_needs)
+    pool = {"pool_needs": pool_needs, "pool_required": pool_required}
+    return Supervisor([ROUTER, SECOND], needs, LIMITS, 0.0, **pool)  # type: ignore[arg-type]
 
 
 def two_ready() -> Supervisor:
@@ -690,12 +771,16 @@ def test_workers_stop_after_the_last_router() -> None:
     ]
 
 
+def _with_pool(pool: str) -> Supervisor:
+    return with_two(pool_needs=None if pool == "off" else "{mine: 1}", pool_required=pool == "on")
+
+
 @pytest.mark.parametrize("seed", range(30))
-@pytest.mark.parametrize("pool", [False, True])
-def test_random_histories_end_stopped(seed: int, pool: bool) -> None:
+@pytest.mark.parametrize("pool", ["off", "on", "auto"])
+def test_random_histories_end_stopped(seed: int, pool: str) -> None:
     """Whatever is lost on the way: one Stop per process, and nothing starts after it."""
     rng = random.Random(seed)
-    core, now_s = with_two(pool_needs="{mine: 1}" if pool else None), 0.0
+    core, now_s = _with_pool(pool), 0.0
     running: dict[str, int] = {}
     todo: list[SupervisorCommand] = []
     stops: list[str] = []
@@ -714,7 +799,7 @@ def test_random_histories_end_stopped(seed: int, pool: bool) -> None:
         elif running and rng.random() < 0.1:
             name = rng.choice(sorted(running))
             tell(Lost(name=name, life=running.pop(name), reason="killed"))
-        elif pool and rng.random() < 0.2:
+        elif pool != "off" and rng.random() < 0.2:
             name = rng.choice([P, D])
             home = rng.choice([HERE, THERE, SAME_HOST])
             tell(Placed(name=name, life=core.workers[name].life, home=home))
@@ -734,7 +819,7 @@ def _outcome(
 ) -> SupervisorEvent:
     match command:
         case Start(name=name, life=life) if rng.random() < 0.3:
-            return Lost(name=name, life=life, reason="no luck")
+            return Lost(name=name, life=life, reason="no luck", fatal=name.startswith("pool-"))
         case Start(name=name, life=life):
             running[name] = life
             return Serving(name=name, life=life, address=f"{name}:{life}")

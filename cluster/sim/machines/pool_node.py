@@ -59,6 +59,7 @@ class TierSizes:
     @classmethod
     def of(cls, settings: PoolNodeSettings, block_bytes: int) -> TierSizes:
         """Raises ConfigError."""
+        assert settings.host_bytes is not None, "settled"
         host = settings.host_bytes // block_bytes
         disk = settings.disk_bytes // (block_bytes + SLOT_HEADER_BYTES)
         if not host:
