@@ -38,12 +38,13 @@ class DemoAnswer:
 
 def demo_config() -> Config:
     """The default cluster on ports that the system chooses, so that other clusters can run beside
-    it."""
+    it. It lives too short for a pool."""
     settings: dict[str, object] = {
         "name": "demo",
         "ray.address": "local",
         "router.http_port": 0,
         "router.grpc_port": 0,
+        "pool.enabled": "off",
     }
     return load_config(None, [Override(tuple(k.split(".")), v) for k, v in settings.items()])
 

@@ -21,7 +21,7 @@ from engine.model.model import load_model
 from kvrelay.client import Client
 from tests.integration.ray_head import Head, Marked, ray_head, until
 from tests.integration.test_handoff_exact import prompts
-from tests.integration.test_serve_ray import KVRELAY, OWN_PORTS, addresses, assert_nothing_is_left
+from tests.integration.test_serve_ray import KVRELAY, PLAIN, addresses, assert_nothing_is_left
 from tests.models import random_checkpoint
 from tests.reference import Reference, assert_same_tokens, generate_reference
 
@@ -68,7 +68,7 @@ def serving(
         "workers": [one | {"cpu_pinning": "off"} for one in pools],
     }
     path.write_text(yaml.safe_dump(config))
-    driver = head.joined().start(KVRELAY, "serve", path, *OWN_PORTS, log=log)
+    driver = head.joined().start(KVRELAY, "serve", path, *PLAIN, log=log)
     http, grpc = addresses(driver, log)
     yield grpc, log, driver
     driver.terminate()

@@ -1,8 +1,9 @@
-"""`kvrelay serve` with `pool.enabled` on a real Ray: the pool node is used, seen, comes back."""
+"""`kvrelay serve` with a pool on a real Ray: the pool node is used, seen, comes back."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import urllib.request
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from tests.integration.test_serve_ray import (
 pytestmark = pytest.mark.ray
 
 KVRELAY = BIN / "kvrelay"
-POOL = ("--set", "pool.enabled=true", "--set", "pool.host_memory=64MiB")
+POOL = ("--set", "pool.enabled=on", "--set", "pool.host_memory=64MiB")
 SMALL = ("--set", "engine.kv_memory=16MiB")
 
 
@@ -110,6 +111,42 @@ def test_a_pool_node_serves_survives_its_death_and_goes(head: Head, tmp_path: Pa
         return in_host_memory(head) >= 20
 
     until(stored_anew)
+    driver.terminate()
+    assert driver.wait(90) == 0, log.read_text()
+    assert_nothing_is_left(head.marked, http, grpc)
+
+
+def test_by_default_a_pool_node_starts_once_the_cluster_is_ready(
+    head: Head, tmp_path: Path
+) -> None:
+    log = tmp_path / "serve.log"
+    options = ("--name", "pooled", *OWN_PORTS, *SMALL, "--set", "workers=[{role: both}]")
+    driver = head.joined().start(KVRELAY, "serve", *options, log=log)
+    http, grpc = addresses(driver, log)
+    assert "pool-" not in log.read_text(), "nobody has waited for it"
+    until(lambda: lives(head) == [("serving", 1)])
+    ask(http, 10)
+    until(lambda: in_host_memory(head) >= 20)
+    chosen = r"pool-\w+ .* \d+\.\d GiB of host memory \(.* \d+\.\d GiB available\)"
+    assert re.search(chosen, head.joined().run(KVRELAY, "status", "--name", "pooled"))
+    driver.terminate()
+    assert driver.wait(90) == 0, log.read_text()
+    assert_nothing_is_left(head.marked, http, grpc)
+
+
+def test_by_default_a_cluster_serves_without_a_pool_node_that_can_not_start(
+    head: Head, tmp_path: Path
+) -> None:
+    log = tmp_path / "serve.log"
+    options = ("--name", "pooled", *OWN_PORTS, *SMALL, "--set", "workers=[{role: both}]")
+    disk = ("--set", "pool.disk=/proc/nowhere")
+    driver = head.joined().start(KVRELAY, "serve", *options, *disk, log=log)
+    http, grpc = addresses(driver, log)
+    until(lambda: lives(head) == [("left out", 1)])
+    assert "pool.disk: /proc/nowhere" in str(pool_processes(head)[0]["doing"])
+    until(lambda: "is left out: pool.disk: /proc/nowhere" in log.read_text())
+    ask(http, 10)
+    assert lives(head) == [("left out", 1)], "it is not tried again"
     driver.terminate()
     assert driver.wait(90) == 0, log.read_text()
     assert_nothing_is_left(head.marked, http, grpc)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from cluster.core.plan import host_pool_address
@@ -16,6 +21,8 @@ from engine.model.checkpoint import open_checkpoint
 from engine.model.model import load_model
 from kvpool.core.layout.block_names import BlockNames
 from kvrelay.types import Role
+from kvrelay.v1.pool_node_pb2 import PoolReportRequest
+from kvrelay.v1.pool_node_pb2_grpc import PoolNodeStub
 from tests.integration.pool_kit import Node, running_node
 from tests.integration.split_kit import (
     Cluster,
@@ -24,10 +31,12 @@ from tests.integration.split_kit import (
     wait_until,
     worker_settings,
 )
+from tests.integration.test_cluster_life import prompts, tokens_of
 from tests.models import VOCAB_SIZE, random_checkpoint
 from tests.reference import assert_same_tokens, generate_reference
 
 TOKENS = 40
+LONG = 600
 Hosts = tuple[WorkerHost, WorkerHost]
 
 
@@ -231,3 +240,95 @@ def _kv_elements(folder: Path) -> int:
     config = json.loads((folder / "config.json").read_text())
     dim = config["hidden_size"] // config["num_attention_heads"]
     return int(config["num_hidden_layers"] * config["num_key_value_heads"] * dim)
+
+
+class Streamed:
+    """A stream that one client reads in a thread of its own."""
+
+    def __init__(self, cluster: Cluster, prompt: list[int]) -> None:
+        self.tokens: list[int] = []
+        self._http, self._prompt = cluster.http, prompt
+
+    def run(self) -> None:
+        body = {"model": "test-model", "prompt": self._prompt, "max_tokens": LONG, "stream": True}
+        body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        with self._http.stream("POST", "/v1/completions", json=body) as response:
+            for line in response.iter_lines():
+                for _, ids in tokens_of(line):
+                    self.tokens += ids
+
+
+def _pooled_blocks(node: PoolNodeStub) -> int:
+    """Blocks that it has in memory, readable."""
+    tiers = node.Report(PoolReportRequest(), timeout=60.0).tiers
+    states = [state for tier in tiers if tier.tier == "host" for state in tier.states]
+    return sum(one.blocks for one in states if one.state == "cached")
+
+
+def _computed(cluster: Cluster) -> dict[str, int]:
+    """# worker |-> prompt tokens that it has computed"""
+    views = [*cluster.router.process.dispatcher.core.state.workers.values()]
+    return {view.hello.name: view.counters.prompt_tokens for view in views}
+
+
+@pytest.mark.parametrize("all_die", [False, True])
+def test_after_a_death_only_what_stands_behind_the_last_pooled_block_is_computed(
+    all_die: bool, tmp_path: Path, llama: Path
+) -> None:
+    """A decode worker is stopped in the middle of an answer and then killed, so that the pool holds
+    the same blocks as at its death. Its prefill worker goes on; if that dies too, a newcomer that
+    has nothing."""
+    name = f"deaths-{all_die}".lower()
+    (prompt,) = prompts(1, 200)
+    with (
+        running_node(tmp_path, name) as node,
+        WorkerHost() as prefill,
+        WorkerHost() as decode,
+        WorkerHost() as newcomer,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        settings = _pair(llama, name)
+        workers = [*zip((prefill, decode), settings, strict=True)]
+        with (
+            running_cluster(llama, workers, detect_s=60.0) as cluster,
+            grpc.insecure_channel(node.grpc_address) as channel,
+        ):
+            stub = PoolNodeStub(channel)
+            wait_until(lambda: _joined(node, 2), "both workers use the pool")
+            stream = Streamed(cluster, prompt)
+            running = pool.submit(stream.run)
+            prompt_blocks = len(prompt) // 16
+            wait_until(lambda: _pooled_blocks(stub) >= prompt_blocks + 3, "answers are pooled")
+            os.kill(decode.pid, signal.SIGSTOP)
+            _until_still(lambda: (len(stream.tokens), _pooled_blocks(stub)))
+            known, pooled = len(prompt) + len(stream.tokens), _pooled_blocks(stub)
+            assert 0 < len(stream.tokens) < LONG - 32, "it is in the middle"
+            before = _computed(cluster)
+            if all_die:
+                prefill.kill()
+            decode.kill()
+            if all_die:
+                heir = "newcomer"
+                address = host_pool_address(name)
+                late = worker_settings(heir, Role.BOTH, llama, pool_address=address)
+                at = newcomer.start(late)
+                wait_until(lambda: _joined(node, 3), "it uses the pool")
+                cluster.join(at, heir)
+            else:
+                heir = "prefill-0"
+            running.result()
+            cluster.assert_clean()
+            wait_until(lambda: _computed(cluster)[heir] > before.get(heir, 0), "it is counted")
+            again = _computed(cluster)[heir] - before.get(heir, 0)
+    reference = load_model(open_checkpoint(str(llama)), device="cpu", dtype="float32")
+    assert_same_tokens(generate_reference(reference, prompt, tokens=LONG), stream.tokens)
+    assert pooled >= prompt_blocks + 3
+    assert again == known - 16 * pooled
+
+
+def _until_still(read: Callable[[], tuple[int, int]]) -> None:
+    """Returns when it has been the same for half a second."""
+    seen, since_s = read(), time.monotonic()
+    while time.monotonic() < since_s + 0.5:
+        if (now := read()) != seen:
+            seen, since_s = now, time.monotonic()

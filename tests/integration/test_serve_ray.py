@@ -32,6 +32,8 @@ pytestmark = pytest.mark.ray
 
 KVRELAY = BIN / "kvrelay"
 OWN_PORTS = ("--http-port", "0", "--grpc-port", "0")
+PLAIN = (*OWN_PORTS, "--set", "pool.enabled=off")
+"""Without a pool node, which would start while the test goes on."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def submit(head: Head, name: str, log: Path) -> subprocess.Popen[bytes]:
 
 
 def submit_once(head: Head, name: str, log: Path) -> subprocess.Popen[bytes]:
-    serve = [KVRELAY, "serve", "local.yaml", "--name", name, *OWN_PORTS]
+    serve = [KVRELAY, "serve", "local.yaml", "--name", name, *PLAIN]
     options = ["--address", head.dashboard, "--submission-id", name]
     folder = ["--working-dir", DEPLOY / "configs"]
     command = [BIN / "ray", "job", "submit", *options, *folder, "--", *serve]
@@ -185,7 +187,7 @@ def test_a_submitted_job_serves_survives_a_crash_and_stops(head: Head, tmp_path:
 def test_a_killed_router_comes_back_at_its_ports(head: Head, tmp_path: Path) -> None:
     log = tmp_path / "serve.log"
     two = ["--name", "two", "--set", "router.replicas=2", "--set", "workers=[{role: both}]"]
-    driver = head.joined().start(KVRELAY, "serve", *two, *OWN_PORTS, log=log)
+    driver = head.joined().start(KVRELAY, "serve", *two, *PLAIN, log=log)
     first, second = all_addresses(driver, log)
     for http, grpc in (first, second):
         ask_both_faces(http, grpc)
@@ -209,7 +211,7 @@ def test_a_killed_router_comes_back_at_its_ports(head: Head, tmp_path: Path) -> 
 def test_a_worker_that_hangs_is_killed_and_started_again(head: Head, tmp_path: Path) -> None:
     log = tmp_path / "serve.log"
     hangs = ["--name", "hangs", "--set", "ray.hang_timeout=8s", "--set", "workers=[{role: both}]"]
-    driver = head.joined().start(KVRELAY, "serve", *hangs, *OWN_PORTS, log=log)
+    driver = head.joined().start(KVRELAY, "serve", *hangs, *PLAIN, log=log)
     http, grpc = addresses(driver, log)
     ask_both_faces(http, grpc)
 
@@ -242,7 +244,7 @@ def test_a_restarted_controller_lets_a_degraded_cluster_serve(head: Head, tmp_pa
         "--set",
         "workers=[{role: both, replicas: 2}]",
     ]
-    driver = head.joined().start(KVRELAY, "serve", *options, *OWN_PORTS, log=log)
+    driver = head.joined().start(KVRELAY, "serve", *options, *PLAIN, log=log)
     http, grpc = addresses(driver, log)
 
     config = (model / "config.json").rename(tmp_path / "config.json")
@@ -281,7 +283,7 @@ def test_the_containers_exact_command_serves_until_killed(head: Head, tmp_path: 
 
 
 def test_a_detached_cluster_lives_until_it_is_stopped(head: Head, tmp_path: Path) -> None:
-    options = ["--name", "detached", "--set", "ray.driver_timeout=100ms", *OWN_PORTS]
+    options = ["--name", "detached", "--set", "ray.driver_timeout=100ms", *PLAIN]
     pool = ["--set", "workers=[{role: both}]"]
     head.joined().run(KVRELAY, "serve", "--detach", *options, *pool)
     status = head.status()
@@ -310,7 +312,7 @@ def assert_a_silent_controller_is_one_line(head: Head) -> None:
 def test_a_worker_that_has_no_room_is_told_of(head: Head, tmp_path: Path) -> None:
     log = tmp_path / "serve.log"
     options = ["--name", "roomless", "--device", "cuda", "--set", "ray.startup_timeout=18s"]
-    driver = head.joined().start(KVRELAY, "serve", *options, *OWN_PORTS, log=log)
+    driver = head.joined().start(KVRELAY, "serve", *options, *PLAIN, log=log)
     assert driver.wait(90) == 2
     said = log.read_text()
     assert "starting prefill-0 ..." in said
@@ -322,7 +324,7 @@ def test_a_worker_that_has_no_room_is_told_of(head: Head, tmp_path: Path) -> Non
 def test_a_machine_without_the_gpu_is_told_at_once(tmp_path: Path) -> None:
     with marked(CUDA_VISIBLE_DEVICES="") as here:
         done = subprocess.run(
-            [KVRELAY, "serve", DEPLOY / "configs" / "one-gpu.yaml", *OWN_PORTS],
+            [KVRELAY, "serve", DEPLOY / "configs" / "one-gpu.yaml", *PLAIN],
             env=here.env,
             capture_output=True,
             text=True,
@@ -338,7 +340,7 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_nothing(head: Head, tmp_path: P
     """While a long answer holds up the drain, on a Ray that goes on."""
     log = tmp_path / "serve.log"
     options = ["--name", "cut", "--set", "drain_timeout=300s", "--set", "workers=[{role: both}]"]
-    driver = head.joined().start(KVRELAY, "serve", *options, *OWN_PORTS, log=log)
+    driver = head.joined().start(KVRELAY, "serve", *options, *PLAIN, log=log)
     http, grpc = addresses(driver, log)
     worker = next(p for p in head.marked.processes() if "ray::WorkerHost" in title(p))
     with Client(grpc, timeout_s=120) as client:
@@ -360,7 +362,7 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_nothing(head: Head, tmp_path: P
 
 def test_a_checkpoint_that_is_none_ends_in_one_line(head: Head, tmp_path: Path) -> None:
     done = subprocess.run(
-        [KVRELAY, "serve", "--name", "bad", "--model", tmp_path, *OWN_PORTS],
+        [KVRELAY, "serve", "--name", "bad", "--model", tmp_path, *PLAIN],
         env=head.joined().env,
         capture_output=True,
         text=True,
@@ -375,7 +377,8 @@ def test_a_checkpoint_that_is_none_ends_in_one_line(head: Head, tmp_path: Path) 
 
 
 def test_on_a_ray_of_its_own_a_signal_drains_what_runs(tmp_path: Path) -> None:
-    """SIGTERM to the whole group, as a supervisor sends it, in the middle of an answer."""
+    """SIGTERM to the whole group, as a supervisor sends it, in the middle of an answer. Nothing is
+    configured, so that there is a pool node too."""
     log = tmp_path / "serve.log"
     with marked() as here:
         driver = here.start(KVRELAY, "serve", *OWN_PORTS, log=log)
@@ -386,6 +389,9 @@ def test_on_a_ray_of_its_own_a_signal_drains_what_runs(tmp_path: Path) -> None:
         assert (status["name"], status["phase"]) == ("kvrelay", "ready")
         running = here.processes()
         assert here.left_of_kvrelay(), "the check sees a cluster that runs"
+        chosen = r"pool-\w+: \d+\.\d GiB of host memory \(.* \d+\.\d GiB available\)"
+        until(lambda: re.search(chosen, log.read_text()), patience_s=60)
+        until(lambda: re.search(r"pool-\w+ serves on", log.read_text()), patience_s=60)
         with Client(grpc, timeout_s=120) as client:
             stream = client.stream("It was", max_tokens=300, ignore_eos=True)
             tokens = len(next(stream).token_ids)

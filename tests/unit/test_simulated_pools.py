@@ -425,7 +425,9 @@ def test_reports_without_a_pool_say_nothing_of_it() -> None:
 
 def test_the_command_compares_with_and_without(tmp_path: Path) -> None:
     trace, config = tmp_path / "trace.jsonl", tmp_path / "small.yaml"
-    config.write_text("name: small\nsimulation: {block_size: 512, blocks: 24}\n")
+    config.write_text(
+        "name: small\npool: {host_memory: 4GiB}\nsimulation: {block_size: 512, blocks: 24}\n"
+    )
     lines = (
         {
             "timestamp": one.arrival_s * 1000,
