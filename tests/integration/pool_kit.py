@@ -23,6 +23,7 @@ from cluster.worker.pool.links import PoolLinks
 from kvpool.core.blocks.holding import Holder
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.fetch.client_events import (
+    OWN_NODE,
     NodeEvent,
     OfferBlocks,
     OfferConfirmed,
@@ -301,7 +302,7 @@ def _run_command(log: Path, options: tuple[str, ...]) -> None:
 
 def hang_when_granted(address: str) -> None:
     worker = PoolWorker(address)
-    worker.links._mover.put = lambda job: print("granted", flush=True)  # type: ignore[method-assign]
+    worker.links._movers[OWN_NODE].put = lambda job: print("granted", flush=True)  # type: ignore[method-assign]
     worker.await_connected()
     worker.offer(chain(1, 8))
     while True:

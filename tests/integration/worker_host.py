@@ -21,6 +21,7 @@ import uvloop
 from cluster.core.settings import WorkerSettings
 from cluster.worker.process import WorkerProcess
 from kvpool.core.blocks.device_blocks import Place
+from kvpool.core.fetch.client_events import OWN_NODE
 from kvpool.core.layout.layout import NO_BLOCK, Tables
 from kvpool.memory.host import HostBlocks
 from kvpool.memory.kv_memory import KvMemory
@@ -136,7 +137,7 @@ def damage(worker: WorkerProcess, pieces: int) -> None:
         return spoil
 
     if pools is not None:
-        spoil_fetches(pools._mover._blocks, left)
+        spoil_fetches(pools._movers[OWN_NODE]._blocks, left)
     mover._scatter = spoiling(type(mover)._scatter.__get__(mover))  # type: ignore[method-assign]
     mover._fetch = spoiling(type(mover)._fetch.__get__(mover))  # type: ignore[method-assign]
 

@@ -1,13 +1,16 @@
-"""A worker's links to pool nodes, and the thread that carries blocks. The loop drives it."""
+"""A worker's links to pool nodes, and a thread for each that carries blocks. The loop drives
+them."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import assert_never
 
+from cluster.worker.lanes import FAREWELL_S
 from cluster.worker.pool.link import PoolEndpoints, PoolLink
-from cluster.worker.pool.mover import PoolJob, PoolMover
+from cluster.worker.pool.mover import PoolMover
 from kvpool.core.fetch.client_events import (
     OWN_NODE,
     CloseNode,
@@ -58,11 +61,13 @@ class PoolLinks:
         schemes = dict.fromkeys([scheme_of(address), *far_transports])
         self._endpoints = PoolEndpoints([*schemes], incarnation, options, require)
         own = PoolLink(self._endpoints, [address], self._hello, post)
+        self._memory = memory
+        self._crashed = crashed
         self._links = {OWN_NODE: own}
-        self._mover = PoolMover(memory, self._endpoints, post=post, crashed=crashed)
+        self._movers = {OWN_NODE: self._mover_of(own)}
 
     def start(self) -> None:
-        self._mover.start()
+        self._movers[OWN_NODE].start()
         self._links[OWN_NODE].start()
 
     def execute(self, order: NodeOrder) -> None:
@@ -72,10 +77,11 @@ class PoolLinks:
                 if node in self._links:
                     self._links[node].send(message)
             case StoreBlocks(node=node) | FetchBlocks(node=node):
-                self._mover.put(PoolJob(order, self._links[node]))
+                self._movers[node].put(order)
             case ConnectNode(node=node, addresses=addresses):
                 self._connect(node, addresses)
             case CloseNode(node=node):
+                self._movers.pop(node).end()
                 self._links.pop(node).end()
             case _:
                 assert_never(order)
@@ -83,11 +89,21 @@ class PoolLinks:
     def _connect(self, node: Incarnation, addresses: tuple[str, ...]) -> None:
         hello = replace(self._hello, looks_up=False)
         link = PoolLink(self._endpoints, addresses, hello, self._post, node)
-        self._links[node] = link
+        self._links[node], self._movers[node] = link, self._mover_of(link)
+        self._movers[node].start()
         link.start()
 
+    def _mover_of(self, link: PoolLink) -> PoolMover:
+        return PoolMover(
+            self._memory, self._endpoints, link, post=self._post, crashed=self._crashed
+        )
+
     def close(self) -> None:
-        self._mover.close()
+        until_s = time.monotonic() + FAREWELL_S
+        for mover in self._movers.values():
+            mover.drop()
+        for mover in self._movers.values():
+            mover.join(until_s)
         for link in self._links.values():
             link.close()
         self._endpoints.close()

@@ -1,4 +1,5 @@
-"""The pool thread of a worker: carries blocks to pool nodes and back, fetches first.
+"""Carries blocks between a worker and one pool node, fetches first, on a thread of its own: a node
+that hangs holds up no other.
 
 It reads and writes only blocks that an offer or a fetch holds, in parallel with the device thread.
 """
@@ -9,8 +10,8 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from cluster.worker.pool.link import PoolEndpoints, PoolLink
 from engine.device.threads import use_threads
@@ -20,64 +21,80 @@ from kvpool.memory.kv_memory import KvMemory
 from kvpool.transport.peer.base import RegionName
 from kvrelay.errors import PeerError
 
-
-@dataclass(frozen=True, slots=True)
-class PoolJob:
-    order: StoreBlocks | FetchBlocks
-    link: PoolLink
+Job = StoreBlocks | FetchBlocks
+NOW, FETCH, STORE, LAST = range(4)
+"""What comes first."""
 
 
 class PoolMover:
-    """`post` receives the result of each job."""
+    """`link` leads to the node, and `post` receives the result of each job."""
 
     def __init__(
         self,
         memory: KvMemory,
         endpoints: PoolEndpoints,
+        link: PoolLink,
         *,
         post: Callable[[BlocksStored | BlocksFetched], None],
         crashed: Callable[[BaseException], None],
     ) -> None:
+        self._memory = memory
         self._endpoints = endpoints
+        self._link = link
         self._post = post
         self._crashed = crashed
         self._block_bytes = memory.layout.bytes_per_block
-        self._staging = endpoints.register(staging_bytes(self._block_bytes))
-        self._blocks = HostBlocks(memory, self._staging.memory)
-        self._jobs: queue.PriorityQueue[tuple[int, int, PoolJob | None]] = queue.PriorityQueue()
+        self._jobs: queue.PriorityQueue[tuple[int, int, Job | None]] = queue.PriorityQueue()
         self._order = itertools.count()
         self._thread = threading.Thread(target=self._run, name="kvrelay-pool", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def put(self, job: PoolJob) -> None:
-        priority = 1 if isinstance(job.order, FetchBlocks) else 2
-        self._jobs.put((priority, next(self._order), job))
+    def put(self, job: Job) -> None:
+        """Never waits."""
+        self._jobs.put((FETCH if isinstance(job, FetchBlocks) else STORE, next(self._order), job))
 
-    def close(self) -> None:
-        """Drops the jobs that have not begun. Call it before the endpoints are closed."""
-        self._jobs.put((0, next(self._order), None))
+    def end(self) -> None:
+        """Ends after the jobs that it has. Never waits."""
+        self._jobs.put((LAST, next(self._order), None))
+
+    def drop(self) -> None:
+        """Ends after the job that is under way. Never waits."""
+        self._jobs.put((NOW, next(self._order), None))
+
+    def join(self, until_s: float) -> None:
+        """Waits until then at most. Call it before the endpoints are closed."""
         if self._thread.is_alive():
-            self._thread.join()
-        self._endpoints.deregister(self._staging)
+            self._thread.join(max(0.0, until_s - time.monotonic()))
 
     def _run(self) -> None:
         use_threads(1)
         try:
-            while (job := self._jobs.get()[2]) is not None:
-                if isinstance(job.order, StoreBlocks):
-                    self._post(self._store(job.order, job.link))
-                else:
-                    self._post(self._fetch(job.order, job.link))
+            with self._staged():
+                while (job := self._jobs.get()[2]) is not None:
+                    if isinstance(job, StoreBlocks):
+                        self._post(self._store(job))
+                    else:
+                        self._post(self._fetch(job))
         except Exception as error:
             self._crashed(error)
 
-    def _store(self, job: StoreBlocks, link: PoolLink) -> BlocksStored:
+    @contextmanager
+    def _staged(self) -> Iterator[None]:
+        """With memory through which the bytes go."""
+        staging = self._endpoints.register(staging_bytes(self._block_bytes))
+        self._blocks = HostBlocks(self._memory, staging.memory)
+        try:
+            yield
+        finally:
+            self._endpoints.deregister(staging)
+
+    def _store(self, job: StoreBlocks) -> BlocksStored:
         started_s, error = time.monotonic(), None
         sums: tuple[int, ...] = ()
         try:
-            connection, region = link.connection(), RegionName(job.region)
+            connection, region = self._link.connection(), RegionName(job.region)
             sums = store_blocks(self._blocks, connection, region, job.sources, job.places)
         except PeerError as failure:
             error = str(failure)
@@ -91,10 +108,10 @@ class PoolMover:
             error=error,
         )
 
-    def _fetch(self, job: FetchBlocks, link: PoolLink) -> BlocksFetched:
+    def _fetch(self, job: FetchBlocks) -> BlocksFetched:
         started_s, sound, error = time.monotonic(), 0, None
         try:
-            connection, region = link.connection(), RegionName(job.region)
+            connection, region = self._link.connection(), RegionName(job.region)
             sound = fetch_blocks(
                 self._blocks, connection, region, job.places, job.checksums, job.targets
             )
