@@ -1,8 +1,8 @@
 """One worker process: engine, block tables, both schedulers, transfer threads and gRPC face.
 
 The same object serves as `kvrelay worker` and inside a Ray actor. Its threads: the event loop
-(gRPC), the loop's thread (all decisions), the device thread (the model), and for each peer one that
-sends messages and one that copies KV.
+(gRPC), the loop's thread (all decisions), the device thread (the model), and for each peer and each
+pool node one that sends messages and one that copies KV.
 
 A worker's gRPC face: one Attach stream per router, and the view of every held block.
 

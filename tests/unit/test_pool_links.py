@@ -12,9 +12,8 @@ from uuid import uuid4
 import pytest
 import torch
 
-from cluster.worker.lanes import FAREWELL_S
 from cluster.worker.pool import links as module
-from cluster.worker.pool.links import PoolLinks
+from cluster.worker.pool.links import FAREWELL_S, PoolLinks
 from kvpool.core.fetch.client_events import BlocksFetched, CloseNode, ConnectNode, FetchBlocks
 from kvpool.core.layout.layout import BlockId, KvLayout, LayerGroup, Plane
 from kvpool.core.node.tier_blocks import PoolPlace

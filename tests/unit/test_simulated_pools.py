@@ -58,6 +58,7 @@ LINEAR = {
     "decode_kv_token_s": 0.0,
 }
 BLOCK_BYTES = 512 * 128 * 1024
+FAR = Incarnation("far")
 GIB = 1 << 30
 
 
@@ -259,7 +260,7 @@ def test_a_disk_that_dies_loses_the_block_that_it_writes() -> None:
     assert host.disk.slots.keys() == {0} and said == []
 
 
-def test_a_pool_thread_fetches_first() -> None:
+def test_the_thread_of_a_node_fetches_first() -> None:
     clock, done = Clock(), []
     format_ = PoolFormat(fingerprint="f", physical_format="p", block_bytes=1)
     links = SimNodeLinks(clock, Fabric(FabricSection()), Incarnation("w"), format_, {}, done.extend)
@@ -270,6 +271,17 @@ def test_a_pool_thread_fetches_first() -> None:
     clock.run()
     assert [one.request_no for one in done] == [1, 3, 2]  # type: ignore[attr-defined]
     assert all(one.error for one in done), "there is no node"  # type: ignore[attr-defined]
+
+
+def test_nodes_are_read_beside_each_other() -> None:
+    clock, done = Clock(), []
+    format_ = PoolFormat(fingerprint="f", physical_format="p", block_bytes=1)
+    links = SimNodeLinks(clock, Fabric(FabricSection()), Incarnation("w"), format_, {}, done.extend)
+    first = FetchBlocks(request_no=1, region="r", places=(), checksums=(), targets=())
+    for job in (first, replace(first, request_no=2), replace(first, request_no=3, node=FAR)):
+        links.executors[FetchBlocks](job)
+    clock.run()
+    assert [one.request_no for one in done] == [1, 3, 2]  # type: ignore[attr-defined]
 
 
 # --- deaths -------------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
-"""What a simulated worker has in place of links to pool nodes and of its pool thread. Pure.
+"""What a simulated worker has in place of links to pool nodes and of the thread of each. Pure.
 
-The thread does one job at a time, fetches first. Blocks go through the memory of the worker's own
+A thread does one job at a time, fetches first. Blocks go through the memory of the worker's own
 host, or come over the network from another one.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import count
@@ -60,9 +61,10 @@ class SimNodeLinks:
         self._host: SimHost | None = None
         self._links: dict[Incarnation, NodeLink] = {}
         """# node, as the core calls it |-> the link to it"""
-        self._jobs: list[tuple[bool, int, _Job]] = []
+        self._jobs: defaultdict[Incarnation, list[tuple[bool, int, _Job]]] = defaultdict(list)
         self._order = count()
-        self._is_busy = False
+        self._busy: set[Incarnation] = set()
+        """Nodes, as the core calls them, whose thread does a job."""
         self._is_dead = False
 
     @property
@@ -135,17 +137,20 @@ class SimNodeLinks:
     def _names(self, link: NodeLink) -> Iterator[Incarnation]:
         return (name for name, known in self._links.items() if known is link)
 
-    # --- the pool thread ------------------------------------------------------------------------
+    # --- the threads of the nodes ---------------------------------------------------------------
 
     def _put(self, job: _Job) -> None:
-        heappush(self._jobs, (isinstance(job, StoreBlocks), next(self._order), job))
-        self._work(None)
+        heappush(self._jobs[job.node], (isinstance(job, StoreBlocks), next(self._order), job))
+        self._work(job.node)
 
-    def _work(self, _: None) -> None:
-        if self._is_busy or self._is_dead or not self._jobs:
+    def _work(self, node: Incarnation) -> None:
+        if node in self._busy or self._is_dead:
             return
-        self._is_busy = True
-        job = heappop(self._jobs)[2]
+        if not self._jobs[node]:
+            del self._jobs[node]
+            return
+        self._busy.add(node)
+        job = heappop(self._jobs[node])[2]
         began_s, link = self._clock.now_s, self._links.get(job.node)
         ends_s = began_s if link is None or link.is_cut else self._ends_s(job, link.node)
         self._clock.at(ends_s, self._end, (job, link, began_s))
@@ -165,7 +170,7 @@ class SimNodeLinks:
         job, link, began_s = ended
         if self._is_dead:
             return
-        self._is_busy = False
+        self._busy.discard(job.node)
         if link is not None and (link.is_cut or link.node.region != job.region):
             link = None
         seconds = self._clock.now_s - began_s
@@ -173,7 +178,7 @@ class SimNodeLinks:
             self._post((self._stored(job, link, seconds),))
         else:
             self._post((self._fetched(job, link, seconds),))
-        self._work(None)
+        self._work(job.node)
 
     def _stored(self, job: StoreBlocks, link: NodeLink | None, seconds: float) -> BlocksStored:
         checksums = () if link is None else link.node.host.memory.write(job.places)

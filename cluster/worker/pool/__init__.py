@@ -1,1 +1,1 @@
-"""A worker's links to pool nodes, and the thread that moves blocks over them."""
+"""A worker's links to pool nodes, and for each a thread that moves blocks over it."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import assert_never
 
-from cluster.worker.lanes import FAREWELL_S
 from cluster.worker.pool.link import PoolEndpoints, PoolLink
 from cluster.worker.pool.mover import PoolMover
 from kvpool.core.fetch.client_events import (
@@ -26,6 +25,9 @@ from kvpool.memory.kv_memory import KvMemory
 from kvpool.transport.endpoints import DEFAULTS, EndpointOptions, scheme_of
 from kvpool.transport.link_kind import LinkKind
 from kvrelay.types import WIRE_VERSION, Incarnation
+
+FAREWELL_S = 2.0
+"""`close` waits this long for copies that hang."""
 
 
 class PoolLinks:
