@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cluster.core.plan import NODE_HOST
+from cluster.core.processes import STARTS
 from cluster.core.settings import PoolNodeSettings, RouterSettings, WorkerSettings
 from cluster.core.supervision import Home
-from cluster.core.supervisor import STARTS
 from cluster.process.logs import configure_logging
 from cluster.process.net import host_id
 from engine.core.activity import Stage, StartActivity
@@ -71,20 +71,22 @@ class RouterAt:
         return f"{self.internal_host}:{self.internal_grpc_port}"
 
 
-class Member:
-    """State that each process of a cluster keeps for a restarted controller."""
+class Stopping:
+    """A stop that a restarted controller may ask for again while it is under way."""
 
-    _cluster_was_ready = False
+    _stopping: asyncio.Future[None] | None = None
 
-    async def remember_ready(self) -> None:
-        self._cluster_was_ready = True
+    async def stop(self, drain_s: float) -> None:
+        """Returns when the process has stopped."""
+        if self._stopping is None:
+            self._stopping = asyncio.ensure_future(self._stop(drain_s))
+        await asyncio.shield(self._stopping)
 
-    async def recall_ready(self) -> bool:
-        """True if the cluster has been READY since this process serves."""
-        return self._cluster_was_ready
+    async def _stop(self, drain_s: float) -> None:
+        raise NotImplementedError
 
 
-class WorkerHost(Member):
+class WorkerHost(Stopping):
     """Async actor. A restarted controller may call `start` again."""
 
     def __init__(self, settings: WorkerSettings) -> None:
@@ -124,12 +126,12 @@ class WorkerHost(Member):
         assert self._worker is not None, "started"
         await self._worker.wait_closed()
 
-    async def stop(self, drain_s: float) -> None:
+    async def _stop(self, drain_s: float) -> None:
         if self._worker is not None:
             await self._worker.stop(drain_s=drain_s)
 
 
-class PoolNodeHost(Member):
+class PoolNodeHost(Stopping):
     """Async actor. A restarted controller may call `start` again."""
 
     def __init__(self, settings: PoolNodeSettings) -> None:
@@ -158,11 +160,11 @@ class PoolNodeHost(Member):
     async def wait_closed(self) -> None:
         await self._node.wait_closed()
 
-    async def stop(self, drain_s: float) -> None:
+    async def _stop(self, drain_s: float) -> None:
         await self._node.stop(drain_s=drain_s)
 
 
-class RouterHost(Member):
+class RouterHost(Stopping):
     """Async actor; `start` and `add_worker` may be called again."""
 
     def __init__(self, settings: RouterSettings) -> None:
@@ -215,7 +217,7 @@ class RouterHost(Member):
     async def wait_closed(self) -> None:
         await self._closed.wait()
 
-    async def stop(self, drain_s: float) -> None:
+    async def _stop(self, drain_s: float) -> None:
         await self._router.stop(drain_s=drain_s)
         self._closed.set()
 
