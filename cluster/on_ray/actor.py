@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from cluster.core.plan import NODE_HOST
 from cluster.core.processes import STARTS
@@ -71,10 +71,20 @@ class RouterAt:
         return f"{self.internal_host}:{self.internal_grpc_port}"
 
 
-class Stopping:
-    """A stop that a restarted controller may ask for again while it is under way."""
+Address = TypeVar("Address", str, RouterAt)
 
+
+class Host(Generic[Address]):
+    """One start and one stop. A restarted controller asks for them again, also while they are
+    under way, and gets the same answer."""
+
+    _starting: asyncio.Future[Address | StartFailed] | None = None
     _stopping: asyncio.Future[None] | None = None
+
+    async def start(self) -> Address | StartFailed:
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._try_start())
+        return await asyncio.shield(self._starting)
 
     async def stop(self, drain_s: float) -> None:
         """Returns when the process has stopped."""
@@ -82,19 +92,29 @@ class Stopping:
             self._stopping = asyncio.ensure_future(self._stop(drain_s))
         await asyncio.shield(self._stopping)
 
+    async def _try_start(self) -> Address | StartFailed:
+        try:
+            address = await self._start()
+        except KvrelayError as error:
+            return StartFailed(str(error))
+        freeze()
+        return address
+
+    async def _start(self) -> Address:
+        raise NotImplementedError
+
     async def _stop(self, drain_s: float) -> None:
         raise NotImplementedError
 
 
-class WorkerHost(Stopping):
-    """Async actor. A restarted controller may call `start` again."""
+class WorkerHost(Host[str]):
+    """Async actor."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         configure_logging(settings.name)
         self._settings = replace(settings, host=_own_host(settings.host))
         self._worker: WorkerProcess | None = None
         self._activity = STARTS
-        self._address: str | None = None
 
     async def home(self) -> Home:
         """Answers before `start` loads anything."""
@@ -105,17 +125,11 @@ class WorkerHost(Stopping):
             return Doing(activity=self._activity)
         return Doing(activity=self._worker.activity, chosen=self._worker.chosen)
 
-    async def start(self) -> str | StartFailed:
+    async def _start(self) -> str:
         self._activity = StartActivity(stage=Stage.IMPORTS)
-        try:
-            kind = await asyncio.to_thread(_worker_class)
-            self._worker = self._worker or kind(self._settings)
-            if self._address is None:
-                self._address = await self._worker.start()
-                freeze()
-        except KvrelayError as error:
-            return StartFailed(str(error))
-        return self._address
+        kind = await asyncio.to_thread(_worker_class)
+        self._worker = kind(self._settings)
+        return await self._worker.start()
 
     async def answer(self) -> None:
         """A heartbeat: shows that the worker doesn't hang."""
@@ -131,27 +145,20 @@ class WorkerHost(Stopping):
             await self._worker.stop(drain_s=drain_s)
 
 
-class PoolNodeHost(Stopping):
-    """Async actor. A restarted controller may call `start` again."""
+class PoolNodeHost(Host[str]):
+    """Async actor."""
 
     def __init__(self, settings: PoolNodeSettings) -> None:
         configure_logging("pool-node")
         from cluster.pool_node.node import PoolNode
 
         self._node = PoolNode(replace(settings, host=_own_host(settings.host)))
-        self._address: str | None = None
 
     async def doing(self) -> Doing:
         return Doing()
 
-    async def start(self) -> str | StartFailed:
-        try:
-            if self._address is None:
-                self._address = (await self._node.start()).reports
-                freeze()
-        except KvrelayError as error:
-            return StartFailed(str(error))
-        return self._address
+    async def _start(self) -> str:
+        return (await self._node.start()).reports
 
     async def answer(self) -> None:
         """A heartbeat: shows that the pool node doesn't hang."""
@@ -164,8 +171,8 @@ class PoolNodeHost(Stopping):
         await self._node.stop(drain_s=drain_s)
 
 
-class RouterHost(Stopping):
-    """Async actor; `start` and `add_worker` may be called again."""
+class RouterHost(Host[RouterAt]):
+    """Async actor; `add_worker` may be called again."""
 
     def __init__(self, settings: RouterSettings) -> None:
         configure_logging(settings.process)
@@ -173,20 +180,10 @@ class RouterHost(Stopping):
 
         self._settings = replace(settings, internal_host=_own_host(settings.internal_host))
         self._router = RouterProcess(self._settings)
-        self._at: RouterAt | None = None
         self._closed = asyncio.Event()
 
     async def doing(self) -> Doing:
         return Doing(activity=self._router.activity)
-
-    async def start(self) -> RouterAt | StartFailed:
-        try:
-            if self._at is None:
-                self._at = await self._start()
-                freeze()
-        except KvrelayError as error:
-            return StartFailed(str(error))
-        return self._at
 
     async def add_worker(self, address: str) -> StartFailed | None:
         """Returns when requests can go to the worker, or the reason why they never can."""
