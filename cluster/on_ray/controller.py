@@ -172,7 +172,6 @@ class Controller:
 
     async def _begin(self, record: ClusterRecord) -> None:
         self._record, self._fleet = record, Fleet(record.plan)
-        self._free_before = await asyncio.to_thread(ray.available_resources)
         left = frozenset(await asyncio.to_thread(self._fleet.names))
         self._core = _new_core(record, left)
         if left or record.phase is not Phase.STARTING:
@@ -320,7 +319,7 @@ class Controller:
         if name not in asked:
             return False
         free = ray.available_resources()
-        return waits_for_room(asked[name], asked.values(), self._free_before, free)
+        return waits_for_room(asked[name], asked.values(), self._record.free_before, free)
 
     def _is_starting(self, command: Start) -> bool:
         process = self._core.current(command.name, command.life)

@@ -229,7 +229,8 @@ def welcome(report: ControllerReport) -> list[str]:
 
 def _create_controller(plan: ClusterPlan, detach: bool) -> Handle:
     name, key = actor_name(plan.name, CONTROLLER), new_key(plan.name)
-    put_record(key, ClusterRecord(plan=plan, driver=None if detach else this_driver()))
+    driver, free = None if detach else this_driver(), ray.available_resources()
+    put_record(key, ClusterRecord(plan=plan, driver=driver, free_before=free))
     try:
         controller = (
             ray.remote(Controller)

@@ -7,6 +7,7 @@ has no public interface for this; `ray.experimental.internal_kv` is what Ray's o
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass
 from uuid import uuid4
 
@@ -22,10 +23,12 @@ NAMESPACE = b"kvrelay"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRecord:
     """`plan`: with the ports that routers have got, so that they keep them. `driver`: the command
-    whose end ends the cluster. `error`: why a STOPPING cluster stops."""
+    whose end ends the cluster. `free_before`: Ray's resources before the cluster took any.
+    `error`: why a STOPPING cluster stops."""
 
     plan: ClusterPlan
     driver: DriverAt | None
+    free_before: Mapping[str, float]
     phase: Phase = Phase.STARTING
     error: str | None = None
 

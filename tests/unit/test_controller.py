@@ -31,7 +31,8 @@ from kvrelay.errors import ConfigError
 @pytest.fixture
 def record() -> ClusterRecord:
     site: Site = local_site()
-    return ClusterRecord(plan=plan_cluster(resolve(load_config(None), site)), driver=None)
+    plan = plan_cluster(resolve(load_config(None), site))
+    return ClusterRecord(plan=plan, driver=None, free_before={})
 
 
 @pytest.fixture(autouse=True)
