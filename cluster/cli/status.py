@@ -34,7 +34,7 @@ from kvrelay.v1.pool_node_pb2 import TierBlocks as Tier
 from kvrelay.v1.worker_pb2 import DebugKvResponse
 
 if TYPE_CHECKING:
-    from cluster.on_ray.controller import ClusterStatus
+    from cluster.on_ray.reports import ClusterStatus
 
 
 FAST_FACTOR, SLOW_FACTOR, BAD_FACTOR = 0.8, 1.25, 2.0

@@ -254,8 +254,6 @@ class RaySection(Section):
     starts its own."""
     startup_timeout: Seconds = 600.0
     """Limit for placement and loading, autoscaling included."""
-    driver_timeout: Seconds = 15.0
-    """A serve command that is silent for this long counts as gone; the cluster drains and stops."""
     hang_timeout: Seconds = 60.0
     """A router, worker or pool node that doesn't answer for this long is killed and started
     again."""

@@ -98,7 +98,6 @@ class ClusterPlan:
     workers: tuple[WorkerPlan, ...]
     pool: PoolNodePlan | None
     startup_timeout_s: float
-    driver_timeout_s: float
     hang_timeout_s: float
     drain_s: float
 
@@ -117,7 +116,6 @@ def plan_cluster(config: Config) -> ClusterPlan:
         workers=tuple(workers),
         pool=_pool_node_plan(config) if config.pool.enabled != "off" else None,
         startup_timeout_s=config.ray.startup_timeout,
-        driver_timeout_s=config.ray.driver_timeout,
         hang_timeout_s=config.ray.hang_timeout,
         drain_s=config.drain_timeout,
     )

@@ -101,16 +101,9 @@ class ProcessStopped:
     name: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recalled:
-    """From the processes of an earlier controller: whether the cluster was READY under it."""
-
-    was_ready: bool
-
-
 @dataclass(frozen=True, slots=True)
-class DriverSeen:
-    pass
+class DriverEnded:
+    """The serve command has ended without a word. One that is only silent has not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +124,7 @@ SupervisorEvent = (
     | ProcessJoined
     | ProcessAnswered
     | ProcessStopped
-    | Recalled
-    | DriverSeen
+    | DriverEnded
     | StopAsked
     | SupervisionTick
 )
@@ -194,19 +186,10 @@ class PingProcess:
 
 
 @dataclass(frozen=True, slots=True)
-class Remember:
-    """Tell a process that the cluster is READY. A restarted controller asks it for that."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
 class Note:
     """One line for the people who watch the start."""
 
     text: str
 
 
-SupervisorCommand = (
-    Start | Announce | Withdraw | StopProcess | Remove | PingProcess | Remember | Note
-)
+SupervisorCommand = Start | Announce | Withdraw | StopProcess | Remove | PingProcess | Note

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from cluster.core.plan import NODE_HOST
+from cluster.core.processes import STARTS
 from cluster.core.settings import PoolNodeSettings, RouterSettings, WorkerSettings
 from cluster.core.supervision import Home
-from cluster.core.supervisor import STARTS
 from cluster.process.logs import configure_logging
 from cluster.process.net import host_id
 from engine.core.activity import Stage, StartActivity
@@ -71,28 +71,50 @@ class RouterAt:
         return f"{self.internal_host}:{self.internal_grpc_port}"
 
 
-class Member:
-    """State that each process of a cluster keeps for a restarted controller."""
-
-    _cluster_was_ready = False
-
-    async def remember_ready(self) -> None:
-        self._cluster_was_ready = True
-
-    async def recall_ready(self) -> bool:
-        """True if the cluster has been READY since this process serves."""
-        return self._cluster_was_ready
+Address = TypeVar("Address", str, RouterAt)
 
 
-class WorkerHost(Member):
-    """Async actor. A restarted controller may call `start` again."""
+class Host(Generic[Address]):
+    """One start and one stop. A restarted controller asks for them again, also while they are
+    under way, and gets the same answer."""
+
+    _starting: asyncio.Future[Address | StartFailed] | None = None
+    _stopping: asyncio.Future[None] | None = None
+
+    async def start(self) -> Address | StartFailed:
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._try_start())
+        return await asyncio.shield(self._starting)
+
+    async def stop(self, drain_s: float) -> None:
+        """Returns when the process has stopped."""
+        if self._stopping is None:
+            self._stopping = asyncio.ensure_future(self._stop(drain_s))
+        await asyncio.shield(self._stopping)
+
+    async def _try_start(self) -> Address | StartFailed:
+        try:
+            address = await self._start()
+        except KvrelayError as error:
+            return StartFailed(str(error))
+        freeze()
+        return address
+
+    async def _start(self) -> Address:
+        raise NotImplementedError
+
+    async def _stop(self, drain_s: float) -> None:
+        raise NotImplementedError
+
+
+class WorkerHost(Host[str]):
+    """Async actor."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         configure_logging(settings.name)
         self._settings = replace(settings, host=_own_host(settings.host))
         self._worker: WorkerProcess | None = None
         self._activity = STARTS
-        self._address: str | None = None
 
     async def home(self) -> Home:
         """Answers before `start` loads anything."""
@@ -103,17 +125,11 @@ class WorkerHost(Member):
             return Doing(activity=self._activity)
         return Doing(activity=self._worker.activity, chosen=self._worker.chosen)
 
-    async def start(self) -> str | StartFailed:
+    async def _start(self) -> str:
         self._activity = StartActivity(stage=Stage.IMPORTS)
-        try:
-            kind = await asyncio.to_thread(_worker_class)
-            self._worker = self._worker or kind(self._settings)
-            if self._address is None:
-                self._address = await self._worker.start()
-                freeze()
-        except KvrelayError as error:
-            return StartFailed(str(error))
-        return self._address
+        kind = await asyncio.to_thread(_worker_class)
+        self._worker = kind(self._settings)
+        return await self._worker.start()
 
     async def answer(self) -> None:
         """A heartbeat: shows that the worker doesn't hang."""
@@ -124,32 +140,25 @@ class WorkerHost(Member):
         assert self._worker is not None, "started"
         await self._worker.wait_closed()
 
-    async def stop(self, drain_s: float) -> None:
+    async def _stop(self, drain_s: float) -> None:
         if self._worker is not None:
             await self._worker.stop(drain_s=drain_s)
 
 
-class PoolNodeHost(Member):
-    """Async actor. A restarted controller may call `start` again."""
+class PoolNodeHost(Host[str]):
+    """Async actor."""
 
     def __init__(self, settings: PoolNodeSettings) -> None:
         configure_logging("pool-node")
         from cluster.pool_node.node import PoolNode
 
         self._node = PoolNode(replace(settings, host=_own_host(settings.host)))
-        self._address: str | None = None
 
     async def doing(self) -> Doing:
         return Doing(chosen=self._node.chosen)
 
-    async def start(self) -> str | StartFailed:
-        try:
-            if self._address is None:
-                self._address = (await self._node.start()).reports
-                freeze()
-        except KvrelayError as error:
-            return StartFailed(str(error))
-        return self._address
+    async def _start(self) -> str:
+        return (await self._node.start()).reports
 
     async def answer(self) -> None:
         """A heartbeat: shows that the pool node doesn't hang."""
@@ -158,12 +167,12 @@ class PoolNodeHost(Member):
     async def wait_closed(self) -> None:
         await self._node.wait_closed()
 
-    async def stop(self, drain_s: float) -> None:
+    async def _stop(self, drain_s: float) -> None:
         await self._node.stop(drain_s=drain_s)
 
 
-class RouterHost(Member):
-    """Async actor; `start` and `add_worker` may be called again."""
+class RouterHost(Host[RouterAt]):
+    """Async actor; `add_worker` may be called again."""
 
     def __init__(self, settings: RouterSettings) -> None:
         configure_logging(settings.process)
@@ -171,20 +180,10 @@ class RouterHost(Member):
 
         self._settings = replace(settings, internal_host=_own_host(settings.internal_host))
         self._router = RouterProcess(self._settings)
-        self._at: RouterAt | None = None
         self._closed = asyncio.Event()
 
     async def doing(self) -> Doing:
         return Doing(activity=self._router.activity)
-
-    async def start(self) -> RouterAt | StartFailed:
-        try:
-            if self._at is None:
-                self._at = await self._start()
-                freeze()
-        except KvrelayError as error:
-            return StartFailed(str(error))
-        return self._at
 
     async def add_worker(self, address: str) -> StartFailed | None:
         """Returns when requests can go to the worker, or the reason why they never can."""
@@ -215,7 +214,7 @@ class RouterHost(Member):
     async def wait_closed(self) -> None:
         await self._closed.wait()
 
-    async def stop(self, drain_s: float) -> None:
+    async def _stop(self, drain_s: float) -> None:
         await self._router.stop(drain_s=drain_s)
         self._closed.set()
 

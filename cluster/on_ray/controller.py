@@ -1,32 +1,33 @@
 """The detached Ray actor that owns all others of one cluster: the shell around the supervisor.
 
 It outlives its driver just long enough to drain and remove every actor, itself included. When it
-dies, Ray starts it again, and it finds its actors by their names.
-
-Also its reports to drivers and to `kvrelay status`, as values, and a pure test whether a process
-waits for resources of Ray.
+dies, Ray starts it again: it reads the cluster's record, finds its actors by their names, and goes
+on where it was. An unexpected exception in one of its tasks restarts that task, one in its loop
+restarts the whole controller.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import assert_never
+from dataclasses import replace
+from functools import partial
+from typing import Any, assert_never
 from uuid import uuid4
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
-from cluster.core.plan import ClusterPlan, placements
+from cluster.core.plan import placements
 from cluster.core.supervision import (
     Announce,
     Does,
-    DriverSeen,
+    DriverEnded,
     Home,
     Lost,
     Note,
@@ -37,8 +38,6 @@ from cluster.core.supervision import (
     ProcessJoined,
     ProcessKind,
     ProcessStopped,
-    Recalled,
-    Remember,
     Remove,
     Serving,
     Start,
@@ -50,71 +49,17 @@ from cluster.core.supervision import (
     SupervisorEvent,
     Withdraw,
 )
-from cluster.core.supervisor import Limits, Supervisor
+from cluster.core.supervisor import Former, Limits, Supervisor
 from cluster.on_ray.actor import Doing, RouterAt, StartFailed
+from cluster.on_ray.driver import DriverAt, DriverState, state_of
 from cluster.on_ray.fleet import Fleet, Handle
+from cluster.on_ray.record import ClusterRecord, get_record, put_record, remove_record
+from cluster.on_ray.reports import ClusterStatus, ControllerReport, ProcessStatus, waits_for_room
 from cluster.process.logs import configure_logging
 from engine.core.activity import Stage, StartActivity
+from engine.core.own_time import OwnTime
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControllerReport:
-    """For the driver. `notes` are the new ones only, `noted` counts all. `controller` is another id
-    after each start of the controller."""
-
-    controller: str
-    phase: Phase
-    error: str | None
-    notes: tuple[str, ...]
-    noted: int
-    model: str
-    routers: tuple[RouterAt, ...]
-    downloads: Mapping[str, StartActivity]
-    """# process |-> progress of its download"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessStatus:
-    name: str
-    state: str
-    address: str | None
-    starts: int
-    doing: str
-    """Its activity while it starts, the reason if it is left out, else empty."""
-    chosen: str
-    """What it chose for itself on its machine, and why."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterStatus:
-    name: str
-    phase: str
-    routers: tuple[RouterAt, ...]
-    processes: tuple[ProcessStatus, ...]
-
-
-ROUNDING = 1e-3
-
-
-def waits_for_room(
-    asked: Mapping[str, float],
-    all_asked: Iterable[Mapping[str, float]],
-    before: Mapping[str, float],
-    free: Mapping[str, float],
-) -> bool:
-    """`asked` is the request of one process, `all_asked` the sum over the cluster, this process
-    included. `before` was free when the cluster began, and `free` is free now. If everything that
-    was asked for is taken, this process has its resources and is only starting."""
-    lacking = [name for name, amount in asked.items() if free.get(name, 0.0) + ROUNDING < amount]
-    wanted = [*all_asked]
-    return any(
-        before.get(name, 0.0) - free.get(name, 0.0) + ROUNDING
-        < sum(one.get(name, 0.0) for one in wanted)
-        for name in lacking
-    )
-
 
 TOLD = (State.STARTING, State.SERVING, State.LEFT_OUT)
 """States in which there is more to say of a process."""
@@ -123,6 +68,10 @@ STOP_GRACE_S = 10.0
 """A process that has not stopped this long after its drain is killed."""
 SILENT_S = 3.0
 """If a process is silent for this long, the controller checks whether Ray has room for it."""
+DRIVER_LOOK_S = 2.0
+RETRY_S = 1.0
+ROUTER_TRIES = 3
+"""A router that fails so often to add a worker, for no known reason, has refused it."""
 LAST_REPORT_S = 3.0
 """A stopped controller waits this long for its driver to read that it stopped."""
 ROUTER_GONE = StartFailed("the router is gone")
@@ -131,36 +80,38 @@ ROUTER_GONE = StartFailed("the router is gone")
 class Controller:
     """Async actor. Its loop starts with it, so that a restarted controller continues by itself."""
 
-    def __init__(self, plan: ClusterPlan, detach: bool) -> None:
+    _record: ClusterRecord
+    _fleet: Fleet
+    _core: Supervisor
+
+    def __init__(self, key: str) -> None:
+        """`key`: that of the cluster's record."""
         configure_logging("controller")
-        self._plan = plan
-        self._fleet = Fleet(plan)
+        self._key = key
         self._id = uuid4().hex
+        self._begun = asyncio.Event()
         self._events: asyncio.Queue[SupervisorEvent] = asyncio.Queue()
         self._notes: list[str] = []
-        self._free_before = ray.available_resources()
         self._chosen: dict[str, str] = {}
         self._router_at: dict[str, RouterAt] = {}
         self._router_calls: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._last_report = asyncio.Event()
-        former = self._fleet.names()
-        self._core = self._new_core(detach, restarted=bool(former))
+        self._tick_at_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._spawn(self._run())
-        if former:
-            self._spawn(self._recall(former))
+        self._running = asyncio.get_running_loop().create_task(self._run())
 
     async def heartbeat(self, seen: int, stop: bool) -> ControllerReport:
-        """The driver is alive and has `seen` this many notes; `stop`: it wants the cluster to
-        stop."""
-        self._events.put_nowait(StopAsked() if stop else DriverSeen())
+        """For a driver that has `seen` this many notes. `stop`: it wants the cluster to stop."""
+        await self._begun.wait()
+        if stop:
+            self._events.put_nowait(StopAsked())
         report = ControllerReport(
             controller=self._id,
             phase=self._core.phase,
             error=self._core.error,
             notes=tuple(self._notes[seen:]),
             noted=len(self._notes),
-            model=self._plan.routers[0].settings.served_model_name,
+            model=self._record.plan.routers[0].settings.served_model_name,
             routers=self._routers(),
             downloads={
                 p.name: p.activity
@@ -173,8 +124,9 @@ class Controller:
         return report
 
     async def status(self) -> ClusterStatus:
+        await self._begun.wait()
         return ClusterStatus(
-            name=self._plan.name,
+            name=self._record.plan.name,
             phase=self._core.phase,
             routers=self._routers(),
             processes=tuple(
@@ -195,47 +147,64 @@ class Controller:
         known = self._router_at
         return tuple(known[name] for name in self._core.routers if name in known)
 
-    # The loop: wait, decide, act
-
-    def _new_core(self, detach: bool, *, restarted: bool) -> Supervisor:
-        limits = Limits(
-            startup_timeout_s=self._plan.startup_timeout_s,
-            driver_timeout_s=None if detach else self._plan.driver_timeout_s,
-            hang_timeout_s=self._plan.hang_timeout_s,
-        )
-        needs = {name: str(place) for name, place in placements(self._plan).items()}
-        pool = self._plan.pool
-        pool_needs = None if pool is None else str(pool.placement)
-        routers = [router.settings.process for router in self._plan.routers]
-        return Supervisor(
-            routers,
-            needs,
-            limits,
-            time.monotonic(),
-            pool_needs=pool_needs,
-            pool_required=pool is None or pool.required,
-            restarted=restarted,
-        )
+    # The loop: wait, decide, remember, act
 
     async def _run(self) -> None:
         try:
-            event: SupervisorEvent = SupervisionTick()
-            while self._core.phase is not Phase.STOPPED:
-                for command in self._core.handle(event, time.monotonic()):
-                    self._execute(command)
-                event = await self._next_event()
-            self._fleet.kill_strays()
-            await self._linger()
-            self._exit(restart=False)
+            record = await asyncio.to_thread(get_record, self._key)
+            if record is not None:
+                await self._supervise(record)
+            ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
         except Exception:
             log.exception("the controller failed; Ray starts it again")
-            self._exit(restart=True)
+            await asyncio.sleep(RETRY_S)
+            os._exit(1)
+
+    async def _supervise(self, record: ClusterRecord) -> None:
+        """Until the cluster has stopped."""
+        await self._begin(record)
+        event: SupervisorEvent = SupervisionTick()
+        while self._core.phase is not Phase.STOPPED:
+            commands = self._core.handle(event, time.monotonic())
+            await self._remember()
+            for command in commands:
+                self._execute(command)
+            event = await self._next_event()
+        self._fleet.kill_strays()
+        await self._linger()
+        await asyncio.to_thread(remove_record, self._key)
+
+    async def _begin(self, record: ClusterRecord) -> None:
+        self._record, self._fleet = record, Fleet(record.plan)
+        left = frozenset(await asyncio.to_thread(self._fleet.names))
+        self._core = _new_core(record, left)
+        if left or record.phase is not Phase.STARTING:
+            self._notes.append(f"the controller was restarted; the cluster was {record.phase}")
+        self._begun.set()
+        if record.driver is not None:
+            self._spawn("the watch of the driver", partial(self._watch_driver, record.driver))
+
+    async def _remember(self) -> None:
+        """Before the commands are carried out. What fails is tried again after the next event."""
+        phase, error = self._core.phase, self._core.error
+        now = replace(self._record, plan=self._fleet.plan, phase=phase, error=error)
+        if now == self._record or phase is Phase.STOPPED:
+            return
+        try:
+            await asyncio.to_thread(put_record, self._key, now)
+        except Exception:
+            log.exception("the cluster's record can't be written")
+        else:
+            self._record = now
 
     async def _next_event(self) -> SupervisorEvent:
-        try:
-            return await asyncio.wait_for(self._events.get(), TICK_S)
-        except TimeoutError:
-            return SupervisionTick()
+        """A tick in time, however many other events there are."""
+        wait_s = self._tick_at_s - time.monotonic()
+        if wait_s > 0:
+            with suppress(TimeoutError):
+                return await asyncio.wait_for(self._events.get(), wait_s)
+        self._tick_at_s = time.monotonic() + TICK_S
+        return SupervisionTick()
 
     async def _linger(self) -> None:
         """Lets a driver that is still there read the last report before this actor ends."""
@@ -245,41 +214,49 @@ class Controller:
         except TimeoutError:
             log.info("no driver read the last report")
 
-    def _exit(self, *, restart: bool) -> None:
-        ray.kill(ray.get_runtime_context().current_actor, no_restart=not restart)
+    async def _watch_driver(self, driver: DriverAt) -> None:
+        while (state := await asyncio.to_thread(state_of, driver)) is DriverState.RUNS:
+            await asyncio.sleep(DRIVER_LOOK_S)
+        if state is DriverState.ENDED:
+            self._events.put_nowait(DriverEnded())
+        else:
+            self._notes.append("the node of the serve command is gone; the cluster goes on")
 
     def _execute(self, command: SupervisorCommand) -> None:
         match command:
-            case Start():
-                self._spawn(self._start(command))
-            case StopProcess():
-                self._spawn(self._stop(command))
+            case Start(name=name):
+                self._spawn(f"the start of {name}", partial(self._start, command))
+            case StopProcess(name=name):
+                self._spawn(f"the stop of {name}", partial(self._stop, command))
             case Remove(name=name):
                 self._fleet.kill(name)
-            case Announce():
-                self._spawn(self._announce(command))
-            case Withdraw():
-                self._spawn(self._withdraw(command))
-            case PingProcess():
-                self._spawn(self._ping(command))
-            case Remember(name=name):
-                self._spawn(self._remember(name))
+            case Announce(router=router):
+                self._spawn(f"a message to {router}", partial(self._announce, command))
+            case Withdraw(router=router):
+                self._spawn(f"a message to {router}", partial(self._withdraw, command))
+            case PingProcess(name=name):
+                self._spawn(f"a ping of {name}", partial(self._ping, command))
             case Note(text=text):
                 log.debug(text)
                 self._notes.append(text)
             case _:
                 assert_never(command)
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+    def _spawn(self, what: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        task = asyncio.get_running_loop().create_task(self._try_until_done(what, work))
         self._tasks.add(task)
-        task.add_done_callback(self._finished)
+        task.add_done_callback(self._tasks.discard)
 
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a task of the controller failed", exc_info=error)
-            self._notes.append(f"controller: {_reason(error)}")
+    async def _try_until_done(
+        self, what: str, work: Callable[[], Coroutine[None, None, None]]
+    ) -> None:
+        """Each task ends by itself once its process is another one."""
+        while True:
+            try:
+                return await work()
+            except Exception:
+                log.exception("%s failed, and is tried again in %g s", what, RETRY_S)
+            await asyncio.sleep(RETRY_S)
 
     # One process
 
@@ -288,25 +265,28 @@ class Controller:
         name, life = command.name, command.life
         try:
             host = self._fleet.create(name, command.node)
-            self._spawn(self._follow(command, host))
+            self._spawn(f"following {name}", partial(self._follow, command, host))
             if name in self._core.workers:
-                self._spawn(self._place(command, host.home.remote()))
-            started = await host.start.remote()
+                self._spawn(f"placing {name}", partial(self._place, command, host))
+            started = await _answer(host.start)
             if isinstance(started, StartFailed):
                 refused = Lost(name=name, life=life, reason=started.reason, fatal=True)
                 self._events.put_nowait(refused)
                 return
             address = self._adopt(started)
             self._events.put_nowait(Serving(name=name, life=life, address=address))
-            await host.wait_closed.remote()
+            await _answer(host.wait_closed)
             reason = "it closed"
         except (RayError, ValueError) as error:
             reason = _reason(error)
+        except Exception as error:
+            log.exception("%s could not be followed", name)
+            reason = _reason(error)
         self._events.put_nowait(Lost(name=name, life=life, reason=reason))
 
-    async def _place(self, command: Start, asked: asyncio.Future[Home]) -> None:
+    async def _place(self, command: Start, host: Handle) -> None:
         with suppress(RayError):  # `_start` gets the error too
-            home = await asked
+            home: Home = await _answer(host.home)
             self._events.put_nowait(Placed(name=command.name, life=command.life, home=home))
 
     async def _follow(self, command: Start, host: Handle) -> None:
@@ -315,7 +295,7 @@ class Controller:
         asked: asyncio.Future[Doing] | None = None
         with suppress(RayError):
             while self._is_starting(command):
-                asked = asked or asyncio.ensure_future(_answer(host.doing.remote()))
+                asked = asked or asyncio.ensure_future(_answer(host.doing))
                 await asyncio.wait([asked], timeout=SILENT_S)
                 if asked.done():
                     heard, asked = self._hear(command, asked.result(), heard), None
@@ -340,44 +320,22 @@ class Controller:
         self._events.put_nowait(Does(name=command.name, life=command.life, activity=activity))
 
     def _waits_for_room(self, name: str) -> bool:
-        asked = {name: place.amounts() for name, place in placements(self._plan).items()}
+        asked = {name: place.amounts() for name, place in placements(self._fleet.plan).items()}
         if name not in asked:
             return False
         free = ray.available_resources()
-        return waits_for_room(asked[name], asked.values(), self._free_before, free)
+        return waits_for_room(asked[name], asked.values(), self._record.free_before, free)
 
     def _is_starting(self, command: Start) -> bool:
-        return any(
-            p.name == command.name and p.life == command.life and p.state is State.STARTING
-            for p in self._core.processes()
-        )
+        process = self._core.current(command.name, command.life)
+        return process is not None and process.state is State.STARTING
 
     async def _ping(self, command: PingProcess) -> None:
-        with suppress(RayError):  # `_start` reports a dead one
-            await self._fleet.find(command.name).answer.remote()
-            self._events.put_nowait(ProcessAnswered(name=command.name, life=command.life))
-
-    async def _remember(self, name: str) -> None:
-        with suppress(RayError):
-            await self._fleet.find(name).remember_ready.remote()
-
-    async def _recall(self, former: list[str]) -> None:
-        """The first process that knows the cluster was READY decides it."""
-        asked = [asyncio.ensure_future(self._recalls(name)) for name in former]
-        was_ready = False
-        with suppress(TimeoutError):
-            for answer in asyncio.as_completed(asked, timeout=self._plan.hang_timeout_s):
-                if was_ready := await answer:
-                    break
-        for task in asked:
-            task.cancel()
-        self._events.put_nowait(Recalled(was_ready=was_ready))
-
-    async def _recalls(self, name: str) -> bool:
-        process = self._fleet.find(name)
-        with suppress(RayError):
-            return process is not None and bool(await process.recall_ready.remote())
-        return False
+        host = self._fleet.find(command.name)
+        if host is not None and self._core.current(command.name, command.life) is not None:
+            with suppress(RayActorError):  # `_start` reports a dead one
+                await _answer(host.answer)
+                self._events.put_nowait(ProcessAnswered(name=command.name, life=command.life))
 
     def _adopt(self, started: str | RouterAt) -> str:
         if isinstance(started, str):
@@ -389,14 +347,17 @@ class Controller:
     async def _stop(self, command: StopProcess) -> None:
         host = self._fleet.find(command.name)
         if host is not None and command.drain:
-            await self._drain(command.name, host.stop.remote(self._plan.drain_s))
+            await self._drain(command.name, host)
         self._fleet.kill(command.name)
         self._events.put_nowait(ProcessStopped(name=command.name))
 
-    async def _drain(self, name: str, stopping: asyncio.Future[None]) -> None:
+    async def _drain(self, name: str, host: Handle) -> None:
+        drain_s = self._fleet.plan.drain_s
+        stopping = asyncio.ensure_future(_answer(host.stop, drain_s))
         try:
-            await asyncio.wait_for(stopping, self._plan.drain_s + STOP_GRACE_S)
-        except (RayError, TimeoutError) as error:
+            if not await _is_done(stopping, drain_s + STOP_GRACE_S):
+                log.warning("%s has not stopped after %g s", name, drain_s + STOP_GRACE_S)
+        except RayError as error:
             log.warning("%s did not stop well: %s", name, _reason(error))
 
     # A router hears of others in the order of the commands; one that died, when it is back.
@@ -417,18 +378,60 @@ class Controller:
 
     async def _ask_router(self, name: str, method: str, address: str) -> StartFailed | None:
         async with self._router_calls[name]:
-            router = self._fleet.find(name)
-            if router is None:
-                return ROUTER_GONE
-            try:
-                answer: StartFailed | None = await getattr(router, method).remote(address)
-            except RayActorError:
-                return ROUTER_GONE
-            return answer
+            for _ in range(ROUTER_TRIES):
+                try:
+                    return await self._ask_router_once(name, method, address)
+                except RayTaskError as error:
+                    log.exception("%s, %s of %s", name, method, address)
+                    failed = StartFailed(_reason(error))
+                await asyncio.sleep(RETRY_S)
+            return failed
+
+    async def _ask_router_once(self, name: str, method: str, address: str) -> StartFailed | None:
+        router = self._fleet.find(name)
+        if router is None:
+            return ROUTER_GONE
+        try:
+            answer: StartFailed | None = await _answer(getattr(router, method), address)
+        except RayActorError:
+            return ROUTER_GONE
+        return answer
 
 
-async def _answer(asked: Awaitable[Doing]) -> Doing:
-    return await asked
+def _new_core(record: ClusterRecord, left: frozenset[str]) -> Supervisor:
+    plan = record.plan
+    return Supervisor(
+        [router.settings.process for router in plan.routers],
+        {name: str(place) for name, place in placements(plan).items()},
+        Limits(startup_timeout_s=plan.startup_timeout_s, hang_timeout_s=plan.hang_timeout_s),
+        time.monotonic(),
+        pool_needs=None if plan.pool is None else str(plan.pool.placement),
+        pool_required=plan.pool is None or plan.pool.required,
+        former=Former(phase=record.phase, error=record.error, left=left),
+    )
+
+
+async def _answer(method: Handle, *arguments: object) -> Any:
+    """What an actor answers. A connection that breaks says nothing about the actor: it is asked
+    again until it answers or Ray knows that it is dead."""
+    while True:
+        try:
+            return await method.remote(*arguments)
+        except ActorUnavailableError as error:
+            log.warning("asking again: %s", _reason(error))
+        await asyncio.sleep(RETRY_S)
+
+
+async def _is_done(asked: asyncio.Future[None], limit_s: float) -> bool:
+    """Within this time. A pause of this process is no part of it. Raises what the task raised."""
+    own_time = OwnTime(most_s=2 * TICK_S, looked_s=time.monotonic())
+    passed_s = 0.0
+    while passed_s < limit_s and not asked.done():
+        await asyncio.wait([asked], timeout=TICK_S)
+        passed_s += own_time.since_last(time.monotonic())
+    if asked.done():
+        asked.result()
+    return asked.done()
 
 
 def _reason(error: BaseException) -> str:
@@ -437,6 +440,8 @@ def _reason(error: BaseException) -> str:
         case RayTaskError():
             cause = error.cause
             return f"{type(cause).__name__}: {cause}".splitlines()[0]
+        case ActorUnavailableError():
+            return "its connection broke"
         case RayActorError() if "creation task" in str(error):
             return str(error).strip().splitlines()[-1]
         case RayActorError():

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.core.plan import ClusterPlan, RayResources
+from cluster.core.plan import ClusterPlan, RayResources, RouterPlan
 from cluster.on_ray.actor import PoolNodeHost, RouterAt, RouterHost, WorkerHost
 
 log = logging.getLogger(__name__)
@@ -29,22 +29,22 @@ def actor_name(cluster: str, process: str) -> str:
 
 class Fleet:
     def __init__(self, plan: ClusterPlan) -> None:
-        self._plan = plan
-        self._routers = {router.settings.process: router for router in plan.routers}
+        self.plan = plan  # with the ports of the routers that have served
         self._workers = {worker.settings.name: worker for worker in plan.workers}
         self._handles: dict[str, Handle] = {}
 
     def create(self, name: str, node: str | None) -> Handle:
         """A new actor, on this node of Ray if one is given, or the actor that an earlier controller
         left under this name."""
-        if name in self._routers:
-            router = self._routers[name]
+        routers = {router.settings.process: router for router in self.plan.routers}
+        if name in routers:
+            router = routers[name]
             made = self._make(name, RouterHost, router.settings, router.placement)
         elif name in self._workers:
             worker = self._workers[name]
             made = self._make(name, WorkerHost, worker.settings, worker.placement)
         else:
-            pool = self._plan.pool
+            pool = self.plan.pool
             assert pool is not None and node is not None, name
             made = self._make(name, PoolNodeHost, pool.settings, pool.placement, node)
         self._handles[name] = made
@@ -68,7 +68,7 @@ class Fleet:
         found = ray.util.list_named_actors(all_namespaces=True)
         actors = [actor["name"] for actor in found if actor["namespace"] == NAMESPACE]
         split = [name.partition("/") for name in actors]
-        return [name for of, _, name in split if of == self._plan.name and name != CONTROLLER]
+        return [name for of, _, name in split if of == self.plan.name and name != CONTROLLER]
 
     def kill_strays(self) -> None:
         """Kills actors that an earlier controller started and this one doesn't know."""
@@ -78,18 +78,12 @@ class Fleet:
 
     def keep_ports(self, at: RouterAt) -> None:
         """A restarted router listens on the same ports as before."""
-        known = self._routers[at.name]
-        settings = replace(
-            known.settings,
-            http_port=at.http_port,
-            grpc_port=at.grpc_port,
-            internal_http_port=at.internal_http_port,
-            internal_grpc_port=at.internal_grpc_port,
-        )
-        self._routers[at.name] = replace(known, settings=settings)
+        routers = tuple(_at_ports(router, at) for router in self.plan.routers)
+        if routers != self.plan.routers:
+            self.plan = replace(self.plan, routers=routers)
 
     def _actor_name(self, name: str) -> str:
-        return actor_name(self._plan.name, name)
+        return actor_name(self.plan.name, name)
 
     def _make(
         self, name: str, host: type, settings: object, place: RayResources, node: str | None = None
@@ -102,6 +96,19 @@ class Fleet:
             .options(name=self._actor_name(name), get_if_exists=True, **options)
             .remote(settings)
         )
+
+
+def _at_ports(router: RouterPlan, at: RouterAt) -> RouterPlan:
+    if router.settings.process != at.name:
+        return router
+    settings = replace(
+        router.settings,
+        http_port=at.http_port,
+        grpc_port=at.grpc_port,
+        internal_http_port=at.internal_http_port,
+        internal_grpc_port=at.internal_grpc_port,
+    )
+    return replace(router, settings=settings)
 
 
 def _ray_options(place: RayResources) -> dict[str, Any]:

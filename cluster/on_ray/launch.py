@@ -1,7 +1,8 @@
 """`kvrelay serve`: starts a cluster on Ray, follows it, and removes it at the end.
 
 Runs in the driver. The cluster belongs to its controller actor. This process only starts the
-controller, prints its notes, and sends heartbeats while it lives.
+controller, prints its notes, and asks it how the cluster is. When this process ends without a word,
+the controller stops the cluster; when it is only silent, nothing happens.
 """
 
 from __future__ import annotations
@@ -21,12 +22,22 @@ from cluster.core.plan import ClusterPlan, plan_cluster, shortage
 from cluster.core.resolve import pinned, resolve
 from cluster.core.supervision import Phase
 from cluster.on_ray.connect import Connected
-from cluster.on_ray.controller import Controller, ControllerReport
+from cluster.on_ray.controller import Controller
+from cluster.on_ray.driver import this_driver
 from cluster.on_ray.fleet import CONTROLLER, NAMESPACE, Handle, actor_name
+from cluster.on_ray.record import (
+    ClusterRecord,
+    new_key,
+    put_record,
+    remove_record,
+    remove_records,
+)
+from cluster.on_ray.reports import ControllerReport
 from cluster.process.bars import DownloadBars
 from kvrelay.errors import ConfigError, KvrelayError
 
 BEAT_S = 0.25
+IDLE_BEAT_S = 3.0
 ANSWER_S = 60.0
 GONE_S = 60.0
 CONTROLLER_CALLS_AT_ONCE = 64
@@ -49,14 +60,15 @@ class Stopwatch:
 class Driver:
     """One cluster, as a command that follows it sees it."""
 
-    def __init__(self, name: str, controller: Handle, *, idle_beat_s: float, say: Printer) -> None:
+    def __init__(
+        self, name: str, controller: Handle, *, say: Printer, idle_beat_s: float = IDLE_BEAT_S
+    ) -> None:
         self.name = name
         self._controller = controller
         self._idle_beat_s = idle_beat_s
         self._say = say
         self._controller_id = ""
         self._seen = 0
-        self._was_ready = False
         self._bars = DownloadBars()
         self._stopping = threading.Event()
 
@@ -100,7 +112,6 @@ class Driver:
             self._say(note)
         self._bars.show(report.downloads)
         self._seen = report.noted
-        self._was_ready = report.phase is Phase.READY
         return report
 
     def _with_all_notes(self, report: ControllerReport) -> ControllerReport:
@@ -114,13 +125,14 @@ class Driver:
         return self._ask()
 
     def _ask(self) -> ControllerReport:
-        """A READY cluster serves without its controller, so its answer is waited for."""
+        """The cluster goes on without its controller, so the answer is waited for; not when the
+        cluster shall stop."""
         while True:
             beat = self._controller.heartbeat.remote(self._seen, self._stopping.is_set())
             try:
                 report: ControllerReport = ray.get(beat, timeout=ANSWER_S)
             except GetTimeoutError:
-                if not self._was_ready or self._stopping.is_set():
+                if self._stopping.is_set():
                     raise
                 self._say(f"the controller has not answered for {ANSWER_S:g} s")
             else:
@@ -136,7 +148,7 @@ def start(config: Config, here: Connected, *, detach: bool, say: Printer) -> Dri
     if here.own and (missing := shortage(plan, ray.cluster_resources())):
         raise ConfigError(missing)
     controller = _create_controller(plan, detach)
-    return Driver(plan.name, controller, idle_beat_s=plan.driver_timeout_s / 5, say=say)
+    return Driver(plan.name, controller, say=say)
 
 
 def serve(config: Config, here: Connected, *, detach: bool, say: Stopwatch) -> None:
@@ -183,6 +195,7 @@ def kill(cluster: str) -> None:
     for name in names:
         with suppress(ValueError, RayError):
             ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
+    remove_records(cluster)
 
 
 def stop(name: str | None, *, say: Printer) -> None:
@@ -215,9 +228,11 @@ def welcome(report: ControllerReport) -> list[str]:
 
 
 def _create_controller(plan: ClusterPlan, detach: bool) -> Handle:
-    name = actor_name(plan.name, CONTROLLER)
+    name, key = actor_name(plan.name, CONTROLLER), new_key(plan.name)
+    driver, free = None if detach else this_driver(), ray.available_resources()
+    put_record(key, ClusterRecord(plan=plan, driver=driver, free_before=free))
     try:
-        return (
+        controller = (
             ray.remote(Controller)
             .options(
                 name=name,
@@ -228,12 +243,15 @@ def _create_controller(plan: ClusterPlan, detach: bool) -> Handle:
                 max_task_retries=-1,
                 max_concurrency=CONTROLLER_CALLS_AT_ONCE,
             )
-            .remote(plan, detach)
+            .remote(key)
         )
     except ValueError:
+        remove_record(key)
         raise ConfigError(
             f"a cluster named {plan.name} already runs on this Ray: choose another --name"
         ) from None
+    remove_records(plan.name, but=key)
+    return controller
 
 
 def _wait_gone(cluster: str) -> None:

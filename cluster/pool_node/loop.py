@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import assert_never
 
 from cluster.config.types import format_size
+from cluster.core.processes import pool_process
 from cluster.core.settings import PoolNodeSettings
-from cluster.core.supervisor import pool_process
 from cluster.pool_node.disk import PoolDisk
 from cluster.pool_node.report import pool_report
 from cluster.pool_node.service import LineOpened, ReportAsked, RouterLine, ServiceEvent

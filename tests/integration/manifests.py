@@ -19,10 +19,13 @@ Manifest = dict[str, Any]
 
 @cache
 def render(overlay: str) -> tuple[Manifest, ...]:
+    return built(DEPLOY / "kubernetes" / "overlays" / overlay)
+
+
+def built(folder: Path) -> tuple[Manifest, ...]:
     """Skips the test without kubectl."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed: nothing renders the manifests")
-    folder = DEPLOY / "kubernetes" / "overlays" / overlay
     done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return tuple(yaml.safe_load_all(done.stdout))

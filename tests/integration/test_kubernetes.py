@@ -21,6 +21,7 @@ from tests.integration.manifests import (
     DEPLOY,
     OVERLAYS,
     Manifest,
+    built,
     cluster_file,
     group_resources,
     groups,
@@ -64,6 +65,23 @@ def test_the_check_of_kubernetes_can_fail() -> None:
 @pytest.mark.parametrize("kind", ["RayCluster", "RayJob"])
 def test_kuberay_accepts_them(overlay: str, kind: str) -> None:
     crd_validator(kind).validate(one(overlay, kind))
+
+
+@each_overlay
+def test_kuberay_accepts_a_head_with_a_store(overlay: str, tmp_path: Path) -> None:
+    folder = Path(os.path.relpath(DEPLOY / "kubernetes", tmp_path.resolve()))
+    parts = {
+        "resources": [str(folder / "overlays" / overlay)],
+        "components": [str(folder / "components" / "head-store")],
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(parts))
+    (cluster,) = [m for m in built(tmp_path) if m["kind"] == "RayCluster"]
+    crd_validator("RayCluster").validate(cluster)
+    assert cluster["spec"]["gcsFaultToleranceOptions"]["backend"] == "rocksdb"
+    assert {**cluster["spec"], "gcsFaultToleranceOptions": None} == {
+        **one(overlay, "RayCluster")["spec"],
+        "gcsFaultToleranceOptions": None,
+    }, "and nothing else"
 
 
 def test_the_check_of_kuberay_can_fail() -> None:

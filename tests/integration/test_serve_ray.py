@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,7 +21,6 @@ import psutil
 import pytest
 
 from cluster.on_ray.launch import ONE_PRESS_S
-from engine.bundled import checkpoint_path
 from kvrelay.client import Client
 from kvrelay.errors import KvrelayError
 from tests.integration.manifests import DEPLOY, base_groups, cluster_file, group_resources, one
@@ -229,48 +227,13 @@ def test_a_worker_that_hangs_is_killed_and_started_again(head: Head, tmp_path: P
     assert_nothing_is_left(head.marked, http, grpc)
 
 
-def test_a_restarted_controller_lets_a_degraded_cluster_serve(head: Head, tmp_path: Path) -> None:
-    """It is killed together with one of two workers. That one can't start for lack of a file,
-    which would end a cluster that starts."""
-    log, model = (
-        tmp_path / "serve.log",
-        Path(shutil.copytree(checkpoint_path(), tmp_path / "model")),
-    )
-    options = [
-        "--name",
-        "degraded",
-        "--model",
-        model,
-        "--set",
-        "workers=[{role: both, replicas: 2}]",
-    ]
-    driver = head.joined().start(KVRELAY, "serve", *options, *PLAIN, log=log)
-    http, grpc = addresses(driver, log)
-
-    config = (model / "config.json").rename(tmp_path / "config.json")
-    kill_one(head.marked, "ray::WorkerHost")
-    kill_one(head.marked, "ray::Controller")
-    again = "the controller was restarted; the cluster was ready"
-    failed = r"both-\d is lost: .*has no config.json"
-    until(lambda: re.search(failed, log.read_text().partition(again)[2]))
-    assert phase(head, "degraded") == "ready"
-    ask_both_faces(http, grpc)
-
-    config.rename(model / "config.json")
-    until(lambda: states(head, "degraded") == ["serving"] * 3)
-    ask_both_faces(http, grpc)
-    driver.terminate()
-    assert driver.wait(60) == 0, log.read_text()
-    assert_nothing_is_left(head.marked, http, grpc)
-
-
 def test_the_containers_exact_command_serves_until_killed(head: Head, tmp_path: Path) -> None:
     """The entry point of the RayJob, with the rendered cluster file where the pod has it."""
     path = tmp_path / "cluster.yaml"
-    # Other ports than the pod's, which this machine may use, and a driver that is missed sooner.
+    # Other ports than the pod's, which this machine may use.
     text = cluster_file("cpu").replace("http_port: 8000", "http_port: 0")
     text = text.replace("grpc_port: 50051", "grpc_port: 0")
-    path.write_text(text.replace("ray:\n", "ray:\n  driver_timeout: 8s\n"))
+    path.write_text(text)
     here = Marked(head.joined().env | {"KVRELAY_CONFIG": str(path)})
     command = one("cpu", "RayJob")["spec"]["entrypoint"]
     log = tmp_path / "serve.log"
@@ -283,7 +246,7 @@ def test_the_containers_exact_command_serves_until_killed(head: Head, tmp_path: 
 
 
 def test_a_detached_cluster_lives_until_it_is_stopped(head: Head, tmp_path: Path) -> None:
-    options = ["--name", "detached", "--set", "ray.driver_timeout=100ms", *PLAIN]
+    options = ["--name", "detached", *PLAIN]
     pool = ["--set", "workers=[{role: both}]"]
     head.joined().run(KVRELAY, "serve", "--detach", *options, *pool)
     status = head.status()

@@ -349,7 +349,6 @@ SAMPLES: dict[str, object] = {
     "observability.trace_dir": "/traces",
     "ray.address": "auto",
     "ray.startup_timeout": "9s",
-    "ray.driver_timeout": "9s",
     "ray.hang_timeout": "9s",
     "drain_timeout": "9s",
 }

@@ -560,7 +560,6 @@ CHANGES = {
     "failure.detect": "9s",
     "observability.trace_dir": "/traces",
     "ray.startup_timeout": "9s",
-    "ray.driver_timeout": "9s",
     "ray.hang_timeout": "9s",
     "drain_timeout": "9s",
 }

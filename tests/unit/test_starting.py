@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from cluster.cli import plain
-from cluster.on_ray.controller import waits_for_room
+from cluster.on_ray.reports import waits_for_room
 from cluster.process.bars import DownloadBars
 from cluster.worker.process import WorkerProcess
 from engine.core.activity import Stage, StartActivity

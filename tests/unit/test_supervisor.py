@@ -8,10 +8,11 @@ from math import inf
 
 import pytest
 
+from cluster.core.processes import STABLE_S
 from cluster.core.supervision import (
     Announce,
     Does,
-    DriverSeen,
+    DriverEnded,
     Home,
     Lost,
     Note,
@@ -22,8 +23,6 @@ from cluster.core.supervision import (
     ProcessJoined,
     ProcessKind,
     ProcessStopped,
-    Recalled,
-    Remember,
     Remove,
     Serving,
     Start,
@@ -35,14 +34,13 @@ from cluster.core.supervision import (
     SupervisorEvent,
     Withdraw,
 )
-from cluster.core.supervisor import STABLE_S, STARTS_BEFORE_FATAL, Limits, Supervisor
+from cluster.core.supervisor import STARTS_BEFORE_FATAL, Former, Limits, Supervisor
 from engine.core.activity import Stage, StartActivity
 
 ROUTER, SECOND = "router-0", "router-1"
 P, D = "prefill-0", "decode-0"
 NEEDS = {ROUTER: "{}", P: "{GPU: 1}", D: "{CPU: 2}"}
-LIMITS = Limits(startup_timeout_s=60.0, driver_timeout_s=10.0, hang_timeout_s=inf)
-FOR_EVER = replace(LIMITS, driver_timeout_s=None)
+LIMITS = Limits(startup_timeout_s=60.0, hang_timeout_s=inf)
 
 
 def new(limits: Limits = LIMITS) -> Supervisor:
@@ -83,7 +81,7 @@ def does(name: str, stage: Stage, done: int = 0, total: int = 0, life: int = 1) 
 
 
 def test_notes_say_what_starts_and_every_ten_seconds_what_is_missing() -> None:
-    core = new(FOR_EVER)
+    core = new()
     started = [f"starting {name} ..." for name in (ROUTER, P, D)]
     assert notes(core, SupervisionTick(), 0.0) == started
     act(core, Serving(name=ROUTER, life=1, address="r"), 1.0)
@@ -105,7 +103,7 @@ def test_notes_say_what_starts_and_every_ten_seconds_what_is_missing() -> None:
 
 
 def test_notes_say_what_each_process_does_as_it_changes() -> None:
-    core = new(FOR_EVER)
+    core = new()
     act(core, SupervisionTick())
     waits = "prefill-0 waits for resources, needs {GPU: 1}"
     assert notes(core, does(P, Stage.WAITS), 4.0) == [waits]
@@ -122,7 +120,7 @@ def test_notes_say_what_each_process_does_as_it_changes() -> None:
 
 
 def test_one_that_starts_again_starts_anew() -> None:
-    core = new(FOR_EVER)
+    core = new()
     act(core, SupervisionTick())
     act(core, does(P, Stage.LOADS))
     act(core, Lost(name=P, life=1, reason="crashed"), 1.0)
@@ -154,14 +152,14 @@ def test_lost_worker_is_withdrawn_and_started_again_after_a_pause() -> None:
     core = ready()
     lost = Lost(name=P, life=1, reason="crashed")
     assert act(core, lost, 5.0) == [Withdraw(ROUTER, "p"), Remove(P)]
-    assert act(core, DriverSeen(), 5.5) == []
+    assert act(core, SupervisionTick(), 5.5) == []
     assert act(core, SupervisionTick(), 6.0) == [Start(P, 2)]
     again = act(core, Serving(name=P, life=2, address="p2"), 7.0)
-    assert again == [Remember(P), Announce(ROUTER, P, 2, "p2")]
+    assert again == [Announce(ROUTER, P, 2, "p2")]
 
 
 def test_back_off_doubles_until_a_process_was_stable() -> None:
-    core = ready(FOR_EVER)
+    core = ready()
     now_s, waits = 0.0, []
     for life in range(1, 9):
         act(core, Lost(name=P, life=life, reason="crashed"), now_s)
@@ -181,8 +179,7 @@ def test_lost_router_hears_of_every_worker_again() -> None:
     assert act(core, Lost(name=ROUTER, life=1, reason="crashed"), 5.0) == [Remove(ROUTER)]
     assert act(core, SupervisionTick(), 6.0) == [Start(ROUTER, 2)]
     again = act(core, Serving(name=ROUTER, life=2, address="r"), 7.0)
-    announced = [Announce(ROUTER, P, 1, "p"), Announce(ROUTER, D, 1, "d")]
-    assert again == [Remember(ROUTER), *announced]
+    assert again == [Announce(ROUTER, P, 1, "p"), Announce(ROUTER, D, 1, "d")]
 
 
 def test_old_lives_are_not_heard() -> None:
@@ -208,7 +205,7 @@ def test_a_process_that_never_served_is_given_up() -> None:
     for life in range(1, STARTS_BEFORE_FATAL):
         assert act(core, Lost(name=P, life=life, reason="died"), now_s) == [Remove(P)]
         now_s += 10.0
-        act(core, DriverSeen(), now_s)
+        act(core, SupervisionTick(), now_s)
     last = Lost(name=P, life=STARTS_BEFORE_FATAL, reason="died")
     assert act(core, last, now_s) == [StopProcess(ROUTER, drain=False)]
     assert core.error == "prefill-0: died"
@@ -234,11 +231,11 @@ def test_a_refused_worker_stops_a_cluster_that_starts() -> None:
 
 
 def test_startup_has_a_limit() -> None:
-    core = new(FOR_EVER)
+    core = new()
     act(core, SupervisionTick())
     act(core, Serving(name=ROUTER, life=1, address="r"))
-    assert act(core, SupervisionTick(), 60.0) == []
-    assert act(core, SupervisionTick(), 60.1) == [StopProcess(ROUTER, drain=True)]
+    assert pass_time(core, 0, 60) == []
+    assert act(core, SupervisionTick(), 60.5) == [StopProcess(ROUTER, drain=True)]
     assert core.error is not None
     assert core.error.startswith("prefill-0, decode-0 did not start in time")
 
@@ -246,14 +243,15 @@ def test_startup_has_a_limit() -> None:
 # --- a controller that is restarted --------------------------------------------------------------
 
 
-def restarted() -> Supervisor:
-    """All of a former controller's processes but decode-0 serve."""
-    core = Supervisor([ROUTER], NEEDS, LIMITS, now_s=0.0, restarted=True)
-    act(core, SupervisionTick())
-    return core
+def restarted(phase: Phase, *left: str, error: str | None = None) -> Supervisor:
+    """`left`: the processes of the former controller."""
+    former = Former(phase=phase, error=error, left=frozenset(left))
+    return Supervisor([ROUTER], NEEDS, LIMITS, now_s=0.0, former=former)
 
 
 def adopt(core: Supervisor) -> list[SupervisorCommand]:
+    """All of a former controller's processes but decode-0 serve."""
+    act(core, SupervisionTick())
     told = act(core, Serving(name=ROUTER, life=1, address="r"))
     told += act(core, Serving(name=P, life=1, address="p"))
     return told + act(core, ProcessJoined(name=P, life=1, router=ROUTER))
@@ -265,56 +263,51 @@ def fail_starts(core: Supervisor, name: str, times: int, now_s: float) -> None:
         life = core.workers[name].life
         act(core, Lost(name=name, life=life, reason="no model", fatal=True), now_s)
         now_s += 60.0
-        act(core, DriverSeen(), now_s)
-
-
-def test_a_cluster_that_is_ready_is_remembered_by_its_processes() -> None:
-    core = new()
-    act(core, SupervisionTick())
-    for name in (ROUTER, P, D):
-        act(core, Serving(name=name, life=1, address=name))
-    act(core, ProcessJoined(name=P, life=1, router=ROUTER))
-    told = act(core, ProcessJoined(name=D, life=1, router=ROUTER))
-    assert told == [Remember(ROUTER), Remember(P), Remember(D)]
-    act(core, Lost(name=D, life=1, reason="crashed"), 5.0)
-    act(core, SupervisionTick(), 6.0)
-    assert Remember(D) in act(core, Serving(name=D, life=2, address="d"), 7.0)
+        act(core, SupervisionTick(), now_s)
 
 
 def test_a_restarted_controller_never_stops_a_cluster_that_was_ready() -> None:
-    core = restarted()
-    adopt(core)
-    assert act(core, Recalled(was_ready=True)) == [Remember(ROUTER), Remember(P)]
+    core = restarted(Phase.READY, ROUTER, P)
+    assert adopt(core) == [Announce(ROUTER, P, 1, "p")]
     assert core.phase is Phase.READY
     fail_starts(core, D, 2 * STARTS_BEFORE_FATAL, now_s=1.0)
     refused = ProcessJoined(name=P, life=1, router=ROUTER, refused="another model")
     assert act(core, refused) == []
-    act(core, DriverSeen(), 10_000.0)
+    pass_time(core, 1000, 1200)
     assert (core.phase, core.error) == (Phase.READY, None)
 
 
-def test_no_rule_of_the_start_applies_before_the_processes_have_answered() -> None:
-    core = restarted()
-    adopt(core)
-    fail_starts(core, D, 2 * STARTS_BEFORE_FATAL, now_s=1.0)
-    assert core.phase is Phase.STARTING
-    assert act(core, Recalled(was_ready=True), 1000.0) == [Remember(ROUTER), Remember(P)]
-    assert core.phase is Phase.READY
-
-
 def test_a_restarted_controller_goes_on_with_a_start_that_was_not_over() -> None:
-    core = restarted()
+    core = restarted(Phase.STARTING, ROUTER, P)
     adopt(core)
-    assert act(core, Recalled(was_ready=False)) == []
+    assert core.phase is Phase.STARTING
     refused = Lost(name=D, life=1, reason="no model", fatal=True)
     assert act(core, refused) == [StopProcess(ROUTER, drain=True)]
 
 
-def test_what_is_recalled_does_not_hold_up_a_stop() -> None:
-    core = restarted()
-    act(core, StopAsked())
-    assert act(core, Recalled(was_ready=True)) == []
-    assert core.phase is Phase.STOPPING
+def test_a_restarted_controller_goes_on_with_a_stop() -> None:
+    core = restarted(Phase.STOPPING, ROUTER, P, "pool-h1", error="no room")
+    assert act(core, SupervisionTick()) == [StopProcess(ROUTER, drain=True)]
+    assert act(core, StopAsked()) == act(core, SupervisionTick(), 1.0) == []
+    assert act(core, ProcessStopped(name=ROUTER)) == [
+        StopProcess(P, drain=True),
+        StopProcess(D, drain=False),
+    ]
+    assert act(core, ProcessStopped(name=D)) == []
+    assert act(core, ProcessStopped(name=P)) == [StopProcess("pool-h1", drain=True)]
+    assert act(core, ProcessStopped(name="pool-h1")) == []
+    assert (core.phase, core.error) == (Phase.STOPPED, "no room")
+
+
+def test_what_a_former_controller_left_is_drained_before_it_is_known_to_serve() -> None:
+    core = restarted(Phase.READY, ROUTER, P, D)
+    act(core, SupervisionTick())
+    act(core, Lost(name=D, life=1, reason="its process died"))
+    assert act(core, StopAsked()) == [StopProcess(ROUTER, drain=True)]
+    assert act(core, ProcessStopped(name=ROUTER)) == [
+        StopProcess(P, drain=True),
+        StopProcess(D, drain=False),
+    ]
 
 
 # --- stopping ------------------------------------------------------------------------------------
@@ -336,32 +329,29 @@ def test_stop_drains_the_router_then_the_workers() -> None:
     assert core.error is None
 
 
-def test_a_driver_that_is_gone_stops_the_cluster() -> None:
+def test_a_driver_that_has_ended_stops_the_cluster() -> None:
     core = ready()
-    act(core, DriverSeen(), 8.0)
-    assert pass_time(core, 8, 18) == []
-    assert act(core, SupervisionTick(), 18.1) == [StopProcess(ROUTER, drain=True)]
+    assert act(core, DriverEnded()) == [StopProcess(ROUTER, drain=True)]
+    assert core.error is None
 
 
-def test_nobody_is_gone_for_the_supervisors_own_pause() -> None:
+def test_a_driver_that_is_silent_stops_nothing() -> None:
     core = ready()
-    act(core, DriverSeen(), 10.0)
-    assert act(core, SupervisionTick(), 1000.0) == [], (
-        "the driver's heartbeats are still to be read"
-    )
-    assert act(core, DriverSeen(), 1000.1) == []
-    assert pass_time(core, 1000, 1010) == []
-    assert act(core, SupervisionTick(), 1010.5) == [StopProcess(ROUTER, drain=True)]
+    assert pass_time(core, 0, 3600) == []
+    assert core.phase is Phase.READY
 
 
-def test_a_detached_cluster_needs_no_driver() -> None:
-    core = ready(FOR_EVER)
-    assert act(core, SupervisionTick(), 1e6) == []
+def test_the_supervisors_own_pause_is_no_part_of_the_first_start() -> None:
+    core = new()
+    act(core, SupervisionTick())
+    assert act(core, SupervisionTick(), 1000.0) == []
+    assert pass_time(core, 1000, 1059) == []
+    assert pass_time(core, 1059, 1060) == [StopProcess(ROUTER, drain=False)]
 
 
 # --- those that hang ---------------------------------------------------------------------------
 
-WATCHED = replace(FOR_EVER, hang_timeout_s=8.0)
+WATCHED = replace(LIMITS, hang_timeout_s=8.0)
 PINGS = [PingProcess(ROUTER, 1), PingProcess(P, 1), PingProcess(D, 1)]
 
 
@@ -416,8 +406,8 @@ def test_nobody_is_blamed_for_the_supervisors_own_pause() -> None:
     core = ready(WATCHED)
     assert pass_time(core, 0, 2) == PINGS
     assert act(core, SupervisionTick(), 1000.0) == []
-    assert pass_time(core, 1000, 1007.5) == []
-    assert Remove(P) in act(core, SupervisionTick(), 1008.0)
+    assert pass_time(core, 1000, 1006.5) == []
+    assert Remove(P) in act(core, SupervisionTick(), 1007.0)
 
 
 STUCK = "prefill-0 is lost: it did not start within 60 s; starting it again in 2 s"
@@ -425,7 +415,7 @@ STUCK = "prefill-0 is lost: it did not start within 60 s; starting it again in 2
 
 def restarting() -> Supervisor:
     """prefill-0 starts for the second time, at 6."""
-    core = ready(FOR_EVER)
+    core = ready()
     act(core, Lost(name=P, life=1, reason="crashed"), 5.0)
     assert pass_time(core, 5.0, 6.0) == [Start(P, 2)]
     return core
@@ -460,7 +450,7 @@ def test_the_supervisors_own_pause_is_no_part_of_a_start() -> None:
 
 
 def test_a_router_that_hangs_while_it_restarts_has_the_same_limit() -> None:
-    core = ready(FOR_EVER)
+    core = ready()
     act(core, Lost(name=ROUTER, life=1, reason="crashed"), 5.0)
     assert pass_time(core, 5, 66) == [Start(ROUTER, 2)]
     assert act(core, SupervisionTick(), 66.5) == [Remove(ROUTER)]
@@ -483,8 +473,6 @@ def place(core: Supervisor, name: str, home: Home, life: int = 1) -> list[Superv
 def serve(core: Supervisor, *names: str, life: int = 1) -> None:
     for name in names:
         for command in act(core, Serving(name=name, life=life, address=f"{name}'s")):
-            if isinstance(command, Remember):
-                continue
             assert isinstance(command, Announce)
             act(core, ProcessJoined(name=command.name, life=command.life, router=command.router))
 
@@ -523,7 +511,7 @@ def test_workers_on_two_hosts_have_two_pool_nodes() -> None:
 def test_without_a_pool_no_place_matters() -> None:
     core = ready()
     assert place(core, P, HERE) == []
-    assert act(core, DriverSeen()) == []
+    assert act(core, SupervisionTick()) == []
 
 
 def test_a_lost_pool_node_comes_back_where_it_was() -> None:
@@ -534,7 +522,7 @@ def test_a_lost_pool_node_comes_back_where_it_was() -> None:
     assert act(core, SupervisionTick(), 6.0) == [Start("pool-h1", 2, "n1")]
     for life in range(2, 9):
         act(core, Lost(name="pool-h1", life=life, reason="full", fatal=True), 100.0 * life)
-        act(core, DriverSeen(), 100.0 * life + 99.0)
+        act(core, SupervisionTick(), 100.0 * life + 99.0)
     assert core.phase is Phase.READY, "the cluster serves without it"
     assert act(core, Lost(name=ROUTER, life=1, reason="x"), 900.0) == [Remove(ROUTER)]
 
@@ -566,7 +554,7 @@ def test_a_pool_node_that_can_not_start_later_is_tried_again() -> None:
     for life in range(1, 5):
         now_s = 100.0 * life
         act(core, Lost(name="pool-h2", life=life, reason="no disk", fatal=True), now_s)
-        assert Start("pool-h2", life + 1, "n2") in act(core, DriverSeen(), now_s + 60.0)
+        assert Start("pool-h2", life + 1, "n2") in act(core, SupervisionTick(), now_s + 60.0)
     assert core.phase is Phase.READY
 
 
@@ -581,7 +569,7 @@ def test_the_pool_node_goes_with_the_last_worker_of_its_host() -> None:
     assert act(core, ProcessStopped(name="pool-h1"), 7.0) == []
     assert "pool-h1" not in [p.name for p in core.processes()]
     act(core, Lost(name=P, life=2, reason="crashed"), 8.0)
-    act(core, DriverSeen(), 10.0)
+    act(core, SupervisionTick(), 10.0)
     place(core, P, HERE, life=3)
     assert act(core, SupervisionTick(), 10.0) == [Start("pool-h1", 2, "n1")]
 
@@ -654,7 +642,6 @@ def test_an_optional_pool_node_that_can_not_start_is_left_out() -> None:
     assert act(core, refused, 1.0) == [Remove("pool-h1")]
     assert core.phase is Phase.READY
     for now_s in (2.0, 60.0, 600.0):
-        act(core, DriverSeen(), now_s)
         assert act(core, SupervisionTick(), now_s) == [], "nobody tries again"
     left_out = core.processes()[3]
     assert (left_out.name, left_out.state) == ("pool-h1", State.LEFT_OUT)
@@ -754,7 +741,7 @@ def test_a_lost_router_costs_the_others_nothing() -> None:
     assert gone == [Withdraw(ROUTER, "prefill-0's"), Remove(P)]
     assert act(core, SupervisionTick(), 6.0) == [Start(SECOND, 2), Start(P, 2)]
     again = act(core, Serving(name=SECOND, life=2, address="s"), 7.0)
-    assert again == [Remember(SECOND), Announce(SECOND, D, 1, "decode-0's")]
+    assert again == [Announce(SECOND, D, 1, "decode-0's")]
     assert core.phase is Phase.READY
 
 
@@ -804,7 +791,7 @@ def test_random_histories_end_stopped(seed: int, pool: str) -> None:
             home = rng.choice([HERE, THERE, SAME_HOST])
             tell(Placed(name=name, life=core.workers[name].life, home=home))
         else:
-            tell(rng.choice([SupervisionTick(), DriverSeen()]))
+            tell(SupervisionTick())
     tell(StopAsked())
     while todo:
         tell(_outcome(todo.pop(0), running, rng))
@@ -828,4 +815,97 @@ def _outcome(
         case StopProcess(name=name):
             running.pop(name, None)
             return ProcessStopped(name=name)
-    return DriverSeen()
+    return SupervisionTick()
+
+
+# --- any history, with a controller that is killed at any moment ---------------------------------
+
+
+class World:
+    """The actors that Ray has, and the record of the cluster. A killed controller takes with it
+    all that was on its way."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.alive: set[str] = set()
+        self.record = Former(phase=Phase.STARTING)
+        self.now_s = 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        needs = {SECOND: "{}", **NEEDS}
+        former = replace(self.record, left=frozenset(self.alive))
+        self.core = Supervisor(
+            [ROUTER, SECOND], needs, LIMITS, self.now_s, pool_needs="{mine: 1}", former=former
+        )
+        self.todo: list[SupervisorCommand] = []
+
+    def tell(self, event: SupervisorEvent) -> None:
+        was = self.core.phase
+        commands = act(self.core, event, self.now_s)
+        may_stop = was is not Phase.READY or isinstance(event, StopAsked)
+        assert may_stop or self.core.phase is Phase.READY, event
+        self.record = Former(phase=self.core.phase, error=self.core.error)
+        started = {command.name for command in commands if isinstance(command, Start)}
+        assert not started or self.core.phase in (Phase.STARTING, Phase.READY)
+        self.alive |= started
+        if self.core.phase is Phase.STOPPING:
+            stopped = [command.name for command in commands if isinstance(command, StopProcess)]
+            assert all(not self._before(name) & self.alive for name in stopped), "in this order"
+        self.todo += commands
+
+    def _before(self, name: str) -> set[str]:
+        """Those that stop first: routers, then workers, then pool nodes."""
+        routers = {ROUTER, SECOND}
+        return set() if name in routers else routers if name in (P, D) else {*routers, P, D}
+
+    def step(self) -> None:
+        self.now_s += self.rng.random()
+        chance = self.rng.random()
+        if chance < 0.05:
+            self.begin()
+        elif chance < 0.1 and self.alive:
+            self.kill(self.rng.choice(sorted(self.alive)))
+        elif chance < 0.2:
+            name = self.rng.choice([P, D])
+            life, home = self.core.workers[name].life, self.rng.choice([HERE, THERE])
+            self.tell(Placed(name=name, life=life, home=home))
+        elif chance < 0.8 and self.todo:
+            self.carry_out(self.todo.pop(self.rng.randrange(len(self.todo))))
+        else:
+            self.tell(SupervisionTick())
+
+    def kill(self, name: str) -> None:
+        self.alive.discard(name)
+        process = self.core._named(name)
+        if process is not None and process.life:
+            self.tell(Lost(name=name, life=process.life, reason="killed"))
+
+    def carry_out(self, command: SupervisorCommand) -> None:
+        match command:
+            case Start(name=name, life=life) if name in self.alive and self.rng.random() < 0.8:
+                self.tell(Serving(name=name, life=life, address=f"{name}'s"))
+            case Start(name=name, life=life):
+                self.tell(Lost(name=name, life=life, reason="no luck"))
+            case Announce(router=router, name=name, life=life) if router in self.alive:
+                self.tell(ProcessJoined(name=name, life=life, router=router))
+            case StopProcess(name=name):
+                self.alive.discard(name)
+                self.tell(ProcessStopped(name=name))
+            case Remove(name=name):
+                self.alive.discard(name)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_controller_that_is_killed_at_any_moment_goes_on(seed: int) -> None:
+    """A cluster that was READY never stops by itself, and one that stops ends with nothing."""
+    world = World(seed)
+    asked_after = world.rng.randrange(300)
+    for step in range(3000):
+        if world.core.phase is Phase.STOPPED:
+            break
+        if step == asked_after:
+            world.tell(StopAsked())
+        world.step()
+    assert world.core.phase is Phase.STOPPED
+    assert not world.alive

@@ -1,0 +1,108 @@
+"""The processes of a cluster, how they are restarted, and which hosts need a pool node. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from cluster.core.supervision import Home, ProcessKind, State
+from engine.core.activity import Stage, StartActivity
+
+FIRST_BACKOFF_S = 1.0
+LAST_BACKOFF_S = 60.0
+STABLE_S = 60.0
+"""A process that served for this long starts its back-off anew."""
+STARTS = StartActivity(stage=Stage.STARTS)
+
+
+@dataclass(slots=True, kw_only=True)
+class Process:
+    """`home` is where it runs or last ran; for a pool node, where it shall run. `joined`: the
+    routers that know it."""
+
+    name: str
+    kind: ProcessKind
+    state: State = State.GONE
+    life: int = 0
+    failures: int = 0
+    served_s: float | None = None
+    joined: set[str] = field(default_factory=set)
+    address: str | None = None
+    start_at_s: float = 0.0
+    home: Home | None = None
+    activity: StartActivity = STARTS  # while its state is STARTING
+    left_out: str = ""  # why, while its state is LEFT_OUT
+    starting_s: float = 0.0  # for how long, without its wait for a place
+    silent_s: float | None = None  # since a ping that is not answered yet
+    heard_s: float = 0.0  # when it last answered
+
+    def is_due(self, now_s: float) -> bool:
+        return self.state is State.BACKING_OFF and self.start_at_s <= now_s
+
+    @property
+    def is_busy_starting(self) -> bool:
+        return self.state is State.STARTING and self.activity.stage is not Stage.WAITS
+
+    def hears(self, now_s: float) -> None:
+        self.silent_s, self.heard_s = None, now_s
+
+    def back_off(self, now_s: float) -> float:
+        """It failed again. Returns the seconds until its next start."""
+        self.failures = 1 if self._was_stable(now_s) else self.failures + 1
+        wait_s = min(FIRST_BACKOFF_S * 2 ** (self.failures - 1), LAST_BACKOFF_S)
+        self.state, self.start_at_s = State.BACKING_OFF, now_s + wait_s
+        self.address, self.joined = None, set()
+        return wait_s
+
+    def _was_stable(self, now_s: float) -> bool:
+        if self.state is not State.SERVING or self.served_s is None:
+            return False
+        return now_s - self.served_s >= STABLE_S
+
+
+def pool_process(host: str) -> str:
+    """The same name at every start, so that a restarted controller finds it."""
+    return f"pool-{host}"
+
+
+class PoolHomes:
+    """Removed pool nodes stay known, so that events of their old lives are recognised."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Process] = {}
+
+    def processes(self) -> tuple[Process, ...]:
+        return tuple(p for p in self._known.values() if p.state is not State.GONE)
+
+    def find(self, name: str) -> Process | None:
+        return self._known.get(name)
+
+    def adopt(self, name: str) -> None:
+        """One that an earlier controller left."""
+        process = Process(name=name, kind=ProcessKind.POOL_NODE, state=State.BACKING_OFF)
+        self._known[name] = process
+
+    def settle(
+        self, workers: Iterable[Process], states: Collection[State], now_s: float
+    ) -> list[Process]:
+        """Adds pool nodes where workers are in one of these states. Returns those that are no
+        longer wanted, since no worker is there."""
+        placed = {(worker.home, worker.state) for worker in workers if worker.home is not None}
+        homes = {home for home, _ in placed}
+        wanted = {home for home, state in placed if state in states}
+        for home in sorted(wanted, key=lambda home: home.node):
+            self._want(home, homes, now_s)
+        hosts = {home.host for home in homes}
+        return [p for p in self.processes() if p.home and p.home.host not in hosts and _runs(p)]
+
+    def _want(self, home: Home, homes: set[Home], now_s: float) -> None:
+        name = pool_process(home.host)
+        pool = self._known.setdefault(name, Process(name=name, kind=ProcessKind.POOL_NODE))
+        if pool.home not in homes:
+            pool.home = home
+        if pool.state is State.GONE:
+            pool.state, pool.start_at_s = State.BACKING_OFF, now_s
+
+
+def _runs(pool: Process) -> bool:
+    return pool.state is not State.STOPPING

@@ -1,0 +1,70 @@
+"""What a controller reports to drivers and to `kvrelay status`, as values. Pure.
+
+Also whether a process that starts waits for resources of Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from cluster.core.supervision import Phase
+from cluster.on_ray.actor import RouterAt
+from engine.core.activity import StartActivity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerReport:
+    """For the driver. `notes` are the new ones only, `noted` counts all. `controller` is another id
+    after each start of the controller."""
+
+    controller: str
+    phase: Phase
+    error: str | None
+    notes: tuple[str, ...]
+    noted: int
+    model: str
+    routers: tuple[RouterAt, ...]
+    downloads: Mapping[str, StartActivity]
+    """# process |-> progress of its download"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessStatus:
+    name: str
+    state: str
+    address: str | None
+    starts: int
+    doing: str
+    """Its activity while it starts, the reason if it is left out, else empty."""
+    chosen: str
+    """What it chose for itself on its machine, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterStatus:
+    name: str
+    phase: str
+    routers: tuple[RouterAt, ...]
+    processes: tuple[ProcessStatus, ...]
+
+
+ROUNDING = 1e-3
+
+
+def waits_for_room(
+    asked: Mapping[str, float],
+    all_asked: Iterable[Mapping[str, float]],
+    before: Mapping[str, float],
+    free: Mapping[str, float],
+) -> bool:
+    """`asked` is the request of one process, `all_asked` the sum over the cluster, this process
+    included. `before` was free when the cluster began, and `free` is free now. If everything that
+    was asked for is taken, this process has its resources and is only starting."""
+    lacking = [name for name, amount in asked.items() if free.get(name, 0.0) + ROUNDING < amount]
+    wanted = [*all_asked]
+    return any(
+        before.get(name, 0.0) - free.get(name, 0.0) + ROUNDING
+        < sum(one.get(name, 0.0) for one in wanted)
+        for name in lacking
+    )

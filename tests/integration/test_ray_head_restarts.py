@@ -1,0 +1,143 @@
+"""Ray's head dies and comes back, with the routers and workers on another node of this machine.
+
+With a store for the head's state requests go on, and so does the control of the cluster. Without
+one everything ends, and nothing is left.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+import psutil
+import pytest
+
+from kvrelay.client import Client
+from tests.integration.ray_head import BIN, Head, Marked, free_ports, marked, until
+from tests.integration.test_serve_ray import KVRELAY, PLAIN, assert_nothing_is_left, kill_one
+
+pytestmark = pytest.mark.ray
+
+# `ray start --head` refuses while a node of the same cluster runs on its machine.
+START = (
+    "import ray._private.services as services; services.find_gcs_addresses = set; "
+    "from ray.scripts.scripts import main; main()"
+)
+THERE = [
+    *("--set", "router.resources={there: 1}"),
+    *("--set", "workers=[{role: both, replicas: 2, resources: {there: 1}}]"),
+    *("--set", "engine.compile=off", "--set", "engine.profile=off"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class MortalHead:
+    """A head without room for actors that ask for resources."""
+
+    here: Marked
+    ports: list[int]
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.ports[0]}"
+
+    def start(self) -> list[psutil.Process]:
+        """Returns its processes."""
+        before = {process.pid for process in self.here.processes()}
+        port, client, agent, _ = self.ports
+        self.here.run(
+            *(sys.executable, "-c", START, "start", "--head", "--num-cpus=0"),
+            *("--node-ip-address=127.0.0.1", f"--port={port}", "--include-dashboard=false"),
+            *(f"--ray-client-server-port={client}", f"--dashboard-agent-listen-port={agent}"),
+            *("--disable-usage-stats", "--object-store-memory=100000000"),
+        )
+        return [process for process in self.here.processes() if process.pid not in before]
+
+    def add_node(self) -> None:
+        self.here.run(
+            *(BIN / "ray", "start", f"--address={self.address}", "--num-cpus=4"),
+            *("--node-ip-address=127.0.0.1", f"--dashboard-agent-listen-port={self.ports[3]}"),
+            *("--disable-usage-stats", "--object-store-memory=100000000"),
+            f"--resources={json.dumps({'there': 3})}",
+        )
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    """With all that they have started since."""
+    for process in processes:
+        with suppress(psutil.Error):
+            for one in (process, *process.children(recursive=True)):
+                one.kill()
+
+
+@contextmanager
+def mortal_head(**env: str) -> Iterator[MortalHead]:
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid4().hex}
+    with marked(**token, **env) as here:
+        yield MortalHead(here, free_ports(4))
+
+
+def ask(grpc: str, tokens: int = 8) -> int:
+    with Client(grpc, timeout_s=60) as client:
+        return len(client.generate("It was", max_tokens=tokens, ignore_eos=True).token_ids)
+
+
+def serve_there(head: Head) -> str:
+    """Detached; returns the router's gRPC address."""
+    head.joined().run(KVRELAY, "serve", "--detach", *THERE, *PLAIN)
+    status = head.status()
+    assert status is not None
+    router: dict[str, object] = status["routers"][0]  # type: ignore[index]
+    return f"{router['host']}:{router['grpc_port']}"
+
+
+def all_serve(head: Head) -> bool:
+    status = head.status()
+    if status is None:
+        return False
+    states = [process["state"] for process in status["processes"]]  # type: ignore[attr-defined]
+    return status["phase"] == "ready" and states == ["serving"] * 3
+
+
+def test_with_a_store_requests_go_on_without_the_head(tmp_path: Path) -> None:
+    store = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(tmp_path)}
+    with mortal_head(**store) as mortal:
+        head_processes = mortal.start()
+        mortal.add_node()
+        head = Head(marked=mortal.here, address=mortal.address, dashboard="")
+        grpc = serve_there(head)
+        with Client(grpc, timeout_s=120) as client:
+            stream = client.stream("It was", max_tokens=1500, ignore_eos=True)
+            tokens = len(next(stream).token_ids)
+            kill(head_processes)
+            assert ask(grpc) == 8, "while there is no head"
+            mortal.start()
+            assert ask(grpc) == 8, "while the nodes come back to it"
+            tokens += sum(len(chunk.token_ids) for chunk in stream)
+        assert tokens == 1500
+        until(lambda: all_serve(head))
+
+        kill_one(head.marked, "ray::WorkerHost")
+        assert ask(grpc) == 8
+        until(lambda: not all_serve(head))
+        until(lambda: all_serve(head))
+        head.joined().run(KVRELAY, "stop")
+        assert_nothing_is_left(head.marked, grpc)
+
+
+def test_without_a_store_everything_ends_with_the_head() -> None:
+    with mortal_head(RAY_gcs_rpc_server_reconnect_timeout_s="20") as mortal:
+        head_processes = mortal.start()
+        mortal.add_node()
+        head = Head(marked=mortal.here, address=mortal.address, dashboard="")
+        grpc = serve_there(head)
+        kill(head_processes)
+        assert ask(grpc) == 8, "the nodes wait for another head"
+        mortal.start()
+        assert_nothing_is_left(head.marked, grpc)
+        assert head.status() is None
