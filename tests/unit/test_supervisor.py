@@ -654,7 +654,6 @@ def test_an_optional_pool_node_that_can_not_start_is_left_out() -> None:
     assert act(core, refused, 1.0) == [Remove("pool-h1")]
     assert core.phase is Phase.READY
     for now_s in (2.0, 60.0, 600.0):
-        act(core, DriverSeen(), now_s)
         assert act(core, SupervisionTick(), now_s) == [], "nobody tries again"
     left_out = core.processes()[3]
     assert (left_out.name, left_out.state) == ("pool-h1", State.LEFT_OUT)
