@@ -148,7 +148,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--common", type=Path, help="only what stands in this tree too")
     parser.add_argument("--tests", nargs="+", default=TESTS, help="folders; %(default)s")
     parser.add_argument("--map", type=Path, help="the map of its tests: read, or found and written")
-    parser.add_argument("--most-s", type=float, default=180.0, help="seconds for one mutation")
+    parser.add_argument("--most-s", type=float, default=180.0, help="CPU seconds for one mutation")
     parser.add_argument("--jobs", type=int, default=1, help="mutations that are tried at once")
     parser.add_argument("--json", type=Path, help="write all trials there")
     return parser.parse_args()

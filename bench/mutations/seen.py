@@ -21,6 +21,8 @@ import pytest
 
 RESULT = "MUTATIONS_SEEN"
 """Environment variable: the file to write."""
+MOST_CPU_S = "MUTATIONS_MOST_CPU_S"
+"""Environment variable: seconds of CPU time after which the process is ended."""
 MOST_BYTES = 8 * 2**30
 
 
@@ -69,5 +71,8 @@ class Seen:
 def pytest_configure(config: pytest.Config) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, hard))
+    if most_s := os.environ.get(MOST_CPU_S):
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(float(most_s)), hard))
     if result := os.environ.get(RESULT):
         config.pluginmanager.register(Seen(config.rootpath, Path(result)))
