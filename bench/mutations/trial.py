@@ -23,10 +23,10 @@ LEFT_OUT = ("test_trace_request.py",)
 """It counts calls, so that it would notice every mutation, also one without effect."""
 MARKED = "not gpu and not families and not ray and not long and not processes"
 HANGS_AFTER_S = 20.0, 60.0
-"""A test that takes longer hangs: the least and the most, between them as long as its files took
-when the map was made."""
+"""A test that takes more CPU time hangs: the least and the most, between them as long as its files
+took when the map was made."""
 WAITS = 6
-"""A trial may take this many times its CPU time, on a busy machine."""
+"""A test, and a trial, may take this many times its CPU time, on a busy machine."""
 PASSED, NOT_RUN = 0, (4, 5)
 """Exit codes of pytest."""
 
@@ -203,8 +203,10 @@ class TrialBench:
         before = self.copy.source(path)
         self.copy.write(path, source)
         try:
-            options = ["-x", f"--timeout={self._limit_s(files)}", *self._deselected, *files]
-            variables = {"PYTHONDONTWRITEBYTECODE": "1", seen.MOST_CPU_S: str(self.most_s)}
+            test_s = self._limit_s(files)
+            options = ["-x", f"--timeout={WAITS * test_s}", *self._deselected, *files]
+            limits = {seen.MOST_CPU_S: str(self.most_s), seen.MOST_TEST_CPU_S: str(test_s)}
+            variables = {"PYTHONDONTWRITEBYTECODE": "1", **limits}
             code = self.copy.pytest(options, variables, self.most_s)
         finally:
             self.copy.write(path, before)
