@@ -290,7 +290,8 @@ class Controller:
             self._events.put_nowait(Placed(name=command.name, life=command.life, home=home))
 
     async def _follow(self, command: Start, host: Handle) -> None:
-        """Its activity until it serves or is lost; `_start` reports the loss."""
+        """Its activity until it serves or is lost, and then what it chose, if it started before it
+        could be asked; `_start` reports the loss."""
         heard: Doing | None = None
         asked: asyncio.Future[Doing] | None = None
         with suppress(RayError):
@@ -302,6 +303,8 @@ class Controller:
                 elif heard is None:
                     await self._hear_nothing(command)
                 await asyncio.sleep(TICK_S)
+            asked = asked or asyncio.ensure_future(_answer(host.doing.remote()))
+            heard, asked = self._hear(command, await asked, heard), None
         if asked is not None:
             asked.cancel()
 

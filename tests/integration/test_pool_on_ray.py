@@ -123,8 +123,9 @@ def test_by_default_a_pool_node_starts_once_the_cluster_is_ready(
     options = ("--name", "pooled", *OWN_PORTS, *SMALL, "--set", "workers=[{role: both}]")
     driver = head.joined().start(KVRELAY, "serve", *options, log=log)
     http, grpc = addresses(driver, log)
-    assert "pool-" not in log.read_text(), "nobody has waited for it"
     until(lambda: lives(head) == [("serving", 1)])
+    said = until(lambda: text if "starting pool-" in (text := log.read_text()) else "")
+    assert said.index("both-0 serves on") < said.index("starting pool-"), "nothing waits for it"
     ask(http, 10)
     until(lambda: in_host_memory(head) >= 20)
     chosen = r"pool-\w+ .* \d+\.\d GiB of host memory \(.* \d+\.\d GiB available\)"

@@ -353,8 +353,8 @@ def test_on_a_ray_of_its_own_a_signal_drains_what_runs(tmp_path: Path) -> None:
         running = here.processes()
         assert here.left_of_kvrelay(), "the check sees a cluster that runs"
         chosen = r"pool-\w+: \d+\.\d GiB of host memory \(.* \d+\.\d GiB available\)"
-        until(lambda: re.search(chosen, log.read_text()), patience_s=60)
-        until(lambda: re.search(r"pool-\w+ serves on", log.read_text()), patience_s=60)
+        until(lambda: re.search(chosen, log.read_text()))
+        until(lambda: re.search(r"pool-\w+ serves on", log.read_text()))
         with Client(grpc, timeout_s=120) as client:
             stream = client.stream("It was", max_tokens=300, ignore_eos=True)
             tokens = len(next(stream).token_ids)

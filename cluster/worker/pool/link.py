@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -91,6 +92,8 @@ class PoolEndpoints:
 FIRST_RETRY_S = 0.2
 LAST_RETRY_S = 5.0
 REFUSED_RETRY_S = 30.0
+SOON_S = 30.0
+"""A pool node may start after the workers of its host: its absence is not logged before this."""
 
 
 class PoolLink:
@@ -119,6 +122,7 @@ class PoolLink:
         self._joined = False
         self._closing = False
         self._refusal = ""
+        self._soon_until_s = time.monotonic() + SOON_S
         self._callbacks = LinkCallbacks(
             received=self._received,
             lost=lambda connection: self._lost(connection, "the pool node is gone"),
@@ -194,7 +198,9 @@ class PoolLink:
         return True
 
     def _not_connected(self, reason: str) -> None:
-        """Logs each reason once."""
+        """Logs each reason once, unless the node of this host may come soon."""
+        if self._node == OWN_NODE and time.monotonic() < self._soon_until_s:
+            return
         if reason != self._refusal:
             log.info("no pool node: %s", reason)
         self._refusal = reason
