@@ -128,6 +128,7 @@ def test_a_killed_driver_is_a_request_to_stop_also_for_a_restarted_controller(
     http, grpc = addresses(driver, log)
     assert "orphan/" in records(head)
     driver.kill()
+    driver.wait()
     kill_one(head.marked, "ray::Controller")
     assert_nothing_is_left(head.marked, http, grpc)
     assert records(head) == "[]"
