@@ -26,6 +26,11 @@ BIN = Path(sys.executable).parent
 MARK = "KVRELAY_TEST_MARK"
 PATIENCE_S = 120.0
 POLL_S = 0.1
+NOTHING_BUILT = (
+    *("--set", "engine.compile=off", "--set", "engine.profile=off"),
+    *("--set", "attention.backend=sdpa"),
+)
+"""For a cluster that shall serve soon, though each HOME is a new one."""
 
 Answer = TypeVar("Answer")
 Environment = dict[str, str]

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from kvrelay.client import Client
-from tests.integration.ray_head import BIN, Head, Marked, free_ports, marked, until
+from tests.integration.ray_head import BIN, NOTHING_BUILT, Head, Marked, free_ports, marked, until
 from tests.integration.test_serve_ray import (
     KVRELAY,
     OWN_PORTS,
@@ -37,7 +37,7 @@ START = (
 THERE = [
     *("--set", "router.resources={there: 1}"),
     *("--set", "workers=[{role: both, replicas: 2, resources: {there: 1}}]"),
-    *("--set", "engine.compile=off", "--set", "engine.profile=off"),
+    *NOTHING_BUILT,
 ]
 
 
@@ -95,7 +95,7 @@ def ask(grpc: str, tokens: int = 8) -> int:
 
 def serve_there(head: Head) -> str:
     """Detached; returns the router's gRPC address."""
-    head.joined().run(KVRELAY, "serve", "--detach", *THERE, *OWN_PORTS, timeout_s=240)
+    head.joined().run(KVRELAY, "serve", "--detach", *THERE, *OWN_PORTS, timeout_s=300)
     status = head.status()
     assert status is not None
     router: dict[str, object] = status["routers"][0]  # type: ignore[index]
