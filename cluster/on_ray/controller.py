@@ -303,7 +303,7 @@ class Controller:
                 elif heard is None:
                     await self._hear_nothing(command)
                 await asyncio.sleep(TICK_S)
-            asked = asked or asyncio.ensure_future(_answer(host.doing.remote()))
+            asked = asked or asyncio.ensure_future(_answer(host.doing))
             heard, asked = self._hear(command, await asked, heard), None
         if asked is not None:
             asked.cancel()

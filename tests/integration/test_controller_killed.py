@@ -16,7 +16,7 @@ import pytest
 
 from engine.bundled import checkpoint_path
 from kvrelay.client import Client
-from tests.integration.ray_head import Head, ray_head, until
+from tests.integration.ray_head import NOTHING_BUILT, Head, ray_head, until
 from tests.integration.test_serve_ray import (
     KVRELAY,
     PLAIN,
@@ -30,7 +30,6 @@ from tests.integration.test_serve_ray import (
 pytestmark = pytest.mark.ray
 
 TWO = ["--set", "workers=[{role: both, replicas: 2}]"]
-FAST = ["--set", "engine.compile=off", "--set", "engine.profile=off"]
 RECORDS = """
 import ray
 from ray.experimental import internal_kv
@@ -70,7 +69,7 @@ def records(head: Head) -> str:
 
 def test_a_controller_is_killed_in_each_phase(head: Head, tmp_path: Path) -> None:
     log, model = tmp_path / "serve.log", shutil.copytree(checkpoint_path(), tmp_path / "model")
-    options = ["--name", "phases", "--model", model, *TWO, *FAST, *PLAIN]
+    options = ["--name", "phases", "--model", model, *TWO, *NOTHING_BUILT, *PLAIN]
     driver = head.joined().start(KVRELAY, "serve", *options, log=log)
 
     until(lambda: len(processes(head, "WorkerHost")) == 2)
@@ -123,11 +122,12 @@ def test_a_killed_driver_is_a_request_to_stop_also_for_a_restarted_controller(
     head: Head, tmp_path: Path
 ) -> None:
     log = tmp_path / "serve.log"
-    options = ["--name", "orphan", "--set", "workers=[{role: both}]", *FAST, *PLAIN]
+    options = ["--name", "orphan", "--set", "workers=[{role: both}]", *NOTHING_BUILT, *PLAIN]
     driver = head.joined().start(KVRELAY, "serve", *options, log=log)
     http, grpc = addresses(driver, log)
     assert "orphan/" in records(head)
     driver.kill()
+    driver.wait()
     kill_one(head.marked, "ray::Controller")
     assert_nothing_is_left(head.marked, http, grpc)
     assert records(head) == "[]"

@@ -18,8 +18,14 @@ import psutil
 import pytest
 
 from kvrelay.client import Client
-from tests.integration.ray_head import BIN, Head, Marked, free_ports, marked, until
-from tests.integration.test_serve_ray import KVRELAY, PLAIN, assert_nothing_is_left, kill_one
+from tests.integration.ray_head import BIN, NOTHING_BUILT, Head, Marked, free_ports, marked, until
+from tests.integration.test_serve_ray import (
+    KVRELAY,
+    PLAIN,
+    assert_nothing_is_left,
+    kill_one,
+    title,
+)
 
 pytestmark = pytest.mark.ray
 
@@ -31,7 +37,7 @@ START = (
 THERE = [
     *("--set", "router.resources={there: 1}"),
     *("--set", "workers=[{role: both, replicas: 2, resources: {there: 1}}]"),
-    *("--set", "engine.compile=off", "--set", "engine.profile=off"),
+    *NOTHING_BUILT,
 ]
 
 
@@ -89,7 +95,7 @@ def ask(grpc: str, tokens: int = 8) -> int:
 
 def serve_there(head: Head) -> str:
     """Detached; returns the router's gRPC address."""
-    head.joined().run(KVRELAY, "serve", "--detach", *THERE, *PLAIN)
+    head.joined().run(KVRELAY, "serve", "--detach", *THERE, *PLAIN, timeout_s=300)
     status = head.status()
     assert status is not None
     router: dict[str, object] = status["routers"][0]  # type: ignore[index]
@@ -102,6 +108,11 @@ def all_serve(head: Head) -> bool:
         return False
     states = [process["state"] for process in status["processes"]]  # type: ignore[attr-defined]
     return status["phase"] == "ready" and states == ["serving"] * 3
+
+
+def workers(head: Head) -> set[int]:
+    found = head.marked.processes()
+    return {process.pid for process in found if title(process).startswith("ray::WorkerHost")}
 
 
 def test_with_a_store_requests_go_on_without_the_head(tmp_path: Path) -> None:
@@ -122,9 +133,13 @@ def test_with_a_store_requests_go_on_without_the_head(tmp_path: Path) -> None:
         assert tokens == 1500
         until(lambda: all_serve(head))
 
+        # The new head has the cluster's record and starts the controller again, which starts the
+        # worker again.
+        before = workers(head)
         kill_one(head.marked, "ray::WorkerHost")
+        kill_one(head.marked, "ray::Controller")
         assert ask(grpc) == 8
-        until(lambda: not all_serve(head))
+        until(lambda: len(workers(head)) == 2 and workers(head) != before)
         until(lambda: all_serve(head))
         head.joined().run(KVRELAY, "stop")
         assert_nothing_is_left(head.marked, grpc)

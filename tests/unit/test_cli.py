@@ -463,9 +463,12 @@ def test_serve_without_ray_says_what_to_do() -> None:
     )
 
 
+RAY_MODULES = ("launch", "fleet", "controller", "driver", "record")
+
+
 @pytest.mark.processes
 def test_everything_but_the_launcher_imports_without_ray() -> None:
-    on_ray = {f"cluster.on_ray.{name}" for name in ("launch", "fleet", "controller")}
+    on_ray = {f"cluster.on_ray.{name}" for name in RAY_MODULES}
     left_out = {"cluster.__main__", *on_ray}
     found = (module.name for module in pkgutil.walk_packages(cluster.__path__, "cluster."))
     imports = "".join(f"import {name}\n" for name in found if name not in left_out)
