@@ -31,12 +31,12 @@ pytestmark = pytest.mark.ray
 
 # `ray start --head` refuses while a node of the same cluster runs on its machine.
 START = (
-    "import ray._private.services as services; services.find_gcs_addresses = set; "
+    "import functools, ray._private.services as services; "
+    "services.find_gcs_addresses = functools.cache(set); "
     "from ray.scripts.scripts import main; main()"
 )
 THERE = [
     *("--set", "router.resources={there: 1}"),
-    *("--set", "workers=[{role: both, replicas: 2, resources: {there: 1}}]"),
     *NOTHING_BUILT,
 ]
 
@@ -93,9 +93,11 @@ def ask(grpc: str, tokens: int = 8) -> int:
         return len(client.generate("It was", max_tokens=tokens, ignore_eos=True).token_ids)
 
 
-def serve_there(head: Head) -> str:
+def serve_there(head: Head, workers: int) -> str:
     """Detached; returns the router's gRPC address."""
-    head.joined().run(KVRELAY, "serve", "--detach", *THERE, *PLAIN, timeout_s=300)
+    pool = f"workers=[{{role: both, replicas: {workers}, resources: {{there: 1}}}}]"
+    options = [*THERE, "--set", pool, *PLAIN]
+    head.joined().run(KVRELAY, "serve", "--detach", *options, timeout_s=240)
     status = head.status()
     assert status is not None
     router: dict[str, object] = status["routers"][0]  # type: ignore[index]
@@ -116,12 +118,16 @@ def workers(head: Head) -> set[int]:
 
 
 def test_with_a_store_requests_go_on_without_the_head(tmp_path: Path) -> None:
-    store = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(tmp_path)}
-    with mortal_head(**store) as mortal:
+    env = {
+        "RAY_gcs_storage": "rocksdb",
+        "RAY_gcs_storage_path": str(tmp_path),
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "120",
+    }
+    with mortal_head(**env) as mortal:
         head_processes = mortal.start()
         mortal.add_node()
         head = Head(marked=mortal.here, address=mortal.address, dashboard="")
-        grpc = serve_there(head)
+        grpc = serve_there(head, workers=2)
         with Client(grpc, timeout_s=120) as client:
             stream = client.stream("It was", max_tokens=1500, ignore_eos=True)
             tokens = len(next(stream).token_ids)
@@ -150,7 +156,7 @@ def test_without_a_store_everything_ends_with_the_head() -> None:
         head_processes = mortal.start()
         mortal.add_node()
         head = Head(marked=mortal.here, address=mortal.address, dashboard="")
-        grpc = serve_there(head)
+        grpc = serve_there(head, workers=1)
         kill(head_processes)
         assert ask(grpc) == 8, "the nodes wait for another head"
         mortal.start()
