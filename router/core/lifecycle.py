@@ -183,8 +183,9 @@ def reject(state: RouterState, request: Request, refusal: Refusal, now_s: float)
 def rejection_for(state: RouterState, request: Request, refusal: Refusal, now_s: float) -> Refusal:
     """With the time to come back at, as a promise where one can be given. Who comes before its time
     is told the same again."""
-    if request.early is not None and now_s < request.early.due_s:
-        promise = request.early.told(now_s)
+    early = request.early
+    if early is not None and now_s < early.due_s and not refusal.hopeless:
+        promise = early.told(now_s)
         return replace(refusal, retry_after_s=promise.due_in_s, promise=promise)
     again = request.promise is not None
     if again:

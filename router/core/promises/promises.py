@@ -47,6 +47,7 @@ SOON_S = 0.5
 """A promised retry further away than this does not compete with a request that is admitted now: the
 worker will have finished it."""
 WIDE_S = 3.0
+"""Over so long a time the number of its own promises tells that of others'."""
 MOST_PROMISES = 50_000
 KEPT_SHARE = 0.97
 """Of the promises that clients come back for, so many are to be kept."""
