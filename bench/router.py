@@ -46,10 +46,10 @@ from kvrelay.types import (
 from router.core.core import RouterCore
 from router.core.events import Refuse, Send, Submitted, WorkerJoined, WorkerSaid
 from router.core.policy.choice import Policies
+from router.core.promises.work import Promised
 from router.core.router_state import RouterState
 from router.core.start import open_admission, open_placement
 from router.core.state.generation import GenerationRequest
-from router.core.state.promises import Promised
 
 BLOCK_TOKENS = 16
 SLOTS = 256

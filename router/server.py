@@ -23,10 +23,10 @@ from router.http.app import create_internal_app, create_public_app
 from router.http.event_stream import KEEP_ALIVE_S
 from router.live.listener import ListenAt, Listener, Ports
 from router.live.metrics import RouterMetrics
-from router.text.continuation import TicketKey
 from router.text.request_fields import ONE_FOR_ALL, TierRules
 from router.text.sampling import GenerationDefaults
 from router.text.service import TextService
+from router.text.signing import ClusterKey
 from router.text.tokenizer import TextTokenizer
 
 HEALTH_PERIOD_S = 0.1
@@ -82,7 +82,7 @@ class RouterServers:
             defaults=GenerationDefaults.load(checkpoint_dir),
             metrics=RouterMetrics(served_model_name),
             tiers=options.tiers,
-            ticket_key=TicketKey(options.secret.encode()),
+            key=ClusterKey(options.secret.encode()),
         )
         self._options = options
         self._add_internal = add_internal

@@ -19,11 +19,11 @@ from kvrelay.messages import Reserve
 from router.core.events import Aborted, Command, Deliver, Refuse, Send
 from router.core.policy.admission import Admitted, Verdict
 from router.core.policy.forecast import Forecast
+from router.core.promises.refusal import Refusal
 from router.core.request import Request, RequestState
 from router.core.router_state import RouterState
 from router.core.state.candidate import Candidate
 from router.core.state.demand import Demand
-from router.core.state.promises import Refusal
 from router.core.state.worker_view import WorkerView
 
 BASELINE, EARLY, PREDICTION, OURS = "baseline", "early rejection", "prediction", "predictive"
@@ -160,8 +160,8 @@ class JudgedAgain(SimRouter):
 class AsInThePaper(ClusterSimulation):
     way: str = BASELINE
 
-    def _router(self) -> SimRouter:
-        core = super()._router().core
+    def _router(self, number: int) -> SimRouter:
+        core = super()._router(number).core
         paper = core.state.admitting = Paper(self.way, core.state)
         router = JudgedAgain(core, self.clock, self._config.simulation.fabric.router_latency)
         router.paper = paper

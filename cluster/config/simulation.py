@@ -120,6 +120,11 @@ class Simulation(Section):
     retry_rounding: Seconds | None = None
     """Clients round their waiting time up to a multiple of this. 1 s is the resolution of HTTP's
     `retry-after`."""
+    balancing: Literal["in_turn", "random"] = "in_turn"
+    """To which router a request goes. in_turn: to the next one, and back to the same when it was
+    refused; random: to any, each time."""
+    promise_sent: bool = True
+    """Clients send back what a refusal promised."""
     failures: tuple[FailureSection, ...] = ()
     """Workers and pool nodes that die."""
     most_steps: Annotated[int, Field(ge=1, le=4096)] = 256

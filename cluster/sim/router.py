@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import ceil
 from typing import Protocol, assert_never
 
@@ -31,6 +32,7 @@ from router.core.events import (
     WorkerLost,
     WorkerSaid,
 )
+from router.core.promises.work import ToldPromise
 from router.core.request import Request
 from router.core.state.generation import GenerationRequest
 from router.core.state.silence import PERIOD_S
@@ -121,8 +123,8 @@ class SimRouter:
 class Clients:
     """Open loop: each request comes when the trace says so, whatever became of the others.
 
-    They take the routers in turn. One that is refused comes back, to the same router, as often as
-    `retries` says, when it was told to.
+    They take the routers in turn, or at random. One that is refused comes back as often as
+    `retries` says, when it was told to, and brings the promise along.
     """
 
     def __init__(
@@ -140,6 +142,11 @@ class Clients:
         self._answers = answers
         self._retries = simulation.retries
         self._rounding_s = simulation.retry_rounding
+        self._draw = draw
+        self._is_random = simulation.balancing == "random"
+        self._brings_promise = simulation.promise_sent
+        self._promises: dict[int, ToldPromise | None] = {}  # number |-> what it was told
+        self._sent_to: dict[int, SimRouter] = {}  # number |-> where it was sent last
         self._comes_back = [draw() < simulation.retrying_share for _ in arrivals]
         slo = simulation.slo
         self._objectives = Objectives(ttft_s=slo.ttft, tpot_s=slo.tpot)
@@ -149,8 +156,11 @@ class Clients:
         self._open = len(arrivals)
         self.outcomes = [Outcome(request=one.request) for one in arrivals]
 
-    def _router_of(self, number: int) -> SimRouter:
-        return self._routers[number % len(self._routers)]
+    def _next_router(self, number: int) -> SimRouter:
+        routers = self._routers
+        return routers[
+            int(self._draw() * len(routers)) if self._is_random else number % len(routers)
+        ]
 
     def is_waiting(self) -> bool:
         """For a request to come, or to end."""
@@ -178,15 +188,17 @@ class Clients:
             sampling=self._answers.sampling(number),
             tenant=arrival.request.tenant,
             objectives=self._objectives,
+            promise=self._promises.pop(number, None),
         )
-        self._router_of(number).hear(Submitted(request=request))
+        router = self._sent_to[number] = self._next_router(number)
+        router.hear(Submitted(request=request))
 
     def hear(self, command: Admit | Refuse | Deliver | Fail) -> None:
         outcome, now_s = self.outcomes[int(command.request_id)], self._clock.now_s
         match command:
             case Admit():
                 outcome.admitted_s = now_s
-                core = self._router_of(int(command.request_id)).core
+                core = self._sent_to[int(command.request_id)].core
                 self._admitted[command.request_id] = core.state.requests[command.request_id]
             case Refuse():
                 self._refused(command, outcome)
@@ -207,7 +219,10 @@ class Clients:
             self._open -= 1
             return
         outcome.retries += 1
-        self._clock.after(self._rounded_s(retry_after_s), self._submit, number)
+        delay_s = self._rounded_s(retry_after_s)
+        if self._brings_promise and (promise := command.refusal.promise) is not None:
+            self._promises[number] = replace(promise, due_in_s=promise.due_in_s - delay_s)
+        self._clock.after(delay_s, self._submit, number)
 
     def _gives_up(self, number: int) -> bool:
         return not self._comes_back[number]

@@ -83,7 +83,7 @@ class ClusterSimulation:
         answers = Answers(timed, simulation.max_tokens)
         self._fabric = Fabric(simulation.fabric)
         self._posts: dict[Incarnation, Post] = {}
-        self.routers = [self._router() for _ in range(self._config.router.replicas)]
+        self.routers = [self._router(n) for n in range(self._config.router.replicas)]
         self.pools = self._pools() if self._config.pool.enabled == "on" else None
         self._around = Surroundings(
             clock=self.clock,
@@ -102,9 +102,9 @@ class ClusterSimulation:
             self.clock, self.fleet.workers.values(), span_s / LOOKS, self.clients.is_waiting
         )
 
-    def _router(self) -> SimRouter:
+    def _router(self, number: int) -> SimRouter:
         latency_s = self._config.simulation.fabric.router_latency
-        return SimRouter(begin(_beginning(self._config)), self.clock, latency_s)
+        return SimRouter(begin(_beginning(self._config, number)), self.clock, latency_s)
 
     def _pools(self) -> SimPools:
         config = self._config
@@ -212,10 +212,10 @@ def _assert_empty(core: RouterCore) -> None:
         assert not view.outlook.sequences and not len(view.queue), view.incarnation
 
 
-def _beginning(config: Config) -> Beginning:
+def _beginning(config: Config, number: int) -> Beginning:
     settings = router_settings(config)
     return Beginning(
-        seed=config.simulation.seed,
+        seed=config.simulation.seed + number,
         policies=settings.policies,
         tiers=settings.qos,
         directory_bytes=settings.directory_bytes,

@@ -25,7 +25,7 @@ from kvrelay.requests import (
     is_gone,
     ledger_of,
     model_info_of,
-    renew_deadline,
+    renew,
     retries_of,
     server_info_of,
     with_options,
@@ -92,7 +92,7 @@ class AsyncStream:
         await asyncio.sleep(delay_s)
         if self._closed:
             raise meant from error
-        renew_deadline(self._request, self._retries, time.monotonic())
+        renew(self._request, self._retries, meant, time.monotonic())
         self._call = self._tour.stub.Generate(self._request, timeout=self._timeout_s)
         self._chunks = aiter(self._call)
 

@@ -25,7 +25,7 @@ from kvrelay.requests import (
     is_gone,
     ledger_of,
     model_info_of,
-    renew_deadline,
+    renew,
     retries_of,
     server_info_of,
     with_options,
@@ -80,7 +80,7 @@ class Stream:
         delay_s = self._delay_s(meant)
         if delay_s is None or self._closed.wait(delay_s):
             raise meant from error
-        renew_deadline(self._request, self._retries, time.monotonic())
+        renew(self._request, self._retries, meant, time.monotonic())
         self._call = self._tour.stub.Generate(self._request, timeout=self._timeout_s)
 
     def _delay_s(self, error: KvrelayError) -> float | None:

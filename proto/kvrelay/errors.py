@@ -70,14 +70,23 @@ class ModelNotFound(InvalidRequest):
 class Refused(KvrelayError):
     """The request can't be served now: HTTP 429 (contended) or 503 (no capacity at all). It has a
     time to come back; None: coming back won't help while the cluster is as it is. `tier`: the QoS
-    tier that was applied."""
+    tier that was applied. `promise`: send it back with the request, at that time, to any router."""
 
-    def __init__(self, reason: str, message: str, *, retry_after_s: float | None, tier: str = ""):
+    def __init__(
+        self,
+        reason: str,
+        message: str,
+        *,
+        retry_after_s: float | None,
+        tier: str = "",
+        promise: bytes = b"",
+    ):
         super().__init__(message)
         self.reason = reason
         self.message = message
         self.retry_after_s = retry_after_s
         self.tier = tier
+        self.promise = promise
 
 
 class RequestFailedError(KvrelayError):

@@ -360,8 +360,9 @@ class Counters:
 
     The worker's steps take the hello's times multiplied by the corrections. Of the `running`
     sequences, `decode_sequences` are in each decode step; their contexts sum to `decode_kv_tokens`.
-    `reserved_sequences` are on their way. `tiers` is empty where there is one tier only.
-    A worker that is `draining` finishes what it has and takes nothing new.
+    `reserved_sequences` are on their way. So many `routers` are attached.
+    `tiers` is empty where there is one tier only. A worker that is `draining` finishes what it has
+    and takes nothing new.
     """
 
     running: int = field(
@@ -378,6 +379,7 @@ class Counters:
     cached_blocks: int = field(
         default=0, metadata=_gauge("kv_blocks_cached", "KV blocks kept for reuse.")
     )
+    routers: int = 0
     leased_blocks: int = 0
     active_blocks: int = 0
     orphaned_blocks: int = 0

@@ -274,6 +274,7 @@ class SoFar:
         asked, answer = request.sampling_params, self._answer
         asked.seed = answer.seed
         asked.ClearField("prompt_logprobs")
+        request.ClearField("promise")
         if answer.HasField("capped_tokens"):
             asked.max_tokens = answer.capped_tokens
         choices = [self._choices.get(i, pb.Delivered()) for i in range(_choices_of(request))]
@@ -364,8 +365,10 @@ def retries_of(request: pb.GenerateRequest, retries: int, now_s: float) -> Retri
     return Retries(left=retries, until_s=until_s)
 
 
-def renew_deadline(request: pb.GenerateRequest, retries: Retries, now_s: float) -> None:
-    """For a request that is sent again: the rest of its deadline."""
+def renew(request: pb.GenerateRequest, retries: Retries, error: KvrelayError, now_s: float) -> None:
+    """For a request that is sent again: the rest of its deadline, and what a refusal promised."""
+    if isinstance(error, Refused) and error.promise:
+        request.promise = error.promise
     remaining_s = retries.remaining_s(now_s)
     if remaining_s is not None:
         request.slo.deadline_ms = max(1.0, 1000 * remaining_s)

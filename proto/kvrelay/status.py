@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -25,18 +26,22 @@ def error_of(code: grpc.StatusCode, message: str, trailing: Metadata) -> Kvrelay
         _ = detail.Unpack(info) or detail.Unpack(retry)
     if info.domain != ERROR_DOMAIN:
         return RequestFailedError(code.name.lower(), message)
-    param, tier = info.metadata.get("param"), info.metadata.get("tier", "")
+    param = info.metadata.get("param")
     match code:
         case grpc.StatusCode.NOT_FOUND:
             return ModelNotFound(message, code=info.reason, param=param)
         case grpc.StatusCode.INVALID_ARGUMENT:
             return InvalidRequest(message, code=info.reason, param=param)
-    if retry.HasField("retry_delay"):
-        delay_s = retry.retry_delay.ToNanoseconds() / 1e9
-        return Refused(info.reason, message, retry_after_s=delay_s, tier=tier)
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return Refused(info.reason, message, retry_after_s=None, tier=tier)
-    return RequestFailedError(info.reason, message)
+    has_delay = retry.HasField("retry_delay")
+    if not has_delay and code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return RequestFailedError(info.reason, message)
+    return Refused(
+        info.reason,
+        message,
+        retry_after_s=retry.retry_delay.ToNanoseconds() / 1e9 if has_delay else None,
+        tier=info.metadata.get("tier", ""),
+        promise=b64decode(info.metadata.get("promise", "")),
+    )
 
 
 def _status(trailing: Metadata) -> status_pb2.Status:

@@ -41,9 +41,9 @@ from router.core.events import (
     WorkerSuspected,
     preload,
 )
+from router.core.promises.refusal import DRAINING, refused_by_worker
 from router.core.request import Request
 from router.core.router_state import RouterState
-from router.core.state.promises import DRAINING, refused_by_worker
 from router.core.state.worker_view import WorkerView
 
 

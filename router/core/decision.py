@@ -15,12 +15,13 @@ from kvrelay.qos import LadderRules, QosTier
 from kvrelay.types import Incarnation, Objectives, RequestSpec
 from router.core.policy.admission import Capacity, Deferred, Verdict
 from router.core.policy.placement import WorkerChoice
+from router.core.promises.refusal import BEHIND_DISPLACED, Refusal
+from router.core.promises.work import NOTHING_PROMISED, Promised
 from router.core.request import Request, RequestState
 from router.core.router_state import RouterState
 from router.core.state.candidate import Candidate
 from router.core.state.demand import Demand, HeldPrefixes, Known
 from router.core.state.ladder import Ladder, LadderStep
-from router.core.state.promises import BEHIND_DISPLACED, NOTHING_PROMISED, Promised, Refusal
 from router.core.state.quarantine import trusted
 
 WAITING_HELPS = {
@@ -30,6 +31,8 @@ WAITING_HELPS = {
     RefusalReason.TIER_SHARE_EXHAUSTED,
 }
 """Not `ttft_unreachable`: the wait itself counts to the time to first token."""
+CLAIM_PATIENCE_S = 2.0
+"""Who comes back when told to waits here for so long before its promise is broken."""
 LESS_OUTPUT_HELPS = {
     RefusalReason.TPOT_UNREACHABLE,
     RefusalReason.DEADLINE_UNREACHABLE,
@@ -92,9 +95,6 @@ def tripped(tier: QosTier, ladder: Ladder, now_s: float) -> Refusal:
 
 EXPECTED = 0.5
 """The quantile of its tier's output lengths that a request is expected to have."""
-SOON_S = 0.5
-"""A promised retry further away than this does not compete with a request that is admitted now: the
-worker will have finished it."""
 
 
 def decide(
@@ -120,7 +120,16 @@ def decide(
         if not less_output_helps(refusal):
             break
     waited_s = state.waiting.waited_s(request.request_id, now_s)
-    return demand, deferred(refusal, tier, waited_s) or refusal
+    waits = deferred(refusal, tier, waited_s) or _held_for(request, refusal, waited_s)
+    return demand, waits or refusal
+
+
+def _held_for(request: Request, refusal: Refusal, waited_s: float) -> Deferred | None:
+    """Who comes back in time may wait for a place that is about to be free."""
+    left_s = CLAIM_PATIENCE_S - waited_s
+    if request.promise is None or refusal.reason not in WAITING_HELPS or left_s <= 0:
+        return None
+    return Deferred(refusal=refusal, patience_s=left_s)
 
 
 def _is_alike(state: RouterState, demand: Demand, less: Demand) -> bool:
@@ -213,8 +222,9 @@ def _promised_soon(state: RouterState, request: Request, now_s: float) -> Promis
     """Work that goes before it at each worker, though it is not there yet."""
     if request.admitted or request.promise is not None or not state.promises:
         return NOTHING_PROMISED
-    soon = state.promises.before(now_s + SOON_S, request.tier.priority)
-    return state.workers.per_worker(soon.times(state.workers.all_by_own()))
+    all_by_own = state.workers.all_by_own()
+    soon = state.promises.soon(now_s, request.tier.priority, all_by_own)
+    return state.workers.per_worker(soon)
 
 
 def _promised_line(state: RouterState, request: Request) -> Promised:

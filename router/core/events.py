@@ -17,10 +17,10 @@ from kvrelay.messages import (
     WorkerHello,
 )
 from kvrelay.types import Incarnation, RequestSpec, Role, value
+from router.core.promises.refusal import Refusal
 from router.core.request import Request
 from router.core.state.candidate import Candidate
 from router.core.state.generation import ChoiceTokens, GenerationRequest
-from router.core.state.promises import Refusal
 from router.core.state.quarantine import Pair
 
 

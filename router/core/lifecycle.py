@@ -47,12 +47,12 @@ from router.core.events import (
 )
 from router.core.learning import learn_length, learn_pace, learn_ttft
 from router.core.policy.admission import Admitted, Deferred
+from router.core.promises.refusal import NO_CAPACITY, Refusal
 from router.core.request import Ledger, Request, RequestState
 from router.core.router_state import RouterState
 from router.core.state.candidate import Candidate
 from router.core.state.demand import Demand
 from router.core.state.generation import GenerationRequest
-from router.core.state.promises import NO_CAPACITY, Refusal
 from router.core.state.story import Moment, choice_end, held, plain, why
 from router.core.state.waiting import WaitingLine
 from router.core.state.worker_view import WorkerView
@@ -69,9 +69,11 @@ def submit(state: RouterState, submitted: GenerationRequest, now_s: float) -> li
         ledger=Ledger(before_s=submitted.phases_s, submitted_s=now_s),
         attempt=next(state.attempts),
     )
-    request.promise = state.promises.claim(request.digest, now_s)
+    request.promise = state.promises.claim(request.digest, now_s, submitted.promise)
+    if request.promise is None and submitted.promise is not None:
+        request.early = state.promises.early(submitted.promise, now_s)
     state.requests[request.request_id] = request
-    told = [_admit(state, request)] if request.admitted else []
+    told = [_admit(state, request, now_s)] if request.admitted else []
     return [*told, *seek(state, request, NO_CAPACITY, now_s)]
 
 
@@ -179,7 +181,12 @@ def reject(state: RouterState, request: Request, refusal: Refusal, now_s: float)
 
 
 def rejection_for(state: RouterState, request: Request, refusal: Refusal, now_s: float) -> Refusal:
-    """With the time to come back at, as a promise where one can be given."""
+    """With the time to come back at, as a promise where one can be given. Who comes before its time
+    is told the same again."""
+    early = request.early
+    if early is not None and now_s < early.due_s and not refusal.hopeless:
+        promise = early.told(now_s)
+        return replace(refusal, retry_after_s=promise.due_in_s, promise=promise)
     again = request.promise is not None
     if again:
         state.promises.settle(kept=False)
@@ -190,7 +197,7 @@ def rejection_for(state: RouterState, request: Request, refusal: Refusal, now_s:
         refusal = replace(refusal, retry_after_s=soonest_s)
     if refusal.work is None or soonest_s is None or not isfinite(refusal.work.prefill_s):
         return refusal
-    retry_after_s = state.promises.make(
+    promise = state.promises.make(
         request.digest,
         refusal.work,
         soonest_s,
@@ -199,7 +206,7 @@ def rejection_for(state: RouterState, request: Request, refusal: Refusal, now_s:
         again=again,
         all_by_own=state.workers.all_by_own(),
     )
-    return replace(refusal, retry_after_s=retry_after_s)
+    return replace(refusal, retry_after_s=promise.due_in_s, promise=promise)
 
 
 # --- asked ----------------------------------------------------------------------------------------
@@ -228,7 +235,7 @@ def take_slot(
         candidate.decode.reserving.observe(now_s - request.placed_s)
     state.waiting.leave(request.request_id)
     state.local_prefills += request.ledger.is_local
-    commands: list[Command] = [] if request.admitted else [_admit(state, request)]
+    commands: list[Command] = [] if request.admitted else [_admit(state, request, now_s)]
     if state.dispatch.keep(request, held_tokens, now_s):
         request.enter(RequestState.QUEUED)
         request.story.note(Moment.QUEUED, now_s, (), f"{state.dispatch.waiting} at the router")
@@ -236,12 +243,15 @@ def take_slot(
     return commands + send_prompt(request, candidate, held_tokens, now_s)
 
 
-def _admit(state: RouterState, request: Request) -> Admit:
+def _admit(state: RouterState, request: Request, now_s: float) -> Admit:
     request.admitted = True
     state.forecast.prompts.saw(len(request.submitted.prompt_ids))
     if request.promise is not None:
         state.promises.settle(kept=True)
         request.promise = None
+    elif request.early is not None:
+        state.promises.served_early(request.early, now_s)
+        request.early = None
     return Admit(request_id=request.request_id)
 
 

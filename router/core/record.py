@@ -21,12 +21,13 @@ from kvrelay.types import StepCoefficients
 from router.core import events, start
 from router.core.events import Command, Event
 from router.core.policy import choice
+from router.core.promises import refusal, work
 from router.core.start import Beginning
-from router.core.state import generation, ladder, promises, quarantine
+from router.core.state import generation, ladder, quarantine
 
 _MODULES = (
     *(messages, types, qos, start, events, generation),
-    *(ladder, quarantine, choice, promises),
+    *(ladder, quarantine, choice, refusal, work),
 )
 _CLASS, _BYTES, _ENUM, _MAP = "$", "$bytes", "$enum", "$map"
 

@@ -28,10 +28,10 @@ from kvrelay.messages import Lifetime, LifetimeMoment, PromptLogprobs, Tokens
 from kvrelay.qos import QosTier
 from kvrelay.types import Incarnation, Objectives, PromptLogprob, RequestKey, RequestSpec, Sampling
 from router.core.policy.admission import Admitted
+from router.core.promises.promises import Promise
 from router.core.state.candidate import Candidate, Prediction
 from router.core.state.demand import KeptChains
 from router.core.state.generation import ChoiceTokens, GenerationRequest
-from router.core.state.promises import Promise, digest_of
 from router.core.state.quarantine import Pair, Placement
 from router.core.state.story import LIFETIMES, Moment, Story, found
 
@@ -211,6 +211,11 @@ def prediction_errors(predicted: Predicted, ledger: Ledger, tokens: int) -> dict
     return ratios
 
 
+def _digest_of(asked: GenerationRequest) -> int:
+    """Of what a client that tries again sends again."""
+    return hash((asked.tenant, asked.prompt_ids, asked.sampling.max_tokens, asked.sampling.n))
+
+
 _is_finished = attrgetter("finished")
 FEWEST_TOKENS = 4
 """A request with fewer tokens says little about the time per token."""
@@ -236,6 +241,7 @@ class Request:
     committed: bool = False  # this attempt's KV is at the decode worker
     predicted: Prediction | None = None  # when its first attempt was placed
     promise: Promise | None = None  # claimed by it, and neither kept nor broken yet
+    early: Promise | None = None  # it was brought back before its time
     capped_tokens: int | None = None  # its max_tokens were cut to that
     found_tokens: int | None = None  # in a cache, by the first prefill that began
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
@@ -246,7 +252,7 @@ class Request:
     story: Story = field(init=False)
     request_id: str = field(init=False)
     objectives: Objectives = field(init=False)  # its own, else those of its tier
-    digest: int = field(init=False)  # by which it is known when it comes again
+    digest: int = field(init=False)  # equal for requests that are alike
     key: RequestKey = field(init=False)
     chains: KeptChains = field(default_factory=dict)  # names of its blocks
     emitted_ids: tuple[int, ...] = ()  # delivered before this attempt, which goes on behind them
@@ -257,7 +263,7 @@ class Request:
         self.request_id = self.submitted.request_id
         self.objectives = self.submitted.objectives.or_else(self.tier.objectives)
         self.key = RequestKey(self.request_id, self.attempt)
-        self.digest = digest_of(self.submitted)
+        self.digest = _digest_of(self.submitted)
         self.choices = tuple(TokenOrder(choice=i) for i in range(self.submitted.sampling.n))
         self.admitted = self.submitted.admitted
         if self.submitted.delivered:

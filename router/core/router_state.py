@@ -27,11 +27,12 @@ from router.core.policy.forecast import Forecast, at_once, open_forecast
 from router.core.policy.kv_aware import KvAware
 from router.core.policy.placement import PlacementPolicy
 from router.core.policy.predictive import Predictive
+from router.core.promises.promises import Promises
+from router.core.promises.refusal import ReleaseClock
 from router.core.request import Request, RequestState
 from router.core.state.demand import Demand
 from router.core.state.directory import Directory
 from router.core.state.ladder import Ladders
-from router.core.state.promises import Promises, ReleaseClock
 from router.core.state.quarantine import Quarantine, RecentPairs
 from router.core.state.story import Story, StoryRing
 from router.core.state.waiting import FAILOVER_PATIENCE_S, WaitingRoom
@@ -233,6 +234,7 @@ class RouterState:
 
     def _check_promises(self) -> None:
         """Each claim is kept, broken or given up once."""
+        self.promises.validate()
         claims = sum(one.promise is not None for one in self.requests.values())
         assert claims == self.promises.claimed, f"{claims} of {self.promises.claimed} claims"
 

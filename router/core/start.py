@@ -3,6 +3,7 @@ Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from random import Random
@@ -24,6 +25,7 @@ from router.core.policy.placement_baselines import (
     RoundRobin,
 )
 from router.core.policy.predictive import Predictive
+from router.core.promises.promises import Promises
 from router.core.router_state import Direct, NoMoves, RouterState
 from router.core.shared_queue import open_shared_queue
 from router.core.state.directory import DIRECTORY_BYTES, Directory
@@ -33,7 +35,8 @@ from router.core.workers import Workers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """`seed` is that of placement's randomness. The directory takes up to `directory_bytes`. A
+    """`seed` is that of placement's randomness, and of the ids of promises: another one for each
+    router. The directory takes up to `directory_bytes`. A
     request that lost its worker waits up to `failover_patience_s` for another one."""
 
     first_attempt: int = 0
@@ -58,8 +61,14 @@ def begin(beginning: Beginning) -> RouterCore:
         workers=workers,
         directory=Directory(most_bytes=beginning.directory_bytes),
         failover_patience_s=beginning.failover_patience_s,
+        promises=Promises(ids=_random_ids(Random(beginning.seed))),
     )
     return RouterCore(state, preloads=beginning.preloads)
+
+
+def _random_ids(random: Random) -> Iterator[int]:
+    while True:
+        yield random.getrandbits(63)
 
 
 def open_placement(policies: Policies, randomness: Randomness) -> PlacementPolicy:

@@ -13,15 +13,15 @@ from router.core.load.prefill_queue import Ahead
 from router.core.policy.admission import Admitted
 from router.core.policy.forecast import Forecast
 from router.core.policy.placement import WorkerChoice, least_against
+from router.core.promises.work import Promised
 from router.core.state.candidate import PromptPrediction
 from router.core.state.demand import Demand
 from router.core.state.generation import ModelFacts
-from router.core.state.promises import Promised
 from router.core.state.quarantine import Objections, Pair
 from router.core.state.worker_view import WorkerView
 
-MOST_ALIKE = 3.0
-"""A router that few ask must not take its few promises for those of many."""
+ALIKE = 1.0
+"""Routers are taken to have so many sequences each, beside those that were seen."""
 _ROLES = (Role.PREFILL, Role.DECODE, Role.BOTH)
 
 
@@ -164,13 +164,15 @@ class Workers(dict[Incarnation, WorkerView]):
         )
 
     def all_by_own(self) -> float:
-        """Sequences of all routers by those of this one, lately; 1 before it has any. Other routers
-        are taken to have made promises in the same proportion."""
+        """Sequences of all routers by those of this one, lately; before there are any, as if all
+        were asked alike. Other routers are taken to have made promises in the same proportion. A
+        router that few ask must not take its few promises for those of many."""
         _, decodes, both = self.by_role()
         decoding = (*decodes, *both)
         own = sum([view.own_usually for view in decoding])
         told = sum([view.all_usually for view in decoding])
-        return min(MOST_ALIKE, told / own) if own else 1.0
+        routers = max([1, *(view.counters.routers for view in decoding)])
+        return min(routers, (told + routers * ALIKE) / (own + ALIKE))
 
 
 def book_decode(demand: Demand, admitted: Admitted, now_s: float) -> None:

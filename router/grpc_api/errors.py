@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -76,6 +77,8 @@ def _refused(error: Refused) -> GrpcError:
     no_capacity = error.reason == RefusalReason.NO_CAPACITY
     code = grpc.StatusCode.UNAVAILABLE if no_capacity else grpc.StatusCode.RESOURCE_EXHAUSTED
     metadata = {"tier": error.tier} if error.tier else {}
+    if error.promise:
+        metadata["promise"] = b64encode(error.promise).decode()
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=metadata)
     details = (info,) if error.retry_after_s is None else (info, _retry(error.retry_after_s))
     return GrpcError(code, error.message, details)

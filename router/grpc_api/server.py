@@ -80,6 +80,7 @@ class InferenceApi(inference_pb2_grpc.InferenceServicer):
             prompt=prompt_of(request),
             sampling=sampling_of(request.sampling_params),
             continuation=continuation_of(request),
+            promise=request.promise,
             model=request.model,
             tenant=request.tenant,
             tier=self._service.tiers.tier_of(request.tier, metadata),

@@ -23,6 +23,7 @@ from router.http.bodies import (
     stream_flags,
     wants_ledger,
 )
+from router.http.errors import promise_in
 from router.http.neutral_fields import CHAT_NEUTRAL
 from router.http.reply import (
     ChoiceTotals,
@@ -50,6 +51,7 @@ async def chat_completions(request: Request) -> Response:
         tier=api.service.tiers.tier_of(body.tier or "", request.headers),
         objectives=objectives,
         continuation=continuation_of(body),
+        promise=promise_in(request),
         received_s=received_s,
     )
     return GenerationResponse(api, [asked], reply)

@@ -23,6 +23,7 @@ from router.http.bodies import (
     stream_flags,
     wants_ledger,
 )
+from router.http.errors import promise_in
 from router.http.neutral_fields import COMPLETION_NEUTRAL
 from router.http.reply import (
     ChoiceTotals,
@@ -58,6 +59,7 @@ async def completions(request: Request) -> Response:
         tier=api.service.tiers.tier_of(body.tier or "", request.headers),
         objectives=objectives,
         continuation=continuation_of(body),
+        promise=promise_in(request),
         add_special_tokens=body.add_special_tokens is not False,
         received_s=received_s,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -24,6 +25,8 @@ from kvrelay.errors import (
 
 log = logging.getLogger(__name__)
 
+PROMISE_HEADER = "x-kvrelay-promise"
+"""In refusals, and in requests that come back: the promise of the retry time, in Base64."""
 TIER_HEADER = "x-kvrelay-tier"
 """In answers and refusals: the QoS tier that was applied."""
 
@@ -43,6 +46,7 @@ class ErrorReply:
     type: str
     code: str | None = None
     param: str | None = None
+    promise: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self) -> dict[str, object]:
@@ -52,7 +56,7 @@ class ErrorReply:
             "code": self.code,
             "param": self.param,
         }
-        return {"error": fields}
+        return {"error": fields | {"promise": self.promise} if self.promise else fields}
 
     def response(self) -> Response:
         # ASCII escapes: the message may quote a client's lone surrogate.
@@ -107,6 +111,7 @@ def _refused(error: Refused) -> ErrorReply:
         message=error.message,
         type="rate_limit_error" if contended else "server_error",
         code=error.reason,
+        promise=b64encode(error.promise).decode(),
         headers=_refusal_headers(error),
     )
 
@@ -116,7 +121,16 @@ def _refusal_headers(error: Refused) -> dict[str, str]:
     tier = {TIER_HEADER: error.tier} if error.tier else {}
     if error.retry_after_s is None:
         return {**tier, "x-should-retry": "false"}
-    return {**tier, **_retry_headers(error.retry_after_s)}
+    promise = {PROMISE_HEADER: b64encode(error.promise).decode()} if error.promise else {}
+    return {**tier, **promise, **_retry_headers(error.retry_after_s)}
+
+
+def promise_in(request: Request) -> bytes:
+    """What is not Base64 was promised by no router."""
+    try:
+        return b64decode(request.headers.get(PROMISE_HEADER, ""), validate=True)
+    except ValueError:
+        return b""
 
 
 def _retry_headers(retry_after_s: float) -> dict[str, str]:

@@ -125,8 +125,9 @@ class GenerationResponse(Response):
         await json_response(body, headers=dict(self._reply.headers()))(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
-        """A first token, or a comment, opens the stream; until then errors have their own
-        status."""
+        """A first token, or a comment, opens the stream; until then errors have their own status.
+        After an error the stream has no end, so the server closes the connection: no client takes
+        it for a whole answer."""
         reply = self._reply
         reply.generations = await start_all(self._service, self._requests)
         async with (
@@ -142,7 +143,7 @@ class GenerationResponse(Response):
                 await out.send(_error_event(error, self._requests[0].request_id))
             else:
                 await self._close(out)
-            await out.end()
+                await out.end()
 
     def _stream_headers(self) -> list[tuple[bytes, bytes]]:
         return [(name.encode(), value.encode()) for name, value in self._reply.headers()]

@@ -42,10 +42,11 @@ from router.core.events import (
     WorkerSuspected,
 )
 from router.core.policy.choice import DEFAULT_POLICIES, Policies
+from router.core.promises.refusal import Refusal
 from router.core.request import Request
 from router.core.start import Beginning, begin
 from router.core.state.directory import DIRECTORY_BYTES
-from router.core.state.generation import ChoiceTokens, GenerationRequest
+from router.core.state.generation import ChoiceTokens, GenerationRequest, RefusedUntil
 from router.core.state.silence import DETECT_S, PERIOD_S, Silence
 from router.core.state.waiting import FAILOVER_PATIENCE_S
 from router.core.state.worker_view import check_joins
@@ -341,9 +342,7 @@ class WorkerDispatcher(ClusterViews):
             case Admit(request_id=request_id):
                 self._settle_admission(self._generations[request_id], None)
             case Refuse(request_id=request_id, refusal=refusal):
-                retry_after_s = refusal.retry_after_s
-                error = Refused(refusal.reason, refusal.message, retry_after_s=retry_after_s)
-                self._settle_admission(self._generation(request_id, done=True), error)
+                self._settle_admission(self._generation(request_id, done=True), _error_of(refusal))
             case Fail(request_id=request_id):
                 generation = self._generation(request_id, done=True)
                 failure = RequestFailedError(command.reason, command.message)
@@ -371,3 +370,9 @@ class WorkerDispatcher(ClusterViews):
             generation.admitted.set_result(None)
         else:
             generation.admitted.set_exception(error)
+
+
+def _error_of(refusal: Refusal) -> Refused:
+    if refusal.promise is not None:
+        return RefusedUntil(refusal.reason, refusal.message, told=refusal.promise)
+    return Refused(refusal.reason, refusal.message, retry_after_s=refusal.retry_after_s)

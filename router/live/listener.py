@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import math
 import socket
 from collections.abc import Iterator
@@ -130,7 +131,13 @@ class Listener:
             raise ConfigError(f"the {kind} port {address}: {error}") from error
 
 
+def _is_no_cut(record: logging.LogRecord) -> bool:
+    """A stream that has failed is cut on purpose; who failed it has logged why."""
+    return record.msg != "ASGI callable returned without completing response."
+
+
 def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
+    logging.getLogger("uvicorn.error").addFilter(_is_no_cut)
     return uvicorn.Config(
         app,
         log_config=None,

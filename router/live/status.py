@@ -227,6 +227,7 @@ class ClusterViews:
 
     def snapshot(self) -> ClusterSnapshot:
         state, told, now_s = self.core.state, self.core.state.promises, time.monotonic()
+        told.expire(now_s)
         return ClusterSnapshot(
             ready=self.ready(),
             running_requests=self.running_requests(),
@@ -239,7 +240,13 @@ class ClusterViews:
                 used_bytes=state.directory.used_bytes,
                 dropped_blocks=state.directory.dropped_blocks,
             ),
-            promises={"kept": told.kept, "broken": told.broken, "expired": told.expired},
+            promises={
+                "kept": told.kept,
+                "broken": told.broken,
+                "given_up": told.given_up,
+                "expired": told.expired,
+                "forgotten": told.forgotten,
+            },
             workers=tuple(map(self._status, state.workers.values())),
             linked=state.recent_pairs.lately(now_s),
             pool_nodes=self.pools.statuses(),

@@ -1,26 +1,20 @@
 """A request that lost its router goes on at another one, behind what was delivered. Pure.
 
-The client sends what it has: the tokens of each choice, and a ticket. A ticket proves that a router
-has admitted the request, so no other refuses it. It is signed with the cluster's secret
-(HMAC-SHA256), and names what may not change: the request, its prompt, its tier and the model. Who
-doesn't know the secret can't make one; where none is set, anybody can.
+The client sends what it has: the tokens of each choice, and a signed ticket. A ticket proves that a
+router has admitted the request, so no other refuses it. It names what may not change: the request,
+its prompt, its tier and the model.
 """
 
 from __future__ import annotations
 
-import hmac
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
-from hashlib import blake2b
 
-from kvpool.core.layout.hashes import token_bytes
 from kvrelay.errors import InvalidRequest
 from kvrelay.types import value
+from router.text.signing import digest_of
 
 VALID_S = 3600.0
 """A request without a deadline can be continued for so long."""
-_MAC_BYTES = 32
 
 
 @value
@@ -75,10 +69,9 @@ class Ticket:
         *,
         until_s: float,
     ) -> Ticket:
-        prompt = blake2b(token_bytes(prompt_ids), digest_size=16).hexdigest()
         return cls(
             request_id=request_id,
-            prompt=prompt,
+            prompt=digest_of(prompt_ids),
             tier=tier,
             fingerprint=fingerprint,
             until_s=until_s,
@@ -93,33 +86,3 @@ class Ticket:
             raise _invalid("the cluster serves another model by now")
         same = (self.prompt, self.tier) == (asked.prompt, asked.tier)
         return same and asked.until_s < self.until_s
-
-
-_TYPES = {one.name: float if one.name == "until_s" else str for one in fields(Ticket)}
-
-
-@dataclass(frozen=True, slots=True)
-class TicketKey:
-    secret: bytes = field(default=b"", repr=False)
-
-    def sign(self, ticket: Ticket) -> bytes:
-        told = json.dumps(asdict(ticket), separators=(",", ":")).encode()
-        return self._mac(told) + told
-
-    def open(self, signed: bytes) -> Ticket | None:
-        """None: no router has made it. Without a secret anybody can sign, so it may be anything."""
-        mac, told = signed[:_MAC_BYTES], signed[_MAC_BYTES:]
-        if not hmac.compare_digest(mac, self._mac(told)):
-            return None
-        try:
-            ticket = Ticket(**json.loads(told))
-        except (TypeError, ValueError):
-            return None
-        return ticket if all(isinstance(v, _TYPES[k]) for k, v in asdict(ticket).items()) else None
-
-    def _mac(self, told: bytes) -> bytes:
-        return hmac.digest(self.secret, b"kvrelay ticket " + told, "sha256")
-
-
-UNSIGNED = TicketKey()
-"""Where no secret is set."""

@@ -34,20 +34,16 @@ from router.core.state.generation import (
     Generation,
     GenerationRequest,
     ModelFacts,
+    RefusedUntil,
 )
 from router.live.metrics import RequestTimer, RouterMetrics
 from router.live.refusal_log import RefusalLog
-from router.text.continuation import (
-    UNSIGNED,
-    VALID_S,
-    Continuation,
-    Delivered,
-    Ticket,
-    TicketKey,
-)
+from router.text.continuation import VALID_S, Continuation, Delivered, Ticket
 from router.text.detokenizer import Delta, TextStream
+from router.text.promise_token import PromiseToken
 from router.text.request_fields import ONE_FOR_ALL, TierRules
 from router.text.sampling import GenerationDefaults, RequestedSampling, check_prompt, resolve
+from router.text.signing import UNSIGNED, ClusterKey
 from router.text.tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
@@ -167,7 +163,7 @@ PromptInput = str | tuple[int, ...] | ChatPrompt
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest:
     """`tier` is the QoS tier. `received_s`: perf_counter at the request's first byte.
-    `continuation`: another router has begun with it."""
+    `continuation`: another router has begun with it. `promise`: what it was told with a refusal."""
 
     request_id: str
     prompt: PromptInput
@@ -178,6 +174,7 @@ class TextRequest:
     objectives: Objectives = NO_OBJECTIVES
     add_special_tokens: bool = True
     continuation: Continuation | None = None
+    promise: bytes = b""
     received_s: float = field(default_factory=time.perf_counter)
 
 
@@ -191,7 +188,7 @@ class TextService:
         defaults: GenerationDefaults,
         metrics: RouterMetrics,
         tiers: TierRules = ONE_FOR_ALL,
-        ticket_key: TicketKey = UNSIGNED,
+        key: ClusterKey = UNSIGNED,
     ) -> None:
         self.dispatcher = dispatcher
         self.tokenizer = tokenizer
@@ -199,7 +196,7 @@ class TextService:
         self.defaults = defaults
         self.metrics = metrics
         self.tiers = tiers
-        self._ticket_key = ticket_key
+        self._key = key
         self.draining = False
         self.refusals = RefusalLog()
 
@@ -287,12 +284,24 @@ class TextService:
             request.continuation.check(sampling.n, sampling.max_tokens, facts.vocab_size)
             asked = self._continued(asked, request.continuation, facts.fingerprint)
             request = replace(request, request_id=asked.request_id)
-        generation = await self.dispatcher.submit(asked)
+        generation = await self._submit(asked, request.promise)
         timer = self.metrics.started(request.received_s, len(prompt_ids))
         ticket = self._ticket(asked, facts.fingerprint, valid_s=VALID_S)
         return TextGeneration(
-            self, request, prompt_ids, sampling, generation, timer, self._ticket_key.sign(ticket)
+            self, request, prompt_ids, sampling, generation, timer, self._key.sign(ticket)
         )
+
+    async def _submit(self, asked: GenerationRequest, promise: bytes) -> Generation:
+        """Raises InvalidRequest or Refused, with a signed promise if there is one."""
+        token = self._key.open(PromiseToken, promise) if promise else None
+        if token is not None:
+            asked = replace(asked, promise=token.told_to(asked, time.time()))
+        try:
+            return await self.dispatcher.submit(asked)
+        except RefusedUntil as refused:
+            told = PromiseToken.of(asked, refused.told, time.time())
+            refused.promise = self._key.sign(told)
+            raise
 
     def _continued(
         self, asked: GenerationRequest, behind: Continuation, fingerprint: str
@@ -304,7 +313,7 @@ class TextService:
             delivered=tuple(one.token_ids for one in behind.choices),
             finished=frozenset(i for i, one in enumerate(behind.choices) if one.finished),
         )
-        ticket = self._ticket_key.open(behind.ticket)
+        ticket = self._key.open(Ticket, behind.ticket)
         if ticket is None or not ticket.admits(self._ticket(asked, fingerprint, valid_s=0.0)):
             return goes_on
         return replace(goes_on, request_id=ticket.request_id, admitted=True)

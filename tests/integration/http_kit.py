@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,23 @@ def events(body: str) -> list[Any]:
 
 async def completion(client: httpx.AsyncClient, **body: Any) -> httpx.Response:
     return await client.post("/v1/completions", json={"model": MODEL, "prompt": TEXT, **body})
+
+
+async def cut_off(client: httpx.AsyncClient, **body: Any) -> str:
+    """What a stream said before its connection was closed without an end."""
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200
+        return (await until_cut(answer.aiter_bytes())).decode()
+
+
+async def until_cut(pieces: AsyncIterator[bytes]) -> bytes:
+    said = b""
+    try:
+        async for piece in pieces:
+            said += piece
+    except httpx.RemoteProtocolError:
+        return said
+    raise AssertionError("the stream has an end")
 
 
 def full(path: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,15 @@ from kvrelay.qos import QosTier, QosTiers
 from kvrelay.types import Objectives
 from router.text.request_fields import TierMatch, TierRules
 from tests.integration.faces_kit import MODEL, in_loop, served, servers_over
-from tests.integration.http_kit import CHAT, assert_error, completion, events, full
+from tests.integration.http_kit import (
+    CHAT,
+    TEXT,
+    assert_error,
+    completion,
+    cut_off,
+    events,
+    full,
+)
 from tests.integration.http_kit import checkpoint_folder as checkpoint_folder
 from tests.unit.fake_dispatcher import FakeDispatcher
 
@@ -240,8 +248,7 @@ async def test_failures_before_and_in_a_stream(folder: Path) -> None:
         async with served(folder, dispatcher) as s, s.http() as client:
             whole = await completion(client)
             assert_error(whole, 503, "worker_lost", None, "decode-0 is gone")
-            stream = await completion(client, stream=True)
-            *chunks, error = events(stream.text)
+            *chunks, error = events(await cut_off(client, prompt=TEXT, stream=True))
             assert len(chunks) == expected
             assert error["error"]["code"] == "worker_lost"
 
@@ -261,9 +268,51 @@ async def test_a_bug_is_a_500_without_its_words(folder: Path) -> None:
     async with served(folder, dispatcher) as s, s.http() as client:
         answer = await completion(client)
         assert_error(answer, 500, "internal", None, "internal error")
-        stream = await completion(client, stream=True)
-        assert events(stream.text)[-1]["error"]["code"] == "internal"
-        assert "secret" not in answer.text + stream.text
+        said = await cut_off(client, prompt=TEXT, stream=True)
+        assert events(said)[-1]["error"]["code"] == "internal"
+        assert "secret" not in answer.text + said
+
+
+async def answer_bytes(port: int, body: dict[str, Any]) -> bytes:
+    """All that the server sends until it closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    payload = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
+    writer.write(head.encode() + payload)
+    said = b""
+    while not said.endswith(b"0\r\n\r\n") and (piece := await reader.read(65536)):
+        said += piece
+    writer.close()
+    return said
+
+
+@in_loop
+async def test_a_stream_that_fails_has_no_end(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither [DONE] nor the last chunk of a body: behind the error the connection is closed."""
+    body = {"model": MODEL, "prompt": TEXT, "stream": True}
+    lost = RequestFailedError("worker_lost", "the worker decode-0 is gone")
+    async with served(folder) as s:
+        whole = await answer_bytes(s.http_port, body)
+        assert whole.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        s.dispatcher.failure, s.dispatcher.fail_after_tokens = lost, 2
+        said = await answer_bytes(s.http_port, body)
+    assert b"Transfer-Encoding: chunked" in said or b"transfer-encoding: chunked" in said
+    assert b'"code":"worker_lost"' in said
+    assert b"[DONE]" not in said and b"0\r\n\r\n" not in said
+    assert "ASGI" not in caplog.text, "it is cut on purpose"
+
+
+@in_loop
+async def test_openais_client_sees_the_error_of_a_stream(folder: Path) -> None:
+    lost = RequestFailedError("worker_lost", "the worker decode-0 is gone")
+    dispatcher = FakeDispatcher(failure=lost, fail_after_tokens=2)
+    async with served(folder, dispatcher) as s, s.openai() as client:
+        stream = await client.completions.create(model=MODEL, prompt=TEXT, stream=True)
+        with pytest.raises(openai.APIError, match="decode-0 is gone"):
+            async for _ in stream:
+                pass
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -322,8 +371,8 @@ async def test_a_deadline_that_passes_is_a_timeout(folder: Path) -> None:
     async with served(folder, dispatcher) as s, s.http() as client:
         answer = await completion(client)
         assert_error(answer, 504, "deadline_exceeded", None, "its deadline has passed")
-        stream = await completion(client, stream=True)
-        assert events(stream.text)[-1]["error"]["code"] == "deadline_exceeded"
+        said = await cut_off(client, prompt=TEXT, stream=True)
+        assert events(said)[-1]["error"]["code"] == "deadline_exceeded"
 
 
 @in_loop

@@ -10,7 +10,7 @@ import pytest
 from kvrelay.errors import RequestFailedError
 from router.http.event_stream import COMMENT, KEEP_ALIVE_S, Silence
 from tests.integration.faces_kit import MODEL, in_loop, served
-from tests.integration.http_kit import TEXT, events
+from tests.integration.http_kit import TEXT, events, until_cut
 from tests.integration.http_kit import checkpoint_folder as checkpoint_folder
 
 BODY = {"model": MODEL, "prompt": TEXT, "stream": True}
@@ -77,6 +77,6 @@ async def test_an_error_behind_a_comment_is_an_event(folder: Path) -> None:
             said = await _until(pieces, COMMENT)
             for generation in [*s.dispatcher.running.values()]:
                 generation.go_on.set()
-            rest = said + b"".join([piece async for piece in pieces])
+            rest = said + await until_cut(pieces)
         assert answer.status_code == 200
         assert b"worker_lost" in rest

@@ -20,8 +20,8 @@ from router.core.events import (
     Submitted,
 )
 from router.core.policy.choice import DEFAULT_POLICIES, Policies
+from router.core.promises.refusal import Refusal
 from router.core.state.generation import ChoiceTokens, GenerationRequest
-from router.core.state.promises import Refusal
 from tests.sim.cluster import Cluster
 from tests.sim.model import expected, make_spec
 from tests.sim.waits import who_waits

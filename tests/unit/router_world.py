@@ -40,6 +40,7 @@ from router.core.events import (
     WorkerLost,
     WorkerSaid,
 )
+from router.core.promises.work import ToldPromise
 from router.core.router_state import RouterState
 from router.core.state.generation import GenerationRequest
 from tests.unit.router_kit import hello
@@ -72,6 +73,7 @@ class World:
         self.now_s = 1.0
         self.workers: dict[Incarnation, Worker] = {}
         self.ended: dict[str, str] = {}
+        self.told: list[ToldPromise] = []
         self._lives = 0
         self._missing: list[Role] = []
 
@@ -108,6 +110,11 @@ class World:
             self.join(worker.role)
 
     def submit(self, request: GenerationRequest) -> None:
+        """Some bring back what one of those before was told, in time or not, perhaps twice."""
+        if self.told and self.random.random() < 0.7:
+            told = self.random.choice(self.told)
+            brought = replace(told, due_in_s=self.random.uniform(-2, 1))
+            request = replace(request, promise=self.random.choice((told, brought)))
         self.tell(Submitted(request=request))
 
     def disturb(self) -> None:
@@ -151,8 +158,10 @@ class World:
             match command:
                 case Send(worker=worker, message=message):
                     self._hear(worker, message)
-                case Refuse(request_id=request_id):
+                case Refuse(request_id=request_id, refusal=refusal):
                     self._end(request_id, "refused")
+                    if refusal.promise is not None:
+                        self.told.append(refusal.promise)
                 case Fail(request_id=request_id):
                     self._end(request_id, "failed")
                 case Deliver(request_id=request_id, done=True):

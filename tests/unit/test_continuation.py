@@ -9,9 +9,10 @@ import pytest
 from kvrelay.errors import InvalidRequest, Refused, RequestFailedError
 from kvrelay.requests import RECONNECT_EVERY_S, RECONNECT_FOR_S, SoFar
 from kvrelay.v1 import inference_pb2 as pb
-from router.text.continuation import Continuation, Delivered, Ticket, TicketKey
+from router.text.continuation import Continuation, Delivered, Ticket
+from router.text.signing import ClusterKey
 
-KEY = TicketKey(b"secret")
+KEY = ClusterKey(b"secret")
 GONE = RequestFailedError("unavailable", "gone")
 TICKET = Ticket.of("r", (1, 2, 3), "gold", "f00d", until_s=100.0)
 
@@ -24,7 +25,7 @@ def asked(prompt: tuple[int, ...] = (1, 2, 3), tier: str = "gold", at_s: float =
 
 
 def test_a_ticket_admits_its_request_alone() -> None:
-    ticket = KEY.open(KEY.sign(TICKET))
+    ticket = KEY.open(Ticket, KEY.sign(TICKET))
     assert ticket == TICKET
     assert ticket.admits(asked())
     assert not ticket.admits(asked(prompt=(1, 2, 4)))
@@ -37,24 +38,24 @@ def test_a_ticket_for_another_model_is_an_error() -> None:
         TICKET.admits(replace(asked(), fingerprint="beef"))
 
 
-@pytest.mark.parametrize("forged", [b"", b"x", TicketKey(b"guessed").sign(TICKET)])
+@pytest.mark.parametrize("forged", [b"", b"x", ClusterKey(b"guessed").sign(TICKET)])
 def test_nobody_makes_a_ticket_without_the_secret(forged: bytes) -> None:
-    assert KEY.open(forged) is None
+    assert KEY.open(Ticket, forged) is None
 
 
 @pytest.mark.parametrize("told", [b"", b"[]", b'{"a": 1}', b"\xff", b"7"])
 def test_what_is_signed_and_no_ticket_is_none(told: bytes) -> None:
-    assert KEY.open(KEY._mac(told) + told) is None
+    assert KEY.open(Ticket, KEY._mac(Ticket, told) + told) is None
 
 
 def test_a_ticket_of_other_types_is_none() -> None:
     told = KEY.sign(TICKET)[32:].replace(b"100.0", b'"soon"')
-    assert KEY.open(KEY._mac(told) + told) is None
+    assert KEY.open(Ticket, KEY._mac(Ticket, told) + told) is None
 
 
 def test_a_changed_ticket_is_none() -> None:
     signed = KEY.sign(TICKET)
-    assert KEY.open(signed.replace(b"gold", b"bold")) is None
+    assert KEY.open(Ticket, signed.replace(b"gold", b"bold")) is None
 
 
 # --- what a client sends ------------------------------------------------------------------------

@@ -25,9 +25,9 @@ from router.core.events import (
     WorkerLost,
     WorkerSaid,
 )
+from router.core.promises.refusal import Refusal
 from router.core.router_state import RouterState
 from router.core.state.ladder import LadderStep
-from router.core.state.promises import Refusal
 from tests.unit.router_kit import PerToken, demand, hello, released, request, reserved, says, tokens
 
 D = Incarnation("d")

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from math import inf
 from typing import cast
 
 import pytest
@@ -15,6 +16,7 @@ from kvrelay.messages import Abort, Counters, Generate, ToWorker, WorkerEvent
 from kvrelay.types import FinishReason, Incarnation, Objectives, RequestKey, Role
 from router.core.events import Rejected
 from router.core.policy.choice import Policies
+from router.core.state.generation import RefusedUntil
 from router.live import dispatcher
 from router.live.dispatcher import MAX_REQUEST_ID_BYTES, WorkerDispatcher
 from router.live.link import WorkerLink
@@ -181,6 +183,26 @@ def test_a_refusal_is_raised_and_leaves_nothing() -> None:
             await s.dispatcher.submit(request())
         assert (refused.value.reason, refused.value.retry_after_s) == ("no_capacity", 1.0)
         assert not s.dispatcher._generations
+
+    play(scene)
+
+
+def test_a_refusal_tells_its_promise_and_what_became_of_it_is_counted() -> None:
+    async def scene(s: Scene) -> None:
+        for number in range(4):
+            await s.admitted(f"r{number}")
+        with pytest.raises(RefusedUntil) as refused:
+            await s.dispatcher.submit(request("full"))
+        assert refused.value.retry_after_s == refused.value.told.due_in_s > 0
+        with pytest.raises(RefusedUntil) as early:
+            await s.dispatcher.submit(replace(request("full"), promise=refused.value.told))
+        told = early.value.told
+        assert told.promise_id == refused.value.told.promise_id, "it came too early"
+        assert told.due_in_s <= refused.value.told.due_in_s
+        outcomes = dict.fromkeys(("kept", "broken", "given_up", "expired", "forgotten"), 0)
+        assert s.dispatcher.snapshot().promises == outcomes
+        s.dispatcher.core.state.promises.expire(inf)
+        assert s.dispatcher.snapshot().promises == outcomes | {"expired": 1}
 
     play(scene)
 

@@ -6,14 +6,24 @@ from random import Random
 
 import pytest
 
-from kvrelay.messages import Released, Reserved
+from kvrelay.messages import Counters, Released, Reserved
 from kvrelay.qos import ONE_TIER, QosTier, QosTiers
 from kvrelay.types import Incarnation, Objectives, Role
 from router.core.core import RouterCore
-from router.core.events import Aborted, Command, Refuse, Send, Submitted, WorkerJoined
+from router.core.events import (
+    Aborted,
+    Command,
+    Refuse,
+    Send,
+    Submitted,
+    WorkerJoined,
+    WorkerSaid,
+)
 from router.core.load.margins import Margin
+from router.core.promises.claims import EXCESS, Claims, Share
+from router.core.promises.promises import GRACE_S, Promises
+from router.core.promises.work import NOTHING_PROMISED, Promised, ToldPromise
 from router.core.router_state import RouterState
-from router.core.state.promises import GRACE_S, NOTHING_PROMISED, Claims, Promised, Promises, Share
 from tests.unit.router_kit import PerToken, hello, key, request, says
 
 
@@ -24,6 +34,11 @@ def work(seconds: float) -> Promised:
 def promised(claimed: float) -> Promises:
     """Nothing yet, of which such a share will be claimed."""
     return Promises(claims=Claims(first=Share(claimed)), delay_s=0)
+
+
+def counted(works: float, claimed: float) -> float:
+    """Of so much work that was promised, what the line counts."""
+    return EXCESS * claimed * works
 
 
 def test_a_promise_is_claimed_once_and_not_before_its_time() -> None:
@@ -42,21 +57,22 @@ def test_what_is_ahead_is_what_was_promised_earlier() -> None:
     promises = promised(1.0)
     for digest, after_s in ((1, 3.0), (2, 1.0), (3, 2.0)):
         promises.make(digest, work(digest), soonest_s=after_s, now_s=0)
-    assert promises.line() == Promised(prefill_s=6, sequences=3, kv_tokens=30)
+    assert promises.line() == Promised(prefill_s=6, sequences=3, kv_tokens=30).times(EXCESS)
     assert promises.before(2.5).prefill_s == 5
     assert promises.claim(3, 2) is not None
     assert promises.before(2.5).prefill_s == 2
-    assert promises.line().prefill_s == 3
+    assert promises.line().prefill_s == pytest.approx(counted(3, 1))
 
 
 def test_what_was_promised_to_lower_tiers_is_not_ahead() -> None:
     promises = promised(1.0)
     for priority in range(3):
         promises.make(priority, work(10**priority), soonest_s=1, now_s=0, priority=priority)
-    for ahead in (promises.line, partial(promises.before, 2.0)):
-        assert [ahead(priority).prefill_s for priority in range(3)] == [1, 11, 111]
+    for ahead, each in ((promises.line, EXCESS), (partial(promises.before, 2.0), 1)):
+        found = [ahead(priority).prefill_s for priority in range(3)]
+        assert found == pytest.approx([each, 11 * each, 111 * each])
     assert promises.claim(0, 1) is not None
-    assert promises.line(2).prefill_s == 110
+    assert promises.line(2).prefill_s == pytest.approx(counted(110, 1))
     assert promises.line() == NOTHING_PROMISED
 
 
@@ -82,11 +98,12 @@ def test_the_line_stays_as_it_was_told() -> None:
         promises.make(digest, work(1), soonest_s=digest / 2, now_s=0)
     promises.claims.first.value = 1.0
     assert promises.before(2.5).prefill_s == 5
-    assert promises.line().prefill_s == 50
+    assert promises.line().prefill_s == pytest.approx(counted(100, 0.5))
     promises.make(100, work(1), soonest_s=50, now_s=0)
-    assert promises.line().prefill_s == 51
+    assert promises.line().prefill_s == pytest.approx(counted(100, 0.5) + counted(1, 1))
     assert promises.claim(3, 2) is not None
-    assert promises.line().prefill_s == 49.5, "the first two did not come"
+    left = counted(97, 0.5) + counted(1, 1)
+    assert promises.line().prefill_s == pytest.approx(left), "the first two did not come"
     assert promises.claim(100, 50.9) is not None
     assert promises.line() == NOTHING_PROMISED, "nobody came for the others"
 
@@ -95,7 +112,7 @@ def test_others_promises_are_in_the_line_as_many_as_they_were_when_it_was_told()
     promises = promised(0.5)
     for all_by_own in (3, 1):
         promises.make(all_by_own, work(1), soonest_s=1, now_s=0, all_by_own=all_by_own)
-    assert promises.line().prefill_s == 2
+    assert promises.line().prefill_s == pytest.approx(counted(4, 0.5))
     assert promises.before(2).prefill_s == 1, "its own"
 
 
@@ -103,34 +120,129 @@ def test_who_had_come_back_already_counts_apart() -> None:
     promises = promised(1.0)
     for digest in range(50):
         promises.make(digest, work(1), soonest_s=1, now_s=0, again=True)
-    assert promises.line() == NOTHING_PROMISED, "nothing is known of them"
-    for digest in range(50):
-        assert promises.claim(digest, 1) is not None
-        promises.make(digest, work(1), soonest_s=1, now_s=1, again=True)
+    assert promises.claim(99, 10) is None
     again = promises.claims.again.value
-    assert 0.9 < again < 1
-    assert promises.line().prefill_s == pytest.approx(sum_of_shares(50), rel=1e-6)
-    promises.make(99, work(2), soonest_s=1, now_s=1)
-    assert promises.before(3).prefill_s == pytest.approx(50 * again + 2)
+    assert again < 0.1, "none of them has come"
+    promises.make(99, work(2), soonest_s=1, now_s=10)
+    promises.make(98, work(1), soonest_s=1, now_s=10, again=True)
+    assert promises.before(12).prefill_s == pytest.approx(again + 2)
+    assert promises.line().prefill_s == pytest.approx(counted(1, again) + counted(2, 1))
 
 
-def sum_of_shares(count: int) -> float:
-    """Of the first ones that are claimed, after each."""
-    share, shares = Share(), list[float]()
-    for _ in range(count):
-        share.learn(True)
-        shares.append(share.value)
-    return sum(shares)
-
-
-def test_a_new_promise_replaces_the_old_one() -> None:
+def test_equal_requests_have_a_promise_each() -> None:
     promises = promised(1.0)
-    promises.make(1, work(1), soonest_s=1, now_s=0)
-    promises.make(1, work(2), soonest_s=9, now_s=0)
-    assert promises.line().prefill_s == 2
-    assert promises.claim(2, 6) is None  # the old one's end
-    assert promises.claims.first.value == 1.0
-    assert promises.claim(1, 9) is not None
+    for after_s in (3, 1.5, 2):
+        promises.make(7, work(after_s), soonest_s=after_s, now_s=0)
+    assert len(promises) == 3
+    assert promises.claim(7, 0.9) is None
+    found = [promises.claim(7, 2.5), promises.claim(7, 2.5)]
+    assert [one and one.due_s for one in found] == [1.5, 2], "the oldest first"
+    assert promises.claim(7, 2.5) is None, "the third is not due yet"
+    assert promises.claim(7, 3) is not None
+    promises.validate()
+
+
+# --- brought back by its client -------------------------------------------------------------------
+
+
+def told(promises: Promises, due_s: float, digest: int = 7) -> ToldPromise:
+    return promises.make(digest, work(1), soonest_s=due_s, now_s=0)
+
+
+def brought(promise: ToldPromise, at_s: float) -> ToldPromise:
+    """What it says then; it was made at 0."""
+    return replace(promise, due_in_s=promise.due_in_s - at_s)
+
+
+def test_who_brings_its_promise_gets_that_one() -> None:
+    promises = promised(1.0)
+    one, other = told(promises, 1), told(promises, 2)
+    assert promises.claim(7, 1.5, brought(other, 1.5)) is None, "it is too early"
+    assert promises.early(brought(other, 1.5), 1.5) is not None
+    found = promises.claim(7, 2, brought(other, 2))
+    assert found is not None and found.promise_id == other.promise_id
+    assert promises.claim(7, 2, brought(other, 2)) is None, "once"
+    assert promises.claim(8, 2, brought(one, 2)) is not None
+    assert (promises.claimed, len(promises)) == (2, 0)
+    promises.validate()
+
+
+def test_any_router_honours_it_within_what_clocks_differ_by() -> None:
+    made = told(promised(1.0), 5)
+    for at_s, honoured in ((4.4, False), (4.5, True), (6.2, True), (6.7, True), (6.8, False)):
+        elsewhere = Promises(ids=iter(range(1000, 2000)))
+        found = elsewhere.claim(7, 100, brought(made, at_s))
+        assert (found is not None) is honoured, at_s
+        assert elsewhere.claim(7, 100, brought(made, at_s)) is None, "once"
+        elsewhere.validate()
+
+
+def test_what_was_claimed_here_and_made_elsewhere_stands_for_an_own_one() -> None:
+    here, there = promised(1.0), Promises(ids=iter(range(1000, 2000)))
+    own = [told(here, due_s) for due_s in (1, 2, 9)]
+    others = [told(there, due_s) for due_s in (1, 2, 2)]
+    for other in others:
+        assert here.claim(7, 2, brought(other, 2)) is not None
+        here.validate()
+    assert (len(here), here.elsewhere) == (1, 1), "two were due; one more is owed"
+    assert here.claim(8, 20) is None
+    assert (here.expired, here.elsewhere) == (0, 0), "the third has come to the other router"
+    assert there.claim(7, 2, brought(own[0], 2)) is not None, "its client may still bring it"
+    assert here.claims.first.value == 1.0
+
+
+def test_who_comes_without_takes_none_from_who_brings_one() -> None:
+    promises = promised(1.0)
+    mine, _ = told(promises, 1), told(promises, 1)
+    assert promises.claim(7, 1) is not None
+    assert promises.claim(7, 1, brought(mine, 1)) is not None
+    assert promises.claim(7, 1) is None
+    promises.validate()
+
+
+def test_more_than_can_be_held_are_counted_and_still_honoured() -> None:
+    promises = promised(1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("router.core.promises.promises.MOST_PROMISES", 2)
+        made = [told(promises, 1) for _ in range(3)]
+    assert (len(promises), promises.forgotten) == (2, 1)
+    assert promises.claim(7, 1, brought(made[2], 1)) is not None
+    promises.validate()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_each_promise_of_three_routers_ends_in_one_way(seed: int) -> None:
+    """Clients come to any router, too early, in time or never, with their promise or without; all
+    requests are equal. What routers count together is what became of the clients."""
+    random = Random(seed)
+    routers = [Promises(ids=iter(range(n * 10**6, (n + 1) * 10**6))) for n in range(3)]
+    open_: list[tuple[float, float, ToldPromise]] = []  # when made, when due, what was told
+    now_s, claims = 0.0, 0
+    for _ in range(600):
+        now_s += random.expovariate(20)
+        router = random.choice(routers)
+        if random.random() < 0.5 or not open_:
+            made = router.make(7, work(random.random()), random.uniform(0.1, 3), now_s)
+            open_.append((now_s, now_s + made.due_in_s, made))
+            continue
+        made_s, _, promise = open_.pop(random.randrange(len(open_)))
+        bring = brought(promise, now_s - made_s) if random.random() < 0.8 else None
+        if router.claim(7, now_s, bring) is not None:
+            claims += 1
+            outcome = random.random()
+            if outcome < 0.2:
+                router.give_up()
+            else:
+                router.settle(kept=outcome < 0.9)
+        for one in routers:
+            one.validate()
+    for one in routers:
+        one.claim(8, now_s + 100)
+        one.validate()
+        assert not len(one)
+    assert claims == sum(one.kept + one.broken + one.given_up for one in routers)
+    lost = sum(one.expired for one in routers) - sum(one.elsewhere for one in routers)
+    assert sum(one.told for one in routers) - claims == lost
 
 
 def test_times_are_put_off_until_most_are_kept() -> None:
@@ -138,8 +250,8 @@ def test_times_are_put_off_until_most_are_kept() -> None:
     for turn in range(400):
         promises.settle(kept=promises.delay_s + 0.1 * (turn % 10) > 0.95)
     assert promises.delay_s == pytest.approx(0.9, abs=0.15)
-    told_s = promises.make(1, work(1), soonest_s=3, now_s=0)
-    assert told_s == 3 + promises.delay_s
+    told = promises.make(1, work(1), soonest_s=3, now_s=0)
+    assert told.due_in_s == 3 + promises.delay_s
     assert promises.claim(1, 3) is None, "not before what was told"
     assert promises.kept + promises.broken == 400
 
@@ -200,16 +312,17 @@ def test_later_ones_are_promised_later_times() -> None:
     core = busy()
     core.state.promises.claims.first.value = 1.0
     times = [retry_of(submit(core, f"x{i}", prompt(10 + i), 0)) for i in range(3)]
-    assert times == pytest.approx([0.5, 1.5, 2.5], abs=0.02)
+    assert times == pytest.approx([0.5, 0.5 + EXCESS, 0.5 + 2 * EXCESS], abs=0.02)
 
 
 def test_others_are_told_as_many_times() -> None:
     """Two sequences of its own beside two of another router's, which tells times as well."""
     core = busy()
     core.state.promises.claims.first.value = 1.0
-    says(core, "d", running=4, now_s=0)
+    counters = Counters(running=4, routers=2)
+    core.handle(WorkerSaid(incarnation=Incarnation("d"), events=(), counters=counters), 0)
     times = [retry_of(submit(core, f"x{i}", prompt(10 + i), 0)) for i in range(3)]
-    assert times == pytest.approx([0.5, 2.5, 4.5], abs=0.02)
+    assert times == pytest.approx([0.5, 0.5 + 2 * EXCESS, 0.5 + 4 * EXCESS], abs=0.02)
     finish(core, "r0", 0, 0.6)
     new = submit(core, "new", prompt(20), 0.6, ttft_s=3.5)
     assert isinstance(new[0], Refuse), "another router's client may come before it, too"

@@ -14,9 +14,9 @@ from router.core.policy.admission import Admitted, Verdict, is_own
 from router.core.policy.forecast import Forecast
 from router.core.policy.kv_aware import KvAware
 from router.core.policy.predictive import Predictive
+from router.core.promises.refusal import NO_CAPACITY, Refusal
 from router.core.state.candidate import Candidate
 from router.core.state.demand import Demand
-from router.core.state.promises import NO_CAPACITY, Refusal
 from router.core.state.worker_view import WorkerView
 from router.core.workers import Workers
 from tests.unit.router_kit import PerToken, demand, key, view, workers_of

@@ -13,10 +13,12 @@ from router.core.core import RouterCore
 from router.core.events import Aborted
 from router.core.load.prefill_queue import Ahead
 from router.core.migration import Moving
+from router.core.promises.promises import Promise
+from router.core.promises.refusal import NO_CAPACITY
+from router.core.promises.work import Promised
 from router.core.request import TRANSITIONS, Request, RequestState
 from router.core.router_state import RouterState
 from router.core.shared_queue import open_shared_queue
-from router.core.state.promises import NO_CAPACITY, Promise, Promised
 from router.core.state.waiting import WaitingLine
 from router.core.workers import Workers
 from tests.unit.router_kit import key, request, reserved, says, split, submit, tokens
@@ -94,7 +96,7 @@ def test_schedules_reach_every_transition() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("router.core.request.Request.enter", recording(seen))
         for name in SCHEDULES:
-            for seed in range(6):
+            for seed in range(10):
                 test_the_laws_hold_after_every_event(name, seed)
     allowed = {(one, then) for one, after in TRANSITIONS.items() for then in after}
     assert seen == allowed
@@ -180,7 +182,7 @@ def break_worker(state: RouterState) -> None:
 def break_promise(state: RouterState) -> None:
     """Claimed, and not counted."""
     work = Promised(prefill_s=1)
-    promise = Promise(due_s=1, until_s=2, work=work, likely=work, priority=0, again=False)
+    promise = Promise(promise_id=1, digest=1, due_s=1, work=work)
     state.requests["r"].promise = promise
 
 

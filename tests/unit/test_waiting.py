@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from kvrelay.types import Incarnation
-from router.core.state.promises import Refusal
+from router.core.promises.refusal import Refusal
 from router.core.state.waiting import ASK_AGAIN_S, WaitingLine, WaitingRoom
 
 WHY = Refusal(reason="kv_exhausted", message="full")

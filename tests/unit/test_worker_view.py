@@ -8,7 +8,6 @@ from kvrelay.messages import Counters
 from kvrelay.types import Role
 from router.core.load.decode_outlook import Expected
 from router.core.load.margins import Margin
-from router.core.workers import MOST_ALIKE
 from tests.unit.router_kit import key, view, workers_of
 
 
@@ -22,8 +21,15 @@ def test_a_router_that_few_ask_is_not_shut_out_by_its_own_promises() -> None:
     """One sequence of its own beside fifty of others."""
     worker = view("d", Role.DECODE, places=100)
     worker.outlook.add(key("own"), Expected(joins_s=0, ends_s=1, tokens=4))
-    worker.said(Counters(running=51))
-    assert workers_of(worker).all_by_own() == MOST_ALIKE
+    worker.said(Counters(running=51, routers=3))
+    assert workers_of(worker).all_by_own() == 3
+
+
+def test_before_there_are_sequences_all_routers_are_taken_to_be_asked_alike() -> None:
+    worker = view("d", Role.DECODE, places=100)
+    assert workers_of(worker).all_by_own() == 1
+    worker.said(Counters(routers=4))
+    assert workers_of(worker).all_by_own() == 4
 
 
 def test_how_many_sequences_are_usual_is_the_mean_of_the_latest() -> None:

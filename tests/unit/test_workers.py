@@ -11,9 +11,9 @@ from router.core.events import Submitted, WorkerJoined
 from router.core.load.decode_outlook import Expected
 from router.core.policy.admission_baselines import Unlimited
 from router.core.policy.choice import Policies
+from router.core.promises.work import Promised
 from router.core.router_state import RouterState
 from router.core.start import Beginning, begin
-from router.core.state.promises import Promised
 from router.core.workers import Workers
 from tests.unit.router_kit import STEP_TIMES, PerToken, hello, request
 
@@ -101,8 +101,8 @@ def test_what_is_promised_counts_with_what_other_routers_have_promised() -> None
     decode = joined[Incarnation("w1")]
     decode.outlook.add(RequestKey("mine", 0), Expected(joins_s=0, ends_s=9, tokens=5, choices=2))
     assert joined.all_by_own() == 1
-    decode.said(Counters(running=3))
-    joined[Incarnation("w2")].said(Counters(running=3))
+    decode.said(Counters(running=3, routers=3))
+    joined[Incarnation("w2")].said(Counters(running=3, routers=3))
     assert joined.all_by_own() == 3
 
 

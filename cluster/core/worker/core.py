@@ -208,7 +208,7 @@ class WorkerCore:
 
     def counters(self, links: tuple[LinkState, ...]) -> Counters:
         parts = (self.lookup, self.prefill, self.decode, self._totals, self.pace)
-        return count(*parts, links, self.draining)
+        return count(*parts, links, self.draining, self._routers.count)
 
     def _without_events(self, commands: Iterable[Any], now_s: float) -> list[WorkerCommand]:
         """Events for routers wait for `report`."""

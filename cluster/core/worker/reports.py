@@ -100,6 +100,7 @@ def count(
     pace: StepPace,
     links: tuple[LinkState, ...],
     draining: bool,
+    routers: int,
 ) -> Counters:
     """Where both schedulers count, the sum: decode workers compute prompts too."""
     origins = lookup.origins
@@ -147,6 +148,7 @@ def count(
         links=links,
         tiers=tier_loads(prefill, decode),
         draining=draining,
+        routers=routers,
         gc_pauses=totals.pauses.count,
         gc_pause_s=totals.pauses.total_s,
         gc_longest_pause_s=totals.pauses.longest_s,

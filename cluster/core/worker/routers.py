@@ -37,6 +37,10 @@ class RouterQueues:
     def idle(self) -> bool:
         return not self._routes
 
+    @property
+    def count(self) -> int:
+        return len(self._queues)
+
     def is_from(self, stream: RouterStream, key: RequestKey) -> bool:
         return self._routes.get(key) is stream
 

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "tokenized", "text", "chat", "sampling_params", "model", "slo", "tier", "tenant", "ledger", "continuation")
+    __slots__ = ("request_id", "tokenized", "text", "chat", "sampling_params", "model", "slo", "tier", "tenant", "ledger", "continuation", "promise")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENIZED_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class GenerateRequest(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     LEDGER_FIELD_NUMBER: _ClassVar[int]
     CONTINUATION_FIELD_NUMBER: _ClassVar[int]
+    PROMISE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tokenized: TokenizedInput
     text: str
@@ -32,7 +33,8 @@ class GenerateRequest(_message.Message):
     tenant: str
     ledger: bool
     continuation: Continuation
-    def __init__(self, request_id: _Optional[str] = ..., tokenized: _Optional[_Union[TokenizedInput, _Mapping]] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., model: _Optional[str] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., tier: _Optional[str] = ..., tenant: _Optional[str] = ..., ledger: _Optional[bool] = ..., continuation: _Optional[_Union[Continuation, _Mapping]] = ...) -> None: ...
+    promise: bytes
+    def __init__(self, request_id: _Optional[str] = ..., tokenized: _Optional[_Union[TokenizedInput, _Mapping]] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., model: _Optional[str] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., tier: _Optional[str] = ..., tenant: _Optional[str] = ..., ledger: _Optional[bool] = ..., continuation: _Optional[_Union[Continuation, _Mapping]] = ..., promise: _Optional[bytes] = ...) -> None: ...
 
 class Continuation(_message.Message):
     __slots__ = ("choices", "ticket")

@@ -18,9 +18,9 @@ from typing import Protocol
 from kvrelay.errors import RefusalReason
 from router.core.load.decode_outlook import BatchThen
 from router.core.policy.forecast import Forecast
+from router.core.promises.refusal import Refusal
 from router.core.state.candidate import Candidate, Prediction
 from router.core.state.demand import Demand
-from router.core.state.promises import Refusal
 from router.core.state.worker_view import WorkerView
 
 

@@ -26,9 +26,9 @@ from router.core.policy.admission import (
     no_place,
 )
 from router.core.policy.forecast import Forecast
+from router.core.promises.refusal import NO_CAPACITY, Refusal
 from router.core.state.candidate import Candidate, Prediction
 from router.core.state.demand import Demand
-from router.core.state.promises import NO_CAPACITY, Refusal
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,9 @@ from kvrelay.types import Incarnation
 from router.core.load.decode_outlook import BatchThen
 from router.core.policy.admission import Admitted, Verdict, is_own, no_place, own_batch
 from router.core.policy.forecast import Forecast, blocks_of, step_with
+from router.core.promises.refusal import Refusal
 from router.core.state.candidate import Candidate, Prediction
 from router.core.state.demand import Demand
-from router.core.state.promises import Refusal
 from router.core.state.worker_view import BELIEVED, WorkerView
 
 MOST_ROOM = 0.75
@@ -163,6 +163,8 @@ class _Look:
     def _refusal(
         self, reason: str, message: str, retry_after_s: float | None, *, hopeless: bool = False
     ) -> Refusal:
+        if retry_after_s is not None:
+            retry_after_s = max(retry_after_s, self._line_s)
         return Refusal(
             reason=reason,
             message=message,
@@ -170,6 +172,14 @@ class _Look:
             hopeless=hopeless,
             work=self.prediction.work,
         )
+
+    @property
+    def _line_s(self) -> float:
+        """How long all that was promised takes at least: on the prefill side and in all places."""
+        line, places = self.demand.line, self.worker.hello.max_running_requests
+        prefills_s = line.prefill_s - self.demand.promised.prefill_s
+        sequence_s = self.prediction.decode.step_s * self.demand.output_tokens
+        return max(prefills_s, line.sequences * sequence_s / places)
 
     def place(self) -> AdmissionObjection | None:
         full = no_place(self.demand, self.worker)

@@ -1,1 +1,1 @@
-"""What the router knows: workers, requests, who holds which block, promises. Pure."""
+"""What the router knows: workers, requests, who holds which block. Pure."""

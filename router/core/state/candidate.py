@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kvrelay.messages import PrefixSource
 from kvrelay.types import Incarnation, Role, value
 from router.core.load.decode_outlook import BatchThen, Likely
-from router.core.state.promises import Promised
+from router.core.promises.work import Promised
 from router.core.state.quarantine import Pair, Placement
 from router.core.state.worker_view import WorkerView
 

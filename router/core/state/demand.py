@@ -16,9 +16,9 @@ from kvpool.core.layout.block_names import BlockNames, HashChain
 from kvrelay.messages import PoolUpdate, PrefixSource, WorkerHello
 from kvrelay.qos import ONE_TIER, QosTier, QosTiers
 from kvrelay.types import NO_OBJECTIVES, Incarnation, Objectives, RequestSpec
+from router.core.promises.work import NOTHING_PROMISED, Promised
 from router.core.state.candidate import Arrival, Candidate, PromptPrediction, PromptWay, Way
 from router.core.state.directory import Directory
-from router.core.state.promises import NOTHING_PROMISED, Promised
 from router.core.state.worker_view import Naming, WorkerView
 
 _WorkerViews = Mapping[Incarnation, WorkerView]

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvrelay.errors import Refused
 from kvrelay.gc_pauses import GcPauses
 from kvrelay.messages import NO_ACTIVITY, Activity, Counters
 from kvrelay.types import (
@@ -22,13 +23,15 @@ from kvrelay.types import (
     TokenLogprobs,
 )
 from kvrelay.v1.admin_pb2 import GetKvResponse, TraceRequestResponse
+from router.core.promises.work import ToldPromise
 from router.core.state.quarantine import Pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """A validated request. Those of different `tenant`s share no cached KV. One that lost its
-    router goes on behind what was `delivered`; `admitted`: that router had taken it."""
+    router goes on behind what was `delivered`; `admitted`: that router had taken it. `promise`: any
+    router has refused it and told it to come now."""
 
     request_id: str
     prompt_ids: Sequence[int]
@@ -42,6 +45,15 @@ class GenerationRequest:
     """# choice |-> its tokens so far; empty: it begins"""
     finished: frozenset[int] = frozenset()
     admitted: bool = False
+    promise: ToldPromise | None = None
+
+
+class RefusedUntil(Refused):
+    """With what its client may bring back."""
+
+    def __init__(self, reason: str, message: str, *, told: ToldPromise):
+        super().__init__(reason, message, retry_after_s=told.due_in_s)
+        self.told = told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from math import inf
 from typing import NamedTuple
 
 from kvrelay.types import Incarnation
-from router.core.state.promises import Refusal
+from router.core.promises.refusal import Refusal
 
 FAILOVER_PATIENCE_S = 600.0
 """How long a displaced request without a deadline waits, unless the cluster file says otherwise."""

@@ -1,0 +1,71 @@
+"""Why a request is not taken now, and when it may come back. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvrelay.errors import RefusalReason
+from router.core.promises.work import Promised, ToldPromise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """`reason` is a RefusalReason, or what a worker has named. `retry_after_s`: when the request
+    would be taken, if that is known, and `work` how much work that would be. `hopeless`: never, as
+    the cluster is. `promise`: what its client is told, and may bring back."""
+
+    reason: str
+    message: str
+    retry_after_s: float | None = None
+    hopeless: bool = False
+    work: Promised | None = None
+    promise: ToldPromise | None = None
+
+
+NO_CAPACITY = Refusal(
+    reason=RefusalReason.NO_CAPACITY, message="no prefill and decode worker is ready to serve"
+)
+BEHIND_DISPLACED = Refusal(
+    reason=RefusalReason.SLOTS_EXHAUSTED,
+    message="the places that are left are for requests that have lost their worker",
+)
+DRAINING = Refusal(
+    reason=RefusalReason.DRAINING, message="every worker that could serve it is draining"
+)
+
+
+def refused_by_worker(reason: str) -> Refusal:
+    messages: Mapping[str, str] = {
+        RefusalReason.SLOTS_EXHAUSTED: "all places of every decode worker are taken",
+        RefusalReason.KV_EXHAUSTED: "no decode worker has KV blocks left for this prompt",
+        RefusalReason.TPOT_UNREACHABLE: "every decode worker has too much to decode",
+        RefusalReason.TIER_SHARE_EXHAUSTED: "the places that are left are those of other tiers",
+        RefusalReason.DRAINING: "the worker is draining",
+    }
+    return Refusal(reason=reason, message=messages.get(reason, reason))
+
+
+FIRST_RETRY_S = 1.0
+SHORTEST_RETRY_S = 0.05
+LONGEST_RETRY_S = 30.0
+_WEIGHT = 0.2
+
+
+@dataclass(slots=True)
+class ReleaseClock:
+    """When the next place will be free: the running mean gap between ended requests."""
+
+    _last_s: float | None = None
+    _gap_s: float | None = None
+
+    def released(self, now_s: float) -> None:
+        if self._last_s is not None:
+            gap_s = now_s - self._last_s
+            old_s = gap_s if self._gap_s is None else self._gap_s
+            self._gap_s = (1 - _WEIGHT) * old_s + _WEIGHT * gap_s
+        self._last_s = now_s
+
+    def retry_after_s(self) -> float:
+        gap_s = FIRST_RETRY_S if self._gap_s is None else self._gap_s
+        return min(max(gap_s, SHORTEST_RETRY_S), LONGEST_RETRY_S)
