@@ -106,8 +106,7 @@ class WorkerHost(Member):
     async def start(self) -> str | StartFailed:
         self._activity = StartActivity(stage=Stage.IMPORTS)
         try:
-            kind = await asyncio.to_thread(_worker_class)
-            self._worker = self._worker or kind(self._settings)
+            self._worker = self._worker or await asyncio.to_thread(_worker, self._settings)
             if self._address is None:
                 self._address = await self._worker.start()
                 freeze()
@@ -232,11 +231,12 @@ class RouterHost(Member):
         )
 
 
-def _worker_class() -> type[WorkerProcess]:
+def _worker(settings: WorkerSettings) -> WorkerProcess:
     """Imported late: PyTorch takes seconds."""
+    from cluster.worker.last_words import LastWords
     from cluster.worker.process import WorkerProcess
 
-    return WorkerProcess
+    return WorkerProcess(settings, LastWords(settings.host, settings.port_range))
 
 
 def _reachable(host: str) -> str:

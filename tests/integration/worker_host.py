@@ -19,6 +19,7 @@ from typing import Any, assert_never
 import uvloop
 
 from cluster.core.settings import WorkerSettings
+from cluster.worker.last_words import LastWords
 from cluster.worker.process import WorkerProcess
 from kvpool.core.blocks.device_blocks import Place
 from kvpool.core.layout.layout import NO_BLOCK, Tables
@@ -88,7 +89,8 @@ async def _serve(commands: Connection) -> None:
 async def answer(command: Command, workers: dict[str, WorkerProcess]) -> str | Failed:
     match command:
         case Start(settings=settings):
-            return await start(WorkerProcess(settings), workers)
+            words = LastWords(settings.host, settings.port_range)
+            return await start(WorkerProcess(settings, words), workers)
         case Stop(address=address, drain_s=drain_s):
             await workers.pop(address).stop(drain_s=drain_s)
             return address
