@@ -11,6 +11,8 @@ Overlap scheduling: the next step is launched before the tokens of the step on t
 All decoding sequences take one more token each. A sequence that may end with the step on the device
 is in the next one too, unless its length says that it will end; if it does end, its entry there is
 void. When prompts wait, or sequences may be preempted, the device must be free first.
+
+A request that may have killed a worker shares no step with others: its steps and theirs take turns.
 """
 
 from __future__ import annotations
@@ -127,7 +129,7 @@ def _may_overlap(running_set: RunningSet) -> bool:
     if not running_set.on_device or running_set.overlapped or running_set.awaiting_prefill:
         return False
     shares = running_set.shares
-    if shares.any_reserved or running_set.choices > shares.slots:
+    if shares.any_reserved or running_set.choices > shares.slots or running_set.alone:
         return False
     here = (*running_set.running, *[sequence for sequence, _ in running_set.on_device])
     return all(_only_decodes(sequence) for sequence in here)
@@ -155,6 +157,7 @@ class Batch:
     tables: BlockTables = field(init=False)
     running_set: RunningSet = field(init=False)
     _multi_step: MultiStep = field(init=False)
+    _was_alone: bool = False  # the last step was that of a request that shares none
 
     def __post_init__(self) -> None:
         self.tables = self.lookup.tables
@@ -233,14 +236,7 @@ class Batch:
         assert not running_set.on_device, "a step is on the device"
         if running_set.is_empty:
             return None
-        step = Packing(
-            running_set=running_set,
-            now_s=now_s,
-            budget=self.chunk_tokens,
-            times=self.times,
-            rope_border_tokens=self.rope_border_tokens,
-        )
-        step.pack()
+        step = self._packed(now_s)
         if not step.chosen:
             return None
         running_set.on_device = tuple(step.chosen)
@@ -251,6 +247,34 @@ class Batch:
         ]
         batch = StepBatch(slices=tuple(slices))
         return RunStep(batch=batch, copies=tuple(step.copies), steps=steps)
+
+    def _packed(self, now_s: float) -> Packing:
+        alone = self.running_set.alone
+        if not alone:
+            return self._pack(frozenset(), now_s)
+        step = self._pack(self._apart(alone), now_s)
+        return step if step.chosen else self._pack(self._apart(alone), now_s)
+
+    def _pack(self, apart: frozenset[Sequence], now_s: float) -> Packing:
+        step = Packing(
+            running_set=self.running_set,
+            now_s=now_s,
+            budget=self.chunk_tokens,
+            apart=apart,
+            times=self.times,
+            rope_border_tokens=self.rope_border_tokens,
+        )
+        step.pack()
+        return step
+
+    def _apart(self, alone: list[Sequence]) -> frozenset[Sequence]:
+        """Who stays out of the next step: in turn all but the first request of `alone`, or all of
+        these."""
+        self._was_alone = not self._was_alone
+        if not self._was_alone:
+            return frozenset(alone)
+        here = (*self.running_set.running, *self.running_set.awaiting_prefill)
+        return frozenset(one for one in here if one.key != alone[0].key)
 
     def overlapped_step(self, now_s: float) -> RunStep | None:
         """The step after the one on the device, where it needs none of that one's tokens."""

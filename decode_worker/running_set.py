@@ -132,6 +132,12 @@ class RunningSet:
         """A waiting sequence found none in the last step."""
         return self.starved and any(s.holder not in self.tables for s in self.awaiting_prefill)
 
+    @property
+    def alone(self) -> list[Sequence]:
+        """Those that share no step with other requests, by arrival."""
+        here = (*self.running, *self.awaiting_prefill)
+        return [one for one in here if one.spec.alone_tokens and one.is_alone]
+
     def of(self, key: RequestKey) -> tuple[Sequence, ...]:
         return tuple(self._alive.get(key, ()))
 

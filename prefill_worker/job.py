@@ -99,6 +99,11 @@ class PrefillJob:
         return self.message.spec.is_scored
 
     @property
+    def is_alone(self) -> bool:
+        """No other prompt is in its steps: it may be what killed a worker."""
+        return self.message.spec.alone_tokens > 0
+
+    @property
     def filled(self) -> ChainNames:
         """The names of the blocks that are full."""
         return self.names.full(self.computed)

@@ -15,14 +15,15 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
+from operator import attrgetter
 from pathlib import Path
 
-from cluster.core.worker.last_words import PAGE_BYTES, Page, StepEntry, WorkerEnd
+from cluster.core.worker.last_words import PAGE_BYTES, Page, StepEntry, WorkerEnd, packed
 from cluster.process.net import listening_socket
 from cluster.process.witness import KEY_BYTES
-from engine.core.step import RunStep
+from engine.core.step import RunStep, SequenceSlice
 from kvrelay.errors import PeerError
 from kvrelay.types import RequestKey
 
@@ -32,6 +33,7 @@ ROOT = Path(__file__).parents[2]
 CLOSE_S = 2.0
 KILLED_RANK = f"exit code {-9}"
 _Sequences = list[tuple[RequestKey, int]]
+_KEY_AND_CHOICE: Callable[[SequenceSlice], tuple[RequestKey, int]] = attrgetter("key", "choice")
 
 
 class StepNotes:
@@ -41,15 +43,26 @@ class StepNotes:
         self._page = page
         self._in_flight: deque[_Sequences] = deque()
         self._written: _Sequences = []
+        self._packed: dict[tuple[int, int], bytes] = {}
+        """# id of a key in `_written`, choice |-> its entry"""
 
     def launched(self, step: RunStep) -> None:
         """It goes to the device, perhaps while another step runs there."""
         flight = self._in_flight
-        flight.append([(one.key, one.choice) for one in step.batch.slices])
+        flight.append([*map(_KEY_AND_CHOICE, step.batch.slices)])
         now = _in_any([*flight])
         if now != self._written:
-            self._written = now
-            self._page.write_step(map(_entry, now))
+            self._write(now)
+
+    def _write(self, now: _Sequences) -> None:
+        """Most of them were in the step before."""
+        before = self._packed
+        self._packed = {
+            (id(key), choice): before.get((id(key), choice)) or _packed(key, choice)
+            for key, choice in now
+        }
+        self._page.write_step(self._packed.values())
+        self._written = now
 
     def ended(self) -> None:
         """The step that was launched first."""
@@ -57,7 +70,7 @@ class StepNotes:
 
     def blame(self, key: RequestKey) -> None:
         """What happened outside a step was for this request."""
-        self._page.write_step([StepEntry(key.request_id, key.attempt, 0)])
+        self._page.write_step([_packed(key, 0)])
 
 
 def _in_any(steps: list[_Sequences]) -> _Sequences:
@@ -67,8 +80,8 @@ def _in_any(steps: list[_Sequences]) -> _Sequences:
     return [*dict.fromkeys(one for step in steps for one in step)]
 
 
-def _entry(one: tuple[RequestKey, int]) -> StepEntry:
-    return StepEntry(one[0].request_id, one[0].attempt, one[1])
+def _packed(key: RequestKey, choice: int) -> bytes:
+    return packed(StepEntry(key.request_id, key.attempt, choice))
 
 
 class LastWords:

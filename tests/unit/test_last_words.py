@@ -22,6 +22,7 @@ from cluster.core.worker.last_words import (
     Page,
     StepEntry,
     WorkerEnd,
+    packed,
 )
 from cluster.worker.last_words import LastWords, StepNotes, key_of
 from cluster.worker.watchdog import EXIT_HUNG_STEP
@@ -47,7 +48,7 @@ def test_the_latest_step_is_read() -> None:
     assert one.read_step() == LastStep()
     for _ in range(50):
         step = entries(rng)
-        one.write_step(step)
+        one.write_step(map(packed, step))
         assert one.read_step() == LastStep(entries=step)
     assert one.read_end() == (WorkerEnd.LIVES, "")
 
@@ -60,10 +61,10 @@ def test_a_step_that_was_half_written_does_not_count(seed: int) -> None:
         before, one = page(), page()
         steps = [entries(rng) for _ in range(rng.randrange(1, 5))]
         for step in steps:
-            before.write_step(step)
-            one.write_step(step)
+            before.write_step(map(packed, step))
+            one.write_step(map(packed, step))
         latest = entries(rng)
-        one.write_step(latest)
+        one.write_step(map(packed, latest))
         torn = bytearray(one.buffer)
         whole = [*range(END_BYTES, END_BYTES + 9000), *range(END_BYTES + SLOT_BYTES, PAGE_BYTES)]
         changed = [i for i in whole[:18000] if one.buffer[i] != before.buffer[i]]
@@ -76,11 +77,11 @@ def test_a_step_that_was_half_written_does_not_count(seed: int) -> None:
 def test_what_does_not_fit_is_told() -> None:
     one = page()
     many = [StepEntry("x" * 1024, i, 0) for i in range(SLOT_BYTES // 1000)]
-    one.write_step(many)
+    one.write_step(map(packed, many))
     step = one.read_step()
     assert not step.complete
     assert 0 < len(step.entries) < len(many) and step.entries == (*many[: len(step.entries)],)
-    one.write_step(many[:3])
+    one.write_step(map(packed, many[:3]))
     assert one.read_step() == LastStep(entries=tuple(many[:3]))
 
 

@@ -11,9 +11,10 @@ one is whole. The process that reads the page imports nothing but this module.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 from struct import Struct
 from typing import NamedTuple
 from zlib import crc32
@@ -68,9 +69,9 @@ class Page:
 
     # --- the worker -----------------------------------------------------------------------------
 
-    def write_step(self, entries: Iterable[StepEntry]) -> None:
-        """In the slot that was not written last."""
-        data, complete = _packed(entries)
+    def write_step(self, entries: Iterable[bytes]) -> None:
+        """What `packed` makes of them, in the slot that was not written last."""
+        data, complete = _fitting([*entries])
         start = self._start(self._written)
         self._written += 1
         header = _SLOT.pack(self._written, len(data), _sum(self._written, data), complete)
@@ -124,17 +125,18 @@ def _sum(number: int, data: bytes) -> int:
     return crc32(data, number & 0xFFFFFFFF)
 
 
-def _packed(entries: Iterable[StepEntry]) -> tuple[bytes, bool]:
-    """As many as fit, and whether these are all."""
-    parts: list[bytes] = []
-    left = SLOT_BYTES - _SLOT.size
-    for request_id, attempt, choice in entries:
-        name = request_id.encode("utf-8", "replace")[:_MOST_ID_BYTES]
-        left -= _ENTRY.size + len(name)
-        if left < 0:
-            return b"".join(parts), False
-        parts += (_ENTRY.pack(attempt & 0xFFFFFFFF, choice & 0xFFFF, len(name)), name)
-    return b"".join(parts), True
+def packed(entry: StepEntry) -> bytes:
+    name = entry.request_id.encode("utf-8", "replace")[:_MOST_ID_BYTES]
+    return _ENTRY.pack(entry.attempt & 0xFFFFFFFF, entry.choice & 0xFFFF, len(name)) + name
+
+
+def _fitting(entries: list[bytes]) -> tuple[bytes, bool]:
+    """As many as there is room for, and whether these are all."""
+    data, room = b"".join(entries), SLOT_BYTES - _SLOT.size
+    if len(data) <= room:
+        return data, True
+    sizes = accumulate(map(len, entries))
+    return b"".join(entries[: sum(size <= room for size in sizes)]), False
 
 
 def _unpacked(data: bytes) -> Iterator[StepEntry]:
@@ -144,8 +146,3 @@ def _unpacked(data: bytes) -> Iterator[StepEntry]:
         at += _ENTRY.size
         yield StepEntry(data[at : at + length].decode("utf-8", "replace"), attempt, choice)
         at += length
-
-
-def distinct(steps: Iterable[Sequence[StepEntry]]) -> list[StepEntry]:
-    """The entries of several steps, each once."""
-    return [*dict.fromkeys(entry for step in steps for entry in step)]
