@@ -4,6 +4,7 @@ run as plain processes. No token and no KV passes through their methods."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -106,7 +107,8 @@ class WorkerHost(Member):
     async def start(self) -> str | StartFailed:
         self._activity = StartActivity(stage=Stage.IMPORTS)
         try:
-            self._worker = self._worker or await asyncio.to_thread(_worker, self._settings)
+            made = await asyncio.to_thread(_worker_maker)
+            self._worker = self._worker or made(self._settings)
             if self._address is None:
                 self._address = await self._worker.start()
                 freeze()
@@ -231,12 +233,12 @@ class RouterHost(Member):
         )
 
 
-def _worker(settings: WorkerSettings) -> WorkerProcess:
+def _worker_maker() -> Callable[[WorkerSettings], WorkerProcess]:
     """Imported late: PyTorch takes seconds."""
     from cluster.worker.last_words import LastWords
     from cluster.worker.process import WorkerProcess
 
-    return WorkerProcess(settings, LastWords(settings.host, settings.port_range))
+    return lambda settings: WorkerProcess(settings, LastWords(settings.host, settings.port_range))
 
 
 def _reachable(host: str) -> str:

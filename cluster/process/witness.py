@@ -80,7 +80,12 @@ class Witness:
             self._over.wait(GRACE_S)
         end, why = self.end()
         step = self._page.read_step()
-        told = {"end": end, "why": why, "complete": step.complete, "step": step.entries}
+        told = {
+            "blame": end.blame,
+            "why": f"{end}: {why}" if why else end,
+            "complete": step.complete,
+            "step": step.entries,
+        }
         return json.dumps(told).encode() + b"\n"
 
 

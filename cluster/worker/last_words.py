@@ -115,8 +115,7 @@ class LastWords:
         self._page.write_end(WorkerEnd.HUNG_STEP, why)
 
     def close(self) -> None:
-        """The worker ends because it was asked to, unless it has said otherwise before. Idempotent.
-        """
+        """The worker ends because it was asked to, unless it has said otherwise. Idempotent."""
         if self._pipe < 0:
             return
         self._page.write_end(WorkerEnd.CLOSED)

@@ -20,13 +20,14 @@ from kvrelay.messages import LifetimeMoment
 from kvrelay.types import StepCoefficients
 from router.core import events, start
 from router.core.events import Command, Event
+from router.core.faults import poison
 from router.core.policy import choice
 from router.core.start import Beginning
 from router.core.state import generation, ladder, promises, quarantine
 
 _MODULES = (
     *(messages, types, qos, start, events, generation),
-    *(ladder, quarantine, choice, promises),
+    *(ladder, quarantine, choice, promises, poison),
 )
 _CLASS, _BYTES, _ENUM, _MAP = "$", "$bytes", "$enum", "$map"
 

@@ -23,7 +23,7 @@ from router.core.events import (
     WorkerJoined,
     WorkerLost,
 )
-from router.core.lifecycle import MAX_ATTEMPTS
+from router.core.request import MAX_ATTEMPTS
 from router.core.router_state import RouterState
 from router.core.state.promises import NO_CAPACITY, Refusal
 from router.core.state.waiting import ASK_AGAIN_S, FAILOVER_PATIENCE_S

@@ -40,6 +40,13 @@ class WorkerEnd(StrEnum):
     HUNG_STEP = "hung step"
     FATAL_SIGNAL = "fatal signal"
 
+    @property
+    def blame(self) -> str:
+        """Of `router.core.faults.poison`: whom it speaks against."""
+        if self is WorkerEnd.KILLED:
+            return "shared"
+        return "none" if self in (WorkerEnd.LIVES, WorkerEnd.CLOSED) else "step"
+
 
 class StepEntry(NamedTuple):
     """One sequence in a step."""
