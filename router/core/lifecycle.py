@@ -139,7 +139,8 @@ def wait(
     )
     if waits:
         request.enter(RequestState.WAITING)
-        request.story.note(Moment.WAITS, now_s, (), why(refusal.reason, refusal.message))
+        if not held_s:
+            request.story.note(Moment.WAITS, now_s, (), why(refusal.reason, refusal.message))
         return []
     if not request.admitted:
         return reject(state, request, refusal, now_s)
