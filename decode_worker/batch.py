@@ -17,7 +17,7 @@ A request that may have killed a worker shares no step with others: its steps an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field, replace
 
@@ -32,6 +32,8 @@ from kvpool.core.fetch.prefix_lookup import PrefixLookup
 from kvpool.core.layout.layout import Tables
 from kvrelay.messages import Generate
 from kvrelay.types import PrefixOrigin
+
+NOBODY_APART: Ordered[frozenset[Sequence]] = (frozenset(),)
 
 Taken = Ordered[tuple[Sequence, int]]
 """sequence, its tokens in the step"""
@@ -129,7 +131,9 @@ def _may_overlap(running_set: RunningSet) -> bool:
     if not running_set.on_device or running_set.overlapped or running_set.awaiting_prefill:
         return False
     shares = running_set.shares
-    if shares.any_reserved or running_set.choices > shares.slots or running_set.alone:
+    if shares.any_reserved or running_set.choices > shares.slots:
+        return False
+    if running_set.suspects and running_set.alone:
         return False
     here = (*running_set.running, *[sequence for sequence, _ in running_set.on_device])
     return all(_only_decodes(sequence) for sequence in here)
@@ -177,7 +181,7 @@ class Batch:
             return False
         sequence.cached = sequence.computed
         sequence.origin = PrefixOrigin.DEVICE if sequence.cached else PrefixOrigin.COMPUTED
-        self.running_set.expect(spec.key)
+        self.running_set.expect(spec)
         self.running_set.wait(sequence)
         return True
 
@@ -190,7 +194,7 @@ class Batch:
             spec.resumed_by(choice) or arrived.resumed_ids or (token,)
             for choice, token in enumerate(arrived.first_token_ids)
         ]
-        self.running_set.expect(spec.key)
+        self.running_set.expect(spec)
         if whole.holder in self.tables:
             self.advance(whole, spec.context_tokens)
             self._part(whole, ids, arrived.finished, now_s)
@@ -236,7 +240,18 @@ class Batch:
         assert not running_set.on_device, "a step is on the device"
         if running_set.is_empty:
             return None
-        step = self._packed(now_s)
+        for apart in self._turns() if running_set.suspects else NOBODY_APART:
+            step = Packing(
+                running_set=running_set,
+                now_s=now_s,
+                budget=self.chunk_tokens,
+                apart=apart,
+                times=self.times,
+                rope_border_tokens=self.rope_border_tokens,
+            )
+            step.pack()
+            if step.chosen:
+                break
         if not step.chosen:
             return None
         running_set.on_device = tuple(step.chosen)
@@ -248,33 +263,18 @@ class Batch:
         batch = StepBatch(slices=tuple(slices))
         return RunStep(batch=batch, copies=tuple(step.copies), steps=steps)
 
-    def _packed(self, now_s: float) -> Packing:
-        alone = self.running_set.alone
+    def _turns(self) -> Iterator[frozenset[Sequence]]:
+        """Who stays out of the next step; and if that one would be empty, of the other."""
+        running_set = self.running_set
+        alone = running_set.alone
         if not alone:
-            return self._pack(frozenset(), now_s)
-        step = self._pack(self._apart(alone), now_s)
-        return step if step.chosen else self._pack(self._apart(alone), now_s)
-
-    def _pack(self, apart: frozenset[Sequence], now_s: float) -> Packing:
-        step = Packing(
-            running_set=self.running_set,
-            now_s=now_s,
-            budget=self.chunk_tokens,
-            apart=apart,
-            times=self.times,
-            rope_border_tokens=self.rope_border_tokens,
-        )
-        step.pack()
-        return step
-
-    def _apart(self, alone: list[Sequence]) -> frozenset[Sequence]:
-        """Who stays out of the next step: in turn all but the first request of `alone`, or all of
-        these."""
-        self._was_alone = not self._was_alone
-        if not self._was_alone:
-            return frozenset(alone)
-        here = (*self.running_set.running, *self.running_set.awaiting_prefill)
-        return frozenset(one for one in here if one.key != alone[0].key)
+            yield from NOBODY_APART
+            return
+        here = (*running_set.running, *running_set.awaiting_prefill)
+        for _ in range(2):
+            self._was_alone = not self._was_alone
+            first = frozenset(one for one in here if one.key != alone[0].key)
+            yield first if self._was_alone else frozenset(alone)
 
     def overlapped_step(self, now_s: float) -> RunStep | None:
         """The step after the one on the device, where it needs none of that one's tokens."""

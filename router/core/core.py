@@ -64,7 +64,7 @@ class RouterCore:
         node that another should have come before."""
         state = self.state
         commands = self._handle(event, now_s)
-        if state.suspects.any:
+        if state.suspects.cases:
             commands += self._give_turns(now_s)
         if state.waiting:
             commands += lifecycle.retry_waiting(state, now_s)

@@ -285,7 +285,7 @@ def deliver(
     ready = request.take(event)
     if not ready:
         return []
-    if request.request_id in state.suspects:
+    if state.suspects.cases or state.suspects.killed:
         trust(state, request, now_s)
     if event.finish_reason is not None:
         learn_length(state, request, event)
@@ -460,7 +460,8 @@ def leave(state: RouterState, request: Request, now_s: float) -> None:
     state.stories.keep(request.story)
     del state.requests[request.request_id]
     state.waiting.leave(request.request_id)
-    state.suspects.forget(request.request_id)
+    if state.suspects.cases or state.suspects.killed:
+        state.suspects.forget(request.request_id)
     if request.promise is not None:
         state.promises.give_up()
         request.promise = None

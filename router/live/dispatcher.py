@@ -271,7 +271,7 @@ class WorkerDispatcher(ClusterViews):
             reason = f"it has reported nothing for {self._silence.detect_s:g} s"
             self.lost(worker, reason, was_silent=True)
         state = self.core.state
-        if state.suspects.any or (state.waiting and not state.workers):
+        if state.suspects.cases or (state.waiting and not state.workers):
             self._post(TimePassed())
 
     def _name(self, worker: Incarnation) -> str:

@@ -381,7 +381,7 @@ def test_poison_kills_two_workers_and_harms_no_neighbour(seed: int, silently: bo
         assert cluster.tokens[name] == [*range(poison.get(name, lengths[name]))]
     assert len(cluster.killed_by) <= (3 if silently else 2) * len(bad)
     assert cluster.core.state.suspects.convicted == len(bad)
-    assert not cluster.core.state.suspects.any
+    assert not cluster.core.state.suspects.cases
 
 
 @pytest.mark.parametrize("seed", range(10))

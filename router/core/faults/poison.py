@@ -80,7 +80,7 @@ WAITS = (Standing.HELD, Standing.CLEARED)
 
 
 @dataclass(slots=True)
-class _Case:
+class Case:
     """Suspected of the `death` of that number."""
 
     standing: Standing
@@ -89,32 +89,25 @@ class _Case:
 
 @dataclass(slots=True)
 class SuspectRequests:
-    """Of one router. `suspected` and `convicted` count since its start."""
+    """Of one router. `suspected` and `convicted` count since its start. Without `cases` and
+    `killed` nobody need ask here."""
 
     suspected: int = 0
     convicted: int = 0
-    _cases: dict[str, _Case] = field(default_factory=dict)  # in the order of their turns
-    _killed: dict[str, None] = field(default_factory=dict)  # in a step that was killed once
+    cases: dict[str, Case] = field(default_factory=dict)  # in the order of their turns
+    killed: dict[str, None] = field(default_factory=dict)  # in a step that was killed once
     _dead: dict[Incarnation, dict[RequestKey, None]] = field(default_factory=dict)
     """# worker whose end is not known yet |-> its requests"""
     _left: dict[RequestKey, tuple[tuple[Incarnation, ...], float]] = field(default_factory=dict)
     _deaths: int = 0
     _turn_s: float = 0.0
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._cases or request_id in self._killed
-
-    @property
-    def any(self) -> bool:
-        """Somebody is suspected, or goes on only now."""
-        return bool(self._cases)
-
     def standing(self, request_id: str) -> Standing | None:
-        case = self._cases.get(request_id)
+        case = self.cases.get(request_id)
         return None if case is None else case.standing
 
     def of(self, *standings: Standing) -> list[str]:
-        return [name for name, case in self._cases.items() if case.standing in standings]
+        return [name for name, case in self.cases.items() if case.standing in standings]
 
     # --- deaths ---------------------------------------------------------------------------------
 
@@ -143,8 +136,8 @@ class SuspectRequests:
         self._deaths += bool(blamed)
         for name in blamed:
             self.suspected += self.standing(name) not in SUSPECTED
-            self._cases.pop(name, None)
-            self._cases[name] = _Case(Standing.HELD, self._deaths)
+            self.cases.pop(name, None)
+            self.cases[name] = Case(Standing.HELD, self._deaths)
         released = tuple(name for name in ours if name not in blamed)
         return Judgement(released=released, suspects=tuple(blamed))
 
@@ -156,24 +149,24 @@ class SuspectRequests:
         if ending.blame is Blame.STEP:
             yield from ids
         elif ending.blame is Blame.SHARED:
-            yield from (name for name in ids if name in self._killed)
-            self._killed |= ids
+            yield from (name for name in ids if name in self.killed)
+            self.killed |= ids
 
     @staticmethod
     def _was_alone(ending: Ending) -> bool:
         return ending.complete and len({*ending.step}) == 1
 
     def _convict(self, culprit: str, ours: list[str]) -> Judgement:
-        death = self._cases[culprit].death
+        death = self.cases[culprit].death
         self.convicted += 1
         self.forget(culprit)
         cleared = [
             name
-            for name, case in self._cases.items()
+            for name, case in self.cases.items()
             if case.death == death and case.standing in SUSPECTED
         ]
         for name in cleared:
-            case = self._cases[name]
+            case = self.cases[name]
             was_held = case.standing is Standing.HELD
             case.standing = Standing.CLEARED if was_held else Standing.RETURNING
         released = tuple(name for name in ours if name != culprit)
@@ -194,12 +187,12 @@ class SuspectRequests:
         room = budget - len(self.of(Standing.RETURNING))
         turns = self.of(Standing.CLEARED)[: max(0, room)]
         for name in turns:
-            self._cases[name].standing = Standing.RETURNING
+            self.cases[name].standing = Standing.RETURNING
         return turns
 
     def _try(self, names: list[str], now_s: float) -> list[str]:
         for name in names:
-            self._cases[name].standing, self._turn_s = Standing.TRIED, now_s
+            self.cases[name].standing, self._turn_s = Standing.TRIED, now_s
         return names
 
     def yielded(self, request_id: str, tokens: int) -> bool:
@@ -213,11 +206,11 @@ class SuspectRequests:
 
     def forget(self, request_id: str) -> None:
         """It has ended, or is trusted again."""
-        self._cases.pop(request_id, None)
-        self._killed.pop(request_id, None)
+        self.cases.pop(request_id, None)
+        self.killed.pop(request_id, None)
 
     def validate(self, here: Collection[str]) -> None:
         """Nothing is kept of requests that have ended."""
-        assert self._cases.keys() <= {*here}, f"{self._cases.keys() - {*here}} are suspected"
-        assert self._killed.keys() <= {*here}, f"{self._killed.keys() - {*here}} are marked"
-        assert all(case.death <= self._deaths for case in self._cases.values())
+        assert self.cases.keys() <= {*here}, f"{self.cases.keys() - {*here}} are suspected"
+        assert self.killed.keys() <= {*here}, f"{self.killed.keys() - {*here}} are marked"
+        assert all(case.death <= self._deaths for case in self.cases.values())
