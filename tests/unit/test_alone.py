@@ -100,11 +100,11 @@ def test_no_step_is_launched_while_such_a_request_is_there() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_prefill_step_has_one_such_prompt_or_none(seed: int) -> None:
     rng = Random(seed)
-    scheduler = prefill_scheduler(blocks=60)
+    scheduler = prefill_scheduler(blocks=60, chunk=16)
     specs = {one.key.request_id: replace(one, emitted_ids=()) for one in requests(rng)}
     coming, computed = [*specs.values()], Counter[str]()
     while coming or scheduler.has_work:
-        if coming and rng.random() < 0.6:
+        for _ in range(min(len(coming), rng.choice((0, 1, 4)))):
             scheduler.handle(prefill_of(coming.pop()), 0)
         commands = scheduler.handle(StepWanted(), 0)
         if not any(isinstance(command, RunStep) for command in commands):
