@@ -11,11 +11,13 @@ Overlap scheduling: the next step is launched before the tokens of the step on t
 All decoding sequences take one more token each. A sequence that may end with the step on the device
 is in the next one too, unless its length says that it will end; if it does end, its entry there is
 void. When prompts wait, or sequences may be preempted, the device must be free first.
+
+A request that may have killed a worker shares no step with others: its steps and theirs take turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field, replace
 
@@ -30,6 +32,8 @@ from kvpool.core.fetch.prefix_lookup import PrefixLookup
 from kvpool.core.layout.layout import Tables
 from kvrelay.messages import Generate
 from kvrelay.types import PrefixOrigin
+
+NOBODY_APART: Ordered[frozenset[Sequence]] = (frozenset(),)
 
 Taken = Ordered[tuple[Sequence, int]]
 """sequence, its tokens in the step"""
@@ -129,6 +133,8 @@ def _may_overlap(running_set: RunningSet) -> bool:
     shares = running_set.shares
     if shares.any_reserved or running_set.choices > shares.slots:
         return False
+    if running_set.suspects and running_set.alone:
+        return False
     here = (*running_set.running, *[sequence for sequence, _ in running_set.on_device])
     return all(_only_decodes(sequence) for sequence in here)
 
@@ -155,6 +161,7 @@ class Batch:
     tables: BlockTables = field(init=False)
     running_set: RunningSet = field(init=False)
     _multi_step: MultiStep = field(init=False)
+    _was_alone: bool = False  # the last step was that of a request that shares none
 
     def __post_init__(self) -> None:
         self.tables = self.lookup.tables
@@ -174,7 +181,7 @@ class Batch:
             return False
         sequence.cached = sequence.computed
         sequence.origin = PrefixOrigin.DEVICE if sequence.cached else PrefixOrigin.COMPUTED
-        self.running_set.expect(spec.key)
+        self.running_set.expect(spec)
         self.running_set.wait(sequence)
         return True
 
@@ -187,7 +194,7 @@ class Batch:
             spec.resumed_by(choice) or arrived.resumed_ids or (token,)
             for choice, token in enumerate(arrived.first_token_ids)
         ]
-        self.running_set.expect(spec.key)
+        self.running_set.expect(spec)
         if whole.holder in self.tables:
             self.advance(whole, spec.context_tokens)
             self._part(whole, ids, arrived.finished, now_s)
@@ -233,14 +240,18 @@ class Batch:
         assert not running_set.on_device, "a step is on the device"
         if running_set.is_empty:
             return None
-        step = Packing(
-            running_set=running_set,
-            now_s=now_s,
-            budget=self.chunk_tokens,
-            times=self.times,
-            rope_border_tokens=self.rope_border_tokens,
-        )
-        step.pack()
+        for apart in self._turns() if running_set.suspects else NOBODY_APART:
+            step = Packing(
+                running_set=running_set,
+                now_s=now_s,
+                budget=self.chunk_tokens,
+                apart=apart,
+                times=self.times,
+                rope_border_tokens=self.rope_border_tokens,
+            )
+            step.pack()
+            if step.chosen:
+                break
         if not step.chosen:
             return None
         running_set.on_device = tuple(step.chosen)
@@ -251,6 +262,19 @@ class Batch:
         ]
         batch = StepBatch(slices=tuple(slices))
         return RunStep(batch=batch, copies=tuple(step.copies), steps=steps)
+
+    def _turns(self) -> Iterator[frozenset[Sequence]]:
+        """Who stays out of the next step; and if that one would be empty, of the other."""
+        running_set = self.running_set
+        alone = running_set.alone
+        if not alone:
+            yield from NOBODY_APART
+            return
+        here = (*running_set.running, *running_set.awaiting_prefill)
+        for _ in range(2):
+            self._was_alone = not self._was_alone
+            first = frozenset(one for one in here if one.key != alone[0].key)
+            yield first if self._was_alone else frozenset(alone)
 
     def overlapped_step(self, now_s: float) -> RunStep | None:
         """The step after the one on the device, where it needs none of that one's tokens."""

@@ -109,6 +109,7 @@ class Packing:
     now_s: float
     budget: int
     scored: int = MOST_SCORED_TOKENS
+    apart: frozenset[Sequence] = frozenset()  # they stay out of this step
     times: StepTimes | None = None
     rope_border_tokens: int | None = None
     chosen: list[tuple[Sequence, int]] = field(default_factory=list)
@@ -130,7 +131,7 @@ class Packing:
         for sequence in self._running:
             if sequence.holder not in running_set.tables:
                 break  # preempted just now, as are all behind it
-            if sequence not in self._paused:
+            if sequence not in self._paused and sequence not in self.apart:
                 self._choose(sequence)
         has_preempted = running_set.preemptions > preempted_before
         if running_set.awaiting_prefill and not (has_preempted and self.chosen):
@@ -265,7 +266,8 @@ class Packing:
     def _start_waiting(self) -> None:
         """In order. Where one lacks blocks, those behind it that hold theirs still go on."""
         running, starved = {*self.running_set.running}, False
-        for sequence in [s for s in self.running_set.seated() if s not in running]:
+        waiting = [s for s in self.running_set.seated() if s not in running and s not in self.apart]
+        for sequence in waiting:
             if self.budget == 0:
                 return
             if starved and sequence.holder not in self.running_set.tables:

@@ -100,6 +100,7 @@ class RunningSet:
     overlapped: tuple[tuple[Sequence, int], ...] = ()  # the same, of the step launched after it
     preemptions: int = 0
     starved: bool = False
+    suspects: set[RequestKey] = field(default_factory=set)  # whose first tokens are made alone
     _fetching: set[Holder] = field(default_factory=set)  # dropped while their prefix comes
     _alive: dict[RequestKey, list[Sequence]] = field(default_factory=dict)
     _arrivals: count[int] = field(default_factory=count)
@@ -131,6 +132,11 @@ class RunningSet:
     def lacks_blocks(self) -> bool:
         """A waiting sequence found none in the last step."""
         return self.starved and any(s.holder not in self.tables for s in self.awaiting_prefill)
+
+    @property
+    def alone(self) -> list[Sequence]:
+        """Those that share no step with other requests, by arrival."""
+        return [one for one in (*self.running, *self.awaiting_prefill) if one.is_alone]
 
     def of(self, key: RequestKey) -> tuple[Sequence, ...]:
         return tuple(self._alive.get(key, ()))
@@ -165,9 +171,11 @@ class RunningSet:
         sequence.computed, sequence.hint = found, None
         return True
 
-    def expect(self, key: RequestKey) -> None:
+    def expect(self, spec: RequestSpec) -> None:
         """Its sequences will wait or run now."""
-        self._alive[key] = []
+        self._alive[spec.key] = []
+        if spec.alone_tokens:
+            self.suspects.add(spec.key)
 
     def wait(self, sequence: Sequence) -> None:
         self._alive[sequence.key].append(sequence)
@@ -258,6 +266,7 @@ class RunningSet:
         if key in launched or key in [holder.key for holder in self._fetching]:
             return False
         del self._alive[key]
+        self.suspects.discard(key)
         return True
 
     def released_if_done(self, key: RequestKey, now_s: float) -> list[WorkerEvent]:
@@ -271,6 +280,7 @@ class RunningSet:
         assert len(here) == len(alive), "a sequence is here twice"
         assert not any(sequence.dropped for sequence in here)
         assert all(sequence.holder in self.tables for sequence in self.running)
+        assert {s.key for s in here if s.spec.alone_tokens} <= self.suspects <= self._alive.keys()
         assert [s.arrival for s in self.running] == sorted(s.arrival for s in self.running)
 
 

@@ -69,6 +69,15 @@ class Sequence:
         return self.prompt_tokens + len(self.emitted)
 
     @property
+    def is_alone(self) -> bool:
+        """No other request is in its steps for now: it may be what killed a worker."""
+        alone = self.spec.alone_tokens
+        if not alone:
+            return False
+        since = self.context_tokens + len(self.spec.resumed_by(self.choices[0]))
+        return self.length < since + alone
+
+    @property
     def needed(self) -> int:
         """Tokens to be run before the next one is drawn."""
         return self.prompt_tokens + len(self.emitted) - self.computed

@@ -56,12 +56,13 @@ class PrefillJob:
     within_s: float | None = field(init=False)
     prompt: Sequence[int] = field(init=False)
     prompt_tokens: int = field(init=False)
+    is_alone: bool = field(init=False)  # it may have killed a worker: no other is in its steps
 
     def __post_init__(self) -> None:
         self.message = self.sender.message
         spec = self.message.spec
         self.key, self.tenant, self.qos_tier = spec.key, spec.tenant, spec.qos_tier
-        self.within_s = self.message.within_s
+        self.within_s, self.is_alone = self.message.within_s, spec.alone_tokens > 0
         self.prompt, self.prompt_tokens = spec.context_ids, spec.context_tokens
 
     @property

@@ -7,7 +7,7 @@ chunk; in layer groups with a window it takes those of one chunk. When another p
 half-computed one, the half-computed one keeps its blocks, and the other takes all of its own at
 once, window or not. So at most one prompt asks for more blocks, and all others can end without
 more. When the first prompt in order lacks blocks, no prompt after it takes any: blocks will come
-free for it.
+free for it. A prompt that may have killed a worker has its steps for itself.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ class PromptQueue:
         for job in self.order.order(now_s):
             if not step.budget_tokens:
                 break
+            if step.chosen and job.is_alone:
+                continue
             if not self._try_choose(job, step):
                 self._choose_opened(step)
                 break
@@ -86,7 +88,8 @@ class PromptQueue:
     def _choose_opened(self, step: _Step) -> None:
         """Only prompts that hold their blocks go on."""
         for job in self._opened.values():
-            if step.budget_tokens and job not in step.chosen:
+            stays_out = job in step.chosen or (step.chosen and job.is_alone)
+            if step.budget_tokens and not stays_out:
                 step.try_go_on(job)
 
     # --- afterwards -----------------------------------------------------------------------------
@@ -156,7 +159,7 @@ class _Step:
             take = min(take, self.scored_tokens)
             self.scored_tokens -= take
         if take:
-            self.budget_tokens -= take
+            self.budget_tokens = 0 if job.is_alone else self.budget_tokens - take
             self.chosen[job] = take
 
 

@@ -67,10 +67,11 @@ async def run_router(settings: RouterSettings, *, drain_s: float) -> None:
 
 async def run_worker(settings: WorkerSettings, *, join: Sequence[str], drain_s: float) -> None:
     """Serve until SIGTERM or SIGINT. Raises the error that made the worker stop by itself."""
+    from cluster.worker.last_words import LastWords
     from cluster.worker.process import WorkerProcess
 
     stopping = _stop_signals()
-    worker = WorkerProcess(settings)
+    worker = WorkerProcess(settings, LastWords(settings.host, settings.port_range))
     async with showing(settings.name, worker):
         telling = asyncio.create_task(_tell_choice(worker))
         address = await worker.start()

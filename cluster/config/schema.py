@@ -36,7 +36,7 @@ from cluster.config.types import (
 )
 from cluster.config.workers import WorkerPool
 from kvrelay.types import Role
-from router.core.state.silence import DETECT_S, LEAST_DETECT_S
+from router.core.faults.silence import DETECT_S, LEAST_DETECT_S
 
 
 class ModelSection(Section):

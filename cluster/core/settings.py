@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from engine.core.options import DEFAULT_OPTIONS, CudaOptions
 from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import Role
+from router.core.faults.silence import DETECT_S
 from router.core.policy.choice import DEFAULT_POLICIES, Policies
 from router.core.state.directory import DIRECTORY_BYTES
-from router.core.state.silence import DETECT_S
 from router.core.state.waiting import FAILOVER_PATIENCE_S
 from router.text.preload import PreloadText
 from router.text.request_fields import NO_MATCH, TierMatch

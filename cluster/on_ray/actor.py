@@ -4,6 +4,7 @@ run as plain processes. No token and no KV passes through their methods."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -127,8 +128,8 @@ class WorkerHost(Host[str]):
 
     async def _start(self) -> str:
         self._activity = StartActivity(stage=Stage.IMPORTS)
-        kind = await asyncio.to_thread(_worker_class)
-        self._worker = kind(self._settings)
+        made = await asyncio.to_thread(_worker_maker)
+        self._worker = made(self._settings)
         return await self._worker.start()
 
     async def answer(self) -> None:
@@ -231,11 +232,12 @@ class RouterHost(Host[RouterAt]):
         )
 
 
-def _worker_class() -> type[WorkerProcess]:
+def _worker_maker() -> Callable[[WorkerSettings], WorkerProcess]:
     """Imported late: PyTorch takes seconds."""
+    from cluster.worker.last_words import LastWords
     from cluster.worker.process import WorkerProcess
 
-    return WorkerProcess
+    return lambda settings: WorkerProcess(settings, LastWords(settings.host, settings.port_range))
 
 
 def _reachable(host: str) -> str:

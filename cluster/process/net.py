@@ -97,5 +97,25 @@ def bind_port(server: grpc.aio.Server, host: str, port_range: tuple[int, int] | 
             return int(server.add_insecure_port(f"{host}:{port}"))
         except RuntimeError:
             continue
+    raise _no_port(host, port_range)
+
+
+def listening_socket(host: str, port_range: tuple[int, int] | None) -> socket.socket:
+    """On a port that the system chooses, or the first free one of the range (ends included)."""
+    for port in [0] if port_range is None else range(port_range[0], port_range[1] + 1):
+        try:
+            return socket.create_server((host, port), family=_family(host))
+        except OSError:
+            continue
+    raise _no_port(host, port_range)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _no_port(host: str, port_range: tuple[int, int] | None) -> ConfigError:
     where = "any port" if port_range is None else f"ports {port_range[0]} to {port_range[1]}"
-    raise ConfigError(f"can't listen on {host}, {where}: check network.host and network.port_range")
+    return ConfigError(
+        f"can't listen on {host}, {where}: check network.host and network.port_range"
+    )

@@ -32,10 +32,10 @@ from router.core.events import (
     WorkerLost,
     WorkerSaid,
 )
+from router.core.faults.silence import PERIOD_S
 from router.core.promises.work import ToldPromise
 from router.core.request import Request
 from router.core.state.generation import GenerationRequest
-from router.core.state.silence import PERIOD_S
 
 
 class _Stream:

@@ -23,6 +23,7 @@ from cluster.worker.build_engine import (
 )
 from cluster.worker.device import AheadDevice, TracedEngine, WorkerDevice
 from cluster.worker.events import Crashed, Incoming
+from cluster.worker.last_words import LastWords
 from cluster.worker.loop import WorkerLoop
 from cluster.worker.mover import Mover
 from cluster.worker.peers import PeerLinks
@@ -132,7 +133,10 @@ class WorkerParts:
 
 
 def build_worker(
-    settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming], report: ReportActivity = unheard
+    settings: WorkerSettings,
+    inbox: queue.SimpleQueue[Incoming],
+    report: ReportActivity = unheard,
+    words: LastWords | None = None,
 ) -> WorkerParts:
     """Loads the model, which takes seconds; `settings` name the device and the transports. Raises
     ModelError or ConfigError, with all closed."""
@@ -145,7 +149,7 @@ def build_worker(
         opened.callback(trace.close)
         engine = open_engine(settings, report)
         opened.callback(engine.close)
-        return _build_around(engine, settings, inbox, trace, pinned, opened, report)
+        return _build_around(engine, settings, inbox, trace, pinned, opened, report, words)
 
 
 def _build_around(
@@ -156,6 +160,7 @@ def _build_around(
     pinned: Pinned,
     opened: ExitStack,
     report: ReportActivity,
+    words: LastWords | None,
 ) -> WorkerParts:
     engine.watch(lambda error: inbox.put(Crashed(error)))
     staging = _staging(settings, engine)
@@ -179,11 +184,12 @@ def _build_around(
         ranks=engine.memory.map.ranks,
         launches_ahead=launches_ahead,
     )
-    watchdog = _watchdog(settings, core.pace)
+    watchdog = _watchdog(settings, core.pace, words)
     opened.callback(watchdog.close)  # when the last step has ended
     stepping = engine if trace is NO_TRACE else TracedEngine(engine, trace)
     kind = AheadDevice if launches_ahead else WorkerDevice
-    device = kind(stepping, settings.threads_per_rank, inbox.put, watchdog.watch)
+    watchers = [watchdog.watch] if words is None else [watchdog.watch, words.notes]
+    device = kind(stepping, settings.threads_per_rank, inbox.put, *watchers)
     opened.callback(device.close)
     pools = _pools(settings, engine, links, inbox)
     if pools is not None:
@@ -201,7 +207,7 @@ def _build_around(
         links=links,
         mover=mover,
         pools=pools,
-        hello=_hello(settings, engine, links, core.tables.names, times, pinned),
+        hello=_hello(settings, engine, links, core.tables.names, times, pinned, words),
         opened=opened.pop_all(),
     )
 
@@ -216,11 +222,13 @@ def _staging(settings: WorkerSettings, engine: Engine) -> Staging:
     )
 
 
-def _watchdog(settings: WorkerSettings, times: StepTimes) -> Watchdog:
+def _watchdog(settings: WorkerSettings, times: StepTimes, words: LastWords | None) -> Watchdog:
     FIRST_USES.listen()
     guessed = settings.profile == "off"
     watch = StepWatch(times, time.monotonic(), guessed=guessed)
-    return Watchdog(watch, lambda: FIRST_USES.now)
+    if words is None:
+        return Watchdog(watch, lambda: FIRST_USES.now)
+    return Watchdog(watch, lambda: FIRST_USES.now, note=words.hung)
 
 
 def _launches_ahead(settings: WorkerSettings, engine: Engine) -> bool:
@@ -269,6 +277,7 @@ def _hello(
     names: BlockNames,
     times: LinearTimes,
     pinned: Pinned,
+    words: LastWords | None,
 ) -> WorkerHello:
     facts = engine.facts
     return WorkerHello(
@@ -292,4 +301,6 @@ def _hello(
         step_times=times,
         kv_token_bytes=engine.layout.bytes_per_block // engine.layout.block_size,
         handoff_by_pool=settings.handoff == HandoffMode.POOL,
+        witness="" if words is None else words.address,
+        witness_key="" if words is None else words.key,
     )

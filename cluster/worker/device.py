@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from cluster.core.worker.watchdog import StepWatch
 from cluster.process.trace import Trace, Value
 from cluster.worker.events import Crashed
 from engine.core.step import RunStep, StepBatch, StepDone, StepOutcome
@@ -41,21 +40,28 @@ class AheadEngine(StepEngine, Protocol):
     ) -> Flight: ...
 
 
+class StepWatcher(Protocol):
+    """Knows each step from its submission to its end."""
+
+    def launched(self, step: RunStep) -> None: ...
+
+    def ended(self) -> None: ...
+
+
 class WorkerDevice:
-    """`cpu_threads` None leaves torch's own choice. `watch` knows each step from its submission to
-    its end."""
+    """`cpu_threads` None leaves torch's own choice."""
 
     def __init__(
         self,
         engine: StepEngine,
         cpu_threads: int | None,
         post: Callable[[StepDone | LayersWritten | Crashed], None],
-        watch: StepWatch,
+        *watchers: StepWatcher,
     ) -> None:
         self._engine = engine
         self._cpu_threads = cpu_threads
         self._post = post
-        self._watch = watch
+        self._watchers = watchers
         self._steps: queue.SimpleQueue[RunStep | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvrelay-device", daemon=True)
 
@@ -65,7 +71,8 @@ class WorkerDevice:
     def submit(self, step: RunStep) -> None:
         """The copies are made at once, in the caller's thread: the next event may free what they
         read."""
-        self._watch.launched(step)
+        for watcher in self._watchers:
+            watcher.launched(step)
         for pairs in step.copies:
             self._engine.copy_blocks(pairs)
         self._steps.put(step)
@@ -75,6 +82,10 @@ class WorkerDevice:
         self._steps.put(None)
         if self._thread.is_alive():
             self._thread.join()
+
+    def _ended(self) -> None:
+        for watcher in self._watchers:
+            watcher.ended()
 
     def _marks(self, step: RunStep) -> LayerMarks | None:
         if not step.layer_marks:
@@ -94,7 +105,7 @@ class WorkerDevice:
             started_s = time.monotonic()
             outcome = self._engine.run(step.batch, self._marks(step))
             seconds = time.monotonic() - started_s
-            self._watch.ended()
+            self._ended()
             self._post(StepDone(outcome=outcome, seconds=seconds))
 
 
@@ -106,9 +117,9 @@ class AheadDevice(WorkerDevice):
         engine: AheadEngine,
         cpu_threads: int | None,
         post: Callable[[StepDone | LayersWritten | Crashed], None],
-        watch: StepWatch,
+        *watchers: StepWatcher,
     ) -> None:
-        super().__init__(engine, cpu_threads, post, watch)
+        super().__init__(engine, cpu_threads, post, *watchers)
         self._launching = engine
         self._flights: queue.SimpleQueue[tuple[Flight, float] | None] = queue.SimpleQueue()
         self._waiter = threading.Thread(target=self._wait, name="kvrelay-tokens", daemon=True)
@@ -141,7 +152,7 @@ class AheadDevice(WorkerDevice):
                 outcome = flight.collect()
                 started_s, ended_s = max(started_s, ended_s), time.monotonic()
                 seconds = ended_s - started_s
-                self._watch.ended()
+                self._ended()
                 self._post(StepDone(outcome=outcome, seconds=seconds))
         except Exception as error:
             self._post(Crashed(error))

@@ -81,6 +81,8 @@ class WorkerLoop:
         self._trace = trace
         self._next_tick_s = 0.0
         self._closing = False
+        self.handled: CoreEvent | None = None
+        """The event that the core is being told of: it may be why the worker dies."""
         self._move = mover.put
         self._executors: dict[type, Callable[[Any], None]] = {
             RunStep: device.submit,
@@ -123,7 +125,9 @@ class WorkerLoop:
             own(event)
 
     def _tell_core(self, event: CoreEvent) -> None:
+        self.handled = event
         self._execute(self.core.handle(event, self._now()))
+        self.handled = None
 
     def _tick(self) -> None:
         now_s = self._now()

@@ -31,6 +31,7 @@ from cluster.process.auto import settle
 from cluster.process.net import bind_port, grpc_server
 from cluster.worker.build import WorkerParts, build_worker
 from cluster.worker.events import Close, Incoming, RunOnLoop
+from cluster.worker.last_words import LastWords, key_of
 from engine.core.activity import Stage, StartActivity
 from engine.device.threads import run_apart, use_threads
 from kvpool.core.blocks.pool import BlockState
@@ -180,8 +181,10 @@ class WorkerProcess:
     """Start once, stop once. `wait_closed` tells when, and why, the worker has stopped. While it
     starts, `activity` is what it does now; `chosen` says which device and transports it took."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(self, settings: WorkerSettings, words: LastWords | None = None) -> None:
+        """`words`: what routers hear when it has died."""
         self._settings = settings
+        self._words = words
         self._inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         self._closed: Future[None] = Future()
         self._parts: WorkerParts | None = None
@@ -211,10 +214,13 @@ class WorkerProcess:
 
     async def stop(self, *, drain_s: float) -> None:
         """Refuse new work, finish what runs for up to `drain_s`, then release everything."""
-        parts = self._parts
-        if parts is None:
-            return
-        self._parts = None
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            await self._stop(parts, drain_s)
+        if self._words is not None:
+            await asyncio.to_thread(self._words.close)
+
+    async def _stop(self, parts: WorkerParts, drain_s: float) -> None:
         if self._logging is not None:
             self._logging.cancel()
         core, deadline_s = parts.loop.core, time.monotonic() + drain_s
@@ -266,6 +272,8 @@ class WorkerProcess:
             parts.loop.run()
             self._closed.set_result(None)
         except BaseException as error:
+            if self._words is not None:
+                self._words.crashed(error, key_of(parts.loop.handled))
             log.exception("worker %s died", self._settings.name)
             self._closed.set_exception(error)
         finally:
@@ -273,7 +281,7 @@ class WorkerProcess:
 
     def _build(self) -> WorkerParts:
         settings, self.chosen = settle(self._settings)
-        return build_worker(settings, self._inbox, self._now_does)
+        return build_worker(settings, self._inbox, self._now_does, self._words)
 
     def _now_does(self, activity: StartActivity) -> None:
         self.activity = activity

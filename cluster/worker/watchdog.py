@@ -29,8 +29,11 @@ class Watchdog:
         watch: StepWatch,
         compiles: Callable[[], str | None],
         end: Callable[[int], object] = os._exit,
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:
+        """`note` keeps the reason for those who live on; it must not wait for anything."""
         self.watch = watch
+        self._note = note
         self._compiles = compiles
         self._end = end
         self._closed = threading.Event()
@@ -53,6 +56,7 @@ class Watchdog:
 
     def _give_up(self, why: str) -> None:
         """Devices may be stuck for ever, so nothing is cleaned up."""
+        self._note(why)
         spoken = threading.Thread(target=log.critical, args=("%s", why), daemon=True)
         spoken.start()
         spoken.join(LAST_WORDS_S)

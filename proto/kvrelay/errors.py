@@ -33,6 +33,7 @@ class FailureReason(StrEnum):
     PEER_LOST = "peer_lost"
     WORKER_LOST = "worker_lost"
     DEADLINE_EXCEEDED = "deadline_exceeded"
+    POISON = "poison"
     ABORTED = "aborted"
     INTERNAL = "internal"
 
@@ -90,7 +91,8 @@ class Refused(KvrelayError):
 
 
 class RequestFailedError(KvrelayError):
-    """An admitted request could not be finished: HTTP 500/503, gRPC UNAVAILABLE."""
+    """An admitted request could not be finished: HTTP 500/503, gRPC UNAVAILABLE. With the reason
+    `poison` it kills workers: HTTP 422, gRPC INVALID_ARGUMENT."""
 
     def __init__(self, reason: str, message: str):
         super().__init__(message)

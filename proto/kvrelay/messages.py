@@ -120,7 +120,8 @@ ToWorker = Reserve | Prefill | Generate | Preload | Abort | Stop | Suspect
 class WorkerHello:
     """`physical_format` and `rope_border_tokens`, with the fingerprint, name its blocks;
     `kv_token_bytes` is the KV of one token; `cpus`, such as 0-3, are its own, if it has any.
-    `handoff_by_pool`: prompts that are computed elsewhere come to it through the pool."""
+    `handoff_by_pool`: prompts that are computed elsewhere come to it through the pool. When it has
+    died, the process at `witness` tells how, to those who have the key."""
 
     name: str
     incarnation: Incarnation
@@ -142,6 +143,8 @@ class WorkerHello:
     kv_token_bytes: int = 0
     cpus: str = ""
     handoff_by_pool: bool = False
+    witness: str = ""
+    witness_key: str = ""
 
 
 @value

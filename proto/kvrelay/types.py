@@ -62,7 +62,7 @@ def value(cls: type[T]) -> type[T]:
 Incarnation = NewType("Incarnation", str)
 """Random id of one process life: a restarted worker is a new peer."""
 
-WIRE_VERSION = 18
+WIRE_VERSION = 19
 """1: first. 2: pool nodes have addresses for workers of other hosts. 3: requests are resumed from
 what they have emitted. 4: reservations without a source. 5: pieces of a handoff are cut at
 multiples of 16 tokens. 6: a worker's KV may be shared out among ranks. 7: the pieces of a span are
@@ -72,7 +72,8 @@ digest of the KV. 11: pool nodes tell routers of their blocks themselves. 12: ev
 name that it has in its dataclass, and enums travel by name. 13: routers are told of blocks in
 strands. 14: a pool node confirms each store by a reply of its own. 15: decode workers are told of
 prefix sources. 16: and of what prefill workers have stored so far. 17: workers are told of silent
-ones. 18: leases are renewed for what moves, and peers hear that a link has stalled."""
+ones. 18: leases are renewed for what moves, and peers hear that a link has stalled. 19: workers
+have a witness of their end, and requests may run alone."""
 
 
 class Role(StrEnum):
@@ -182,6 +183,9 @@ class RequestSpec:
     `emitted_ids` of earlier attempts count as prompt: its choices part behind them. Then each goes
     on behind what it has emitted since, in `resumed`: empty, or an entry for each choice.
     `finished_choices` ended in an earlier attempt.
+
+    One that may have killed a worker has no other request in its steps, from its prompt on until
+    each choice has `alone_tokens` more tokens.
     """
 
     key: RequestKey
@@ -193,6 +197,7 @@ class RequestSpec:
     emitted_ids: tuple[int, ...] = ()
     resumed: tuple[tuple[int, ...], ...] = ()
     finished_choices: tuple[int, ...] = ()
+    alone_tokens: int = 0
 
     def resumed_by(self, choice: int) -> tuple[int, ...]:
         """What the choice has emitted since the choices parted."""

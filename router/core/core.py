@@ -35,15 +35,19 @@ from router.core.events import (
     Send,
     Submitted,
     TimePassed,
+    WorkerEnded,
     WorkerJoined,
     WorkerLost,
     WorkerSaid,
     WorkerSuspected,
+    abort_attempt,
     preload,
 )
+from router.core.faults.poison import END_TOLD_S, Ending, Standing
 from router.core.promises.refusal import DRAINING, refused_by_worker
-from router.core.request import Request
+from router.core.request import Request, RequestState
 from router.core.router_state import RouterState
+from router.core.state.story import Moment
 from router.core.state.worker_view import WorkerView
 
 
@@ -60,6 +64,8 @@ class RouterCore:
         node that another should have come before."""
         state = self.state
         commands = self._handle(event, now_s)
+        if state.suspects.cases:
+            commands += self._give_turns(now_s)
         if state.waiting:
             commands += lifecycle.retry_waiting(state, now_s)
         if state.dispatch.waiting:
@@ -97,6 +103,8 @@ class RouterCore:
                 return []
             case WorkerLost():
                 return self._on_worker_lost(event, now_s)
+            case WorkerEnded(incarnation=incarnation, ending=ending):
+                return self._on_worker_ended(incarnation, ending, now_s)
             case TimePassed():
                 return []
             case PoolNodeSaid(update=update):
@@ -200,11 +208,57 @@ class RouterCore:
         affected += state.dispatch.stranded(state, now_s) if view.prefills else []
         affected.sort(key=lambda one: (not one.admitted, one.tier.priority))
         lifecycle.workers_changed(state, now_s)
-        reason, message = FailureReason.WORKER_LOST, f"worker {view.hello.name} was lost"
+        commands = self._fail_over(affected, event, f"worker {view.hello.name} was lost", now_s)
+        return commands + self._suspicions(incarnation) if event.was_silent else commands
+
+    def _fail_over(
+        self, affected: Iterable[Request], event: WorkerLost, message: str, now_s: float
+    ) -> list[Command]:
+        """They wait until it is known how the worker ended, if that is asked."""
+        state, reason, held_s = self.state, FailureReason.WORKER_LOST, 0.0
+        if event.asked:
+            state.suspects.await_end(event.incarnation, [one.key for one in affected], now_s)
+            held_s = now_s + END_TOLD_S
+        by_death = not event.was_rejected
         commands: list[Command] = []
         for request in affected:
-            commands += lifecycle.fail_attempt(state, request, reason, message, now_s)
-        return commands + self._suspicions(incarnation) if event.was_silent else commands
+            commands += lifecycle.fail_attempt(
+                state, request, reason, message, now_s, by_death=by_death, held_s=held_s
+            )
+        return commands
+
+    # --- requests that kill workers -------------------------------------------------------------
+
+    def _on_worker_ended(self, worker: Incarnation, ending: Ending, now_s: float) -> list[Command]:
+        state = self.state
+        judged = state.suspects.judge(worker, ending, state.requests)
+        commands: list[Command] = []
+        for name in judged.suspects:
+            commands += lifecycle.isolate(state, state.requests[name], now_s, _suspicion(ending))
+        for name in judged.cleared:
+            state.requests[name].alone = False
+            state.requests[name].story.note(Moment.CLEARED, now_s, (), "another one is to blame")
+        if judged.convicted is not None:
+            commands += self._refuse_poison(state.requests[judged.convicted], ending, now_s)
+        state.waiting.release(judged.released, now_s)
+        return commands
+
+    def _refuse_poison(self, request: Request, ending: Ending, now_s: float) -> list[Command]:
+        state = self.state
+        aborts = abort_attempt(request, state.workers)
+        message = f"this request kills workers: it is not tried again ({ending.why or 'killed'})"
+        return aborts + lifecycle.fail(state, request, FailureReason.POISON, message, now_s)
+
+    def _give_turns(self, now_s: float) -> list[Command]:
+        """Suspects run one at a time; those that were cleared come back a few at a time."""
+        state = self.state
+        tried = [state.requests[name] for name in state.suspects.of(Standing.TRIED)]
+        stuck = all(one.state is RequestState.WAITING for one in tried)
+        turns = state.suspects.take_turns(len(state.requests), now_s, stuck=stuck)
+        commands: list[Command] = []
+        for name in turns:
+            commands += lifecycle.let_go(state, state.requests[name], now_s)
+        return commands
 
     def _suspicions(self, silent: Incarnation) -> list[Command]:
         """Its peers drop their connections to it: it may write to them when it wakes up. They hear
@@ -214,3 +268,9 @@ class RouterCore:
 
     def validate(self) -> None:
         self.state.validate()
+
+
+def _suspicion(ending: Ending) -> str:
+    requests = len({*ending.step})
+    beside = "" if requests == 1 else f", with {requests - 1} other requests"
+    return f"it was in the last step of a worker{beside}: {ending.why or 'killed'}"

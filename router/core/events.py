@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 
 from kvrelay.messages import (
     Abort,
     BlockChanges,
     Counters,
+    Generate,
     PoolUpdate,
     Prefill,
     Preload,
+    Reserve,
     Stop,
     ToWorker,
     WorkerEvent,
     WorkerHello,
 )
 from kvrelay.types import Incarnation, RequestSpec, Role, value
+from router.core.faults.poison import Ending
+from router.core.policy.admission import Admitted
 from router.core.promises.refusal import Refusal
 from router.core.request import Request
 from router.core.state.candidate import Candidate
+from router.core.state.demand import Demand
 from router.core.state.generation import ChoiceTokens, GenerationRequest
 from router.core.state.quarantine import Pair
+from router.core.state.worker_view import WorkerView
 
 
 @value
@@ -60,10 +66,21 @@ class WorkerSuspected:
 
 @value
 class WorkerLost:
-    """`was_silent`: its process may still live, and write to its peers."""
+    """`was_silent`: its process may still live, and write to its peers. `was_rejected`: it said
+    what can't be. `asked`: WorkerEnded follows."""
 
     incarnation: Incarnation
     was_silent: bool = False
+    was_rejected: bool = False
+    asked: bool = False
+
+
+@value
+class WorkerEnded:
+    """How a worker that was lost has ended, as far as somebody knows."""
+
+    incarnation: Incarnation
+    ending: Ending
 
 
 @value
@@ -99,6 +116,7 @@ Event = (
     | WorkerJoined
     | WorkerSuspected
     | WorkerLost
+    | WorkerEnded
     | WorkerSaid
     | TimePassed
     | PoolNodeSaid
@@ -224,3 +242,44 @@ def abort_attempt(request: Request, connected: Container[Incarnation]) -> list[C
     message = Abort(key=request.key)
     workers = [one for one in request.workers if one in connected]
     return [Send(worker=worker, message=message) for worker in workers]
+
+
+def ask_for_slot(
+    workers: Mapping[Incarnation, WorkerView],
+    demand: Demand,
+    admitted: Admitted,
+    within_s: float | None,
+) -> Send:
+    """Asks the decode worker for a slot. A worker that prefills too begins at once, and so does
+    the worker that computes a prompt of which no token is wanted."""
+    spec, candidate = demand.spec, admitted.candidate
+    decode = candidate.decode.incarnation
+    if not spec.sampling.max_tokens:
+        alone = Prefill(spec=spec, target_addresses=(), target=None, within_s=within_s)
+        return Send(worker=decode, message=alone)
+    if candidate.prefill is None:
+        generate = Generate(
+            spec=spec,
+            prefix_source=candidate.source,
+            within_s=within_s,
+            displaced=demand.displaced,
+        )
+        return Send(worker=decode, message=generate)
+    return ask_to_reserve(workers, demand, candidate.decode, candidate.prefill, admitted.counted)
+
+
+def ask_to_reserve(
+    workers: Mapping[Incarnation, WorkerView],
+    demand: Demand,
+    decode: WorkerView,
+    prefill: WorkerView | None,
+    counted: int | None,
+) -> Send:
+    message = Reserve(
+        spec=demand.spec,
+        source=None if prefill is None else prefill.incarnation,
+        counted=counted,
+        prefix_source=demand.held.handoff_source(workers, prefill, decode),
+        displaced=demand.displaced,
+    )
+    return Send(worker=decode.incarnation, message=message)

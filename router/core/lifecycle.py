@@ -10,7 +10,9 @@
     start_decoding   PREFILLING -> DECODING
     move             DECODING -> PREFILLING  another decode worker takes it
     finish           DECODING -> GONE
-    fail_attempt     any -> SEEKING or GONE  one of its workers has failed it
+    fail_attempt     any -> SEEKING or GONE  one of its workers has failed it, or has died
+    isolate          any -> HELD             it may have killed a worker
+    let_go           HELD -> SEEKING         it is its turn
     abort            any -> GONE             also `stop_choice` of its last choice, `miss_deadline`
 
 `leave` undoes whatever a request holds; `end_attempt` what its attempt holds. A request that goes
@@ -25,10 +27,7 @@ from math import isfinite
 from kvrelay.errors import FailureReason
 from kvrelay.messages import (
     Abort,
-    Generate,
     LifetimeMoment,
-    Prefill,
-    Reserve,
     Tokens,
 )
 from kvrelay.types import Incarnation, RequestSpec
@@ -42,6 +41,8 @@ from router.core.events import (
     Refuse,
     Send,
     abort_attempt,
+    ask_for_slot,
+    ask_to_reserve,
     prefill,
     stop_decoding,
 )
@@ -57,8 +58,6 @@ from router.core.state.story import Moment, choice_end, held, plain, why
 from router.core.state.waiting import WaitingLine
 from router.core.state.worker_view import WorkerView
 from router.core.workers import book_decode, book_prefill
-
-MAX_ATTEMPTS = 3
 
 
 def submit(state: RouterState, submitted: GenerationRequest, now_s: float) -> list[Command]:
@@ -111,10 +110,10 @@ def ask(
     if state.dispatch.expect(request, demand, admitted):
         request.prefill_worker = None
         request.story.note(Moment.ASKED, now_s, request.worker_names[-1:])
-        return [ask_to_reserve(state, demand, candidate.decode, None, admitted.counted)]
+        return [ask_to_reserve(state.workers, demand, candidate.decode, None, admitted.counted)]
     book_prefill(demand, candidate.prefiller, prompt, now_s)
     request.story.note(Moment.ASKED, now_s, request.worker_names)
-    return [ask_for_slot(state, demand, admitted, request.within_s(now_s))]
+    return [ask_for_slot(state.workers, demand, admitted, request.within_s(now_s))]
 
 
 def failover_patience_s(state: RouterState, request: Request, now_s: float) -> float:
@@ -132,14 +131,18 @@ def wait(
     refusal: Refusal,
     patience_s: float,
     now_s: float,
+    held_s: float = 0.0,
 ) -> list[Command]:
-    """Without any worker a request that was not admitted has nothing to wait for."""
+    """Without any worker a request that was not admitted has nothing to wait for. It is not tried
+    before `held_s`."""
+    line = line_of(state, request, demand)
     waits = (request.admitted or state.workers) and state.waiting.try_wait(
-        request.request_id, line_of(state, request, demand), refusal, patience_s, now_s
+        request.request_id, line, refusal, patience_s, now_s, held_s=held_s
     )
     if waits:
         request.enter(RequestState.WAITING)
-        request.story.note(Moment.WAITS, now_s, (), why(refusal.reason, refusal.message))
+        if not held_s:
+            request.story.note(Moment.WAITS, now_s, (), why(refusal.reason, refusal.message))
         return []
     if not request.admitted:
         return reject(state, request, refusal, now_s)
@@ -292,6 +295,8 @@ def deliver(
     ready = request.take(event)
     if not ready:
         return []
+    if state.suspects.cases or state.suspects.killed:
+        trust(state, request, now_s)
     if event.finish_reason is not None:
         learn_length(state, request, event)
         if len(request.choices) > 1:
@@ -304,6 +309,13 @@ def deliver(
     stops = stop_idle_decode(state, request, view.incarnation)
     finish(state, request, now_s)
     return [delivery, *stops]
+
+
+def trust(state: RouterState, request: Request, now_s: float) -> None:
+    """It may have killed a worker, but has yielded tokens since."""
+    if state.suspects.yielded(request.request_id, request.new_tokens):
+        request.story.note(Moment.CLEARED, now_s, (), f"{request.new_tokens} tokens alone")
+        request.alone = False
 
 
 def start_decoding(state: RouterState, request: Request, event: Tokens, now_s: float) -> None:
@@ -349,18 +361,56 @@ def finish(state: RouterState, request: Request, now_s: float) -> None:
 
 
 def fail_attempt(
-    state: RouterState, request: Request, reason: str, message: str, now_s: float
+    state: RouterState,
+    request: Request,
+    reason: str,
+    message: str,
+    now_s: float,
+    *,
+    by_death: bool = False,
+    held_s: float = 0.0,
 ) -> list[Command]:
-    """Runs it again elsewhere, unless it has failed too often."""
+    """Runs it again elsewhere, unless it has failed too often. `by_death`: a worker of it has died.
+    Until `held_s` it waits to be told how."""
     aborts = abort_attempt(request, state.workers)
-    if request.tries >= MAX_ATTEMPTS:
+    if request.is_spent(by_death=by_death or reason == FailureReason.PEER_LOST):
         return aborts + fail(state, request, reason, message, now_s)
+    state.suspects.left(request.key, request.workers, now_s)
     end_attempt(state, request, now_s, freed=True)
     cause = f"{why(reason, message)}; {request.outcome} so far"
     request.story.note(Moment.TRIED_AGAIN, now_s, request.worker_names, cause)
     request.try_again(next(state.attempts))
     request.enter(RequestState.SEEKING)
-    return aborts + seek(state, request, Refusal(reason=reason, message=message), now_s)
+    refusal = Refusal(reason=reason, message=message)
+    if not held_s:
+        return aborts + seek(state, request, refusal, now_s)
+    demand = demand_of(state, request, request.spec, now_s)
+    patience_s = failover_patience_s(state, request, now_s)
+    return aborts + wait(state, request, demand, refusal, patience_s, now_s, held_s)
+
+
+def isolate(state: RouterState, request: Request, now_s: float, reason: str) -> list[Command]:
+    """Wherever it is by now."""
+    if request.state is RequestState.HELD:
+        return []
+    aborts = abort_attempt(request, state.workers)
+    end_attempt(state, request, now_s, freed=True)
+    state.waiting.leave(request.request_id)
+    if request.state is not RequestState.WAITING:
+        request.try_again(next(state.attempts))
+    request.enter(RequestState.SEEKING)
+    request.enter(RequestState.HELD)
+    request.alone = True
+    request.story.note(Moment.SUSPECTED, now_s, (), reason)
+    return aborts
+
+
+def let_go(state: RouterState, request: Request, now_s: float) -> list[Command]:
+    if request.alone:
+        request.story.note(Moment.RUNS_ALONE, now_s)
+    request.enter(RequestState.SEEKING)
+    request.tried.clear()
+    return seek(state, request, NO_CAPACITY, now_s)
 
 
 def fail(
@@ -420,6 +470,8 @@ def leave(state: RouterState, request: Request, now_s: float) -> None:
     state.stories.keep(request.story)
     del state.requests[request.request_id]
     state.waiting.leave(request.request_id)
+    if state.suspects.cases or state.suspects.killed:
+        state.suspects.forget(request.request_id)
     if request.promise is not None:
         state.promises.give_up()
         request.promise = None
@@ -446,44 +498,6 @@ def end_attempt(state: RouterState, request: Request, now_s: float, *, freed: bo
 
 
 # --- messages to workers --------------------------------------------------------------------------
-
-
-def ask_for_slot(
-    state: RouterState, demand: Demand, admitted: Admitted, within_s: float | None
-) -> Send:
-    """Asks the decode worker for a slot. A worker that prefills too begins at once, and so does
-    the worker that computes a prompt of which no token is wanted."""
-    spec, candidate = demand.spec, admitted.candidate
-    decode = candidate.decode.incarnation
-    if not spec.sampling.max_tokens:
-        alone = Prefill(spec=spec, target_addresses=(), target=None, within_s=within_s)
-        return Send(worker=decode, message=alone)
-    if candidate.prefill is None:
-        generate = Generate(
-            spec=spec,
-            prefix_source=candidate.source,
-            within_s=within_s,
-            displaced=demand.displaced,
-        )
-        return Send(worker=decode, message=generate)
-    return ask_to_reserve(state, demand, candidate.decode, candidate.prefill, admitted.counted)
-
-
-def ask_to_reserve(
-    state: RouterState,
-    demand: Demand,
-    decode: WorkerView,
-    prefill: WorkerView | None,
-    counted: int | None,
-) -> Send:
-    message = Reserve(
-        spec=demand.spec,
-        source=None if prefill is None else prefill.incarnation,
-        counted=counted,
-        prefix_source=demand.held.handoff_source(state.workers, prefill, decode),
-        displaced=demand.displaced,
-    )
-    return Send(worker=decode.incarnation, message=message)
 
 
 def stop_idle_decode(state: RouterState, request: Request, last: Incarnation) -> list[Command]:

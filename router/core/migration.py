@@ -22,7 +22,7 @@ from kvrelay.messages import Abort, Reserved, WorkerEvent
 from kvrelay.types import Incarnation, RequestKey, RequestSpec
 from router.core import lifecycle
 from router.core.decision import demand_of
-from router.core.events import Command, Send
+from router.core.events import Command, Send, ask_for_slot
 from router.core.policy.admission import Admitted
 from router.core.request import Request, RequestState
 from router.core.router_state import Move, RouterState
@@ -149,7 +149,7 @@ class Moving:
                 )
 
     def _may_move(self, request: Request, view: WorkerView) -> bool:
-        alone = len(request.choices) == 1 and request.moves < MOST_MOVES
+        alone = len(request.choices) == 1 and request.moves < MOST_MOVES and not request.alone
         decodes = request.state is RequestState.DECODING
         here = decodes and request.workers == (view.incarnation,)
         return alone and here and all(m.left != request.key for m in self.pending.values())
@@ -179,7 +179,7 @@ class Moving:
         )
         book_decode(demand, admitted, now_s)
         book_prefill(demand, source, prediction.prompt, now_s)
-        return [lifecycle.ask_for_slot(state, demand, admitted, None)]
+        return [ask_for_slot(state.workers, demand, admitted, None)]
 
     def answered(self, state: RouterState, event: WorkerEvent, now_s: float) -> list[Command]:
         """Nothing changes where the target refuses, or the request went on otherwise."""

@@ -20,6 +20,7 @@ from kvrelay.messages import LifetimeMoment
 from kvrelay.types import StepCoefficients
 from router.core import events, start
 from router.core.events import Command, Event
+from router.core.faults import poison
 from router.core.policy import choice
 from router.core.promises import refusal, work
 from router.core.start import Beginning
@@ -27,7 +28,7 @@ from router.core.state import generation, ladder, quarantine
 
 _MODULES = (
     *(messages, types, qos, start, events, generation),
-    *(ladder, quarantine, choice, refusal, work),
+    *(ladder, quarantine, choice, refusal, work, poison),
 )
 _CLASS, _BYTES, _ENUM, _MAP = "$", "$bytes", "$enum", "$map"
 

@@ -3,7 +3,8 @@
     SEEKING --> ASKED --> (QUEUED) --> PREFILLING --> DECODING --> GONE
        ^          |           |            |             |
        |          '-----------'------------'-------------'  refused, failed or lost: SEEKING again
-       '--> WAITING                                         aborted or failed for good: GONE
+       |--> WAITING                                         aborted or failed for good: GONE
+       '--> HELD    it may have killed a worker, and waits for its turn to run alone
 
 `router.core.lifecycle` has one function for each transition.
 
@@ -27,6 +28,7 @@ from typing import Protocol
 from kvrelay.messages import Lifetime, LifetimeMoment, PromptLogprobs, Tokens
 from kvrelay.qos import QosTier
 from kvrelay.types import Incarnation, Objectives, PromptLogprob, RequestKey, RequestSpec, Sampling
+from router.core.faults.poison import ALONE_TOKENS
 from router.core.policy.admission import Admitted
 from router.core.promises.promises import Promise
 from router.core.state.candidate import Candidate, Prediction
@@ -41,6 +43,7 @@ class RequestState(StrEnum):
 
     SEEKING = "seeking"  # the router looks for workers; no event ends in this state
     WAITING = "waiting"  # no worker can take it now; it is tried again
+    HELD = "held"  # it may have killed a worker; it goes on when it is its turn
     ASKED = "asked"  # a decode worker was asked for a slot
     QUEUED = "queued"  # it has a slot; its prompt waits at the router for a prefill worker
     PREFILLING = "prefilling"  # it has a slot; its prompt was sent
@@ -49,7 +52,10 @@ class RequestState(StrEnum):
 
 
 TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
-    RequestState.SEEKING: frozenset({RequestState.ASKED, RequestState.WAITING, RequestState.GONE}),
+    RequestState.SEEKING: frozenset(
+        {RequestState.ASKED, RequestState.WAITING, RequestState.HELD, RequestState.GONE}
+    ),
+    RequestState.HELD: frozenset({RequestState.SEEKING, RequestState.GONE}),
     RequestState.WAITING: frozenset({RequestState.SEEKING, RequestState.GONE}),
     RequestState.ASKED: frozenset(
         {
@@ -217,6 +223,10 @@ def _digest_of(asked: GenerationRequest) -> int:
 
 
 _is_finished = attrgetter("finished")
+MAX_ATTEMPTS = 3
+"""A request fails with its third attempt that fails. A worker's death is no failure of it."""
+MOST_DEATHS = 8
+"""It fails when so many workers in a row have died before it had one more token."""
 FEWEST_TOKENS = 4
 """A request with fewer tokens says little about the time per token."""
 
@@ -232,6 +242,9 @@ class Request:
     attempt: int
     state: RequestState = RequestState.SEEKING
     tries: int = 1
+    failures: int = 0  # of its attempts, but for deaths
+    deaths: int = 0  # of workers, since its latest token
+    alone: bool = False  # it may have killed a worker: no other request is in its steps
     placed: Admitted | None = None
     placed_s: float = 0.0
     reserved_s: float = 0.0  # when its decode worker had taken it
@@ -315,6 +328,7 @@ class Request:
             emitted_ids=self.emitted_ids,
             resumed=self.resumed,
             finished_choices=tuple([c.choice for c in self.choices if c.finished]),
+            alone_tokens=ALONE_TOKENS if self.alone else 0,
         )
 
     @property
@@ -353,6 +367,7 @@ class Request:
     def take(self, event: Tokens) -> list[ChoiceTokens]:
         """Returns the tokens that can be delivered now."""
         self.stood_back_s = max(self.stood_back_s, event.stood_back_s)
+        self.deaths = 0
         return self.choices[event.choice].take(event)
 
     def tpot_s(self, *, less_s: float = 0.0) -> float | None:
@@ -442,6 +457,19 @@ class Request:
         known = 1 + len(self.prompt_logprobs) - event.first_position
         if known >= 0:
             self.prompt_logprobs += event.entries[known:]
+
+    def is_spent(self, *, by_death: bool) -> bool:
+        """Its attempt has failed. Returns whether it was the last one."""
+        if by_death:
+            self.deaths += 1
+            return self.deaths >= MOST_DEATHS
+        self.failures += 1
+        return self.failures >= MAX_ATTEMPTS
+
+    @property
+    def new_tokens(self) -> int:
+        """The most that one of its choices has yielded in this attempt."""
+        return max(choice.next_index - choice.resumed for choice in self.choices)
 
     def try_again(self, attempt: int) -> None:
         """As `begin_attempt`, after a failure."""

@@ -21,6 +21,7 @@ from kvrelay.messages import WorkerEvent
 from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import Incarnation, RequestKey, RequestSpec
 from router.core.events import Command
+from router.core.faults.poison import SUSPECTED, WAITS, SuspectRequests
 from router.core.load.output_lengths import OutputLengths
 from router.core.policy.admission import AdmissionPolicy, Admitted
 from router.core.policy.forecast import Forecast, at_once, open_forecast
@@ -172,6 +173,7 @@ class RouterState:
     releases: ReleaseClock = field(default_factory=ReleaseClock)
     quarantine: Quarantine = field(default_factory=Quarantine)
     recent_pairs: RecentPairs = field(default_factory=RecentPairs)
+    suspects: SuspectRequests = field(default_factory=SuspectRequests)
     lengths: OutputLengths = field(default_factory=OutputLengths)
     forecast: Forecast = field(init=False)
     ladders: Ladders = field(init=False)
@@ -197,6 +199,7 @@ class RouterState:
         self._check_waiting()
         self._check_queue()
         self._check_promises()
+        self._check_suspects()
         for view in self.workers.values():
             self._check_slots(view)
         for key, move in self.moves.pending.items():
@@ -206,9 +209,8 @@ class RouterState:
         """What a request must hold in its state."""
         key, state, needed = request.key, request.state, request.workers
         assert state not in (RequestState.SEEKING, RequestState.GONE), f"{key} is {state}"
-        assert bool(needed) is (state is not RequestState.WAITING), (
-            f"{key} is {state} with {needed}"
-        )
+        waits = state in (RequestState.WAITING, RequestState.HELD)
+        assert bool(needed) is not waits, f"{key} is {state} with {needed}"
         assert all(worker in self.workers for worker in needed), (
             f"{key} is at a worker that has left"
         )
@@ -237,6 +239,14 @@ class RouterState:
         self.promises.validate()
         claims = sum(one.promise is not None for one in self.requests.values())
         assert claims == self.promises.claimed, f"{claims} of {self.promises.claimed} claims"
+
+    def _check_suspects(self) -> None:
+        """Those that wait for their turn are HELD, and nobody else is. Suspects run alone."""
+        self.suspects.validate(self.requests.keys())
+        held = {one.request_id for one in self._in(RequestState.HELD)}
+        assert held == {*self.suspects.of(*WAITS)}, f"{held} are held"
+        alone = {one.request_id for one in self.requests.values() if one.alone}
+        assert alone == {*self.suspects.of(*SUSPECTED)}, f"{alone} run alone"
 
     def _check_slots(self, view: WorkerView) -> None:
         """Whose they are: a request's, a pending move's, or of one that has left."""

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 FAILURES: Mapping[str, Any] = {
     FailureReason.ABORTED: grpc.StatusCode.ABORTED,
     FailureReason.DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
+    FailureReason.POISON: grpc.StatusCode.INVALID_ARGUMENT,
 }
 """# reason of a RequestFailedError |-> its status, if not UNAVAILABLE"""
 

@@ -72,7 +72,11 @@ INTERNAL = ErrorReply(
 )
 
 
-FAILURES: Mapping[str, int] = {FailureReason.INTERNAL: 500, FailureReason.DEADLINE_EXCEEDED: 504}
+FAILURES: Mapping[str, int] = {
+    FailureReason.INTERNAL: 500,
+    FailureReason.DEADLINE_EXCEEDED: 504,
+    FailureReason.POISON: 422,
+}
 """# reason of a RequestFailedError |-> its status, where it isn't 503"""
 
 
@@ -84,9 +88,8 @@ def reply_of(error: Exception) -> ErrorReply:
             return _refused(error)
         case RequestFailedError():
             status = FAILURES.get(error.reason, 503)
-            return ErrorReply(
-                status=status, message=error.message, type="server_error", code=error.reason
-            )
+            kind = "invalid_request_error" if status == 422 else "server_error"
+            return ErrorReply(status=status, message=error.message, type=kind, code=error.reason)
         case KvrelayError():
             return ErrorReply(status=500, message=str(error), type="server_error")
         case _:

@@ -36,18 +36,19 @@ from router.core.events import (
     Send,
     Submitted,
     TimePassed,
+    WorkerEnded,
     WorkerJoined,
     WorkerLost,
     WorkerSaid,
     WorkerSuspected,
 )
+from router.core.faults.silence import DETECT_S, PERIOD_S, Silence
 from router.core.policy.choice import DEFAULT_POLICIES, Policies
 from router.core.promises.refusal import Refusal
 from router.core.request import Request
 from router.core.start import Beginning, begin
 from router.core.state.directory import DIRECTORY_BYTES
 from router.core.state.generation import ChoiceTokens, GenerationRequest, RefusedUntil
-from router.core.state.silence import DETECT_S, PERIOD_S, Silence
 from router.core.state.waiting import FAILOVER_PATIENCE_S
 from router.core.state.worker_view import check_joins
 from router.live import status
@@ -55,6 +56,7 @@ from router.live.link import WorkerLink
 from router.live.pool_nodes import PoolNodes
 from router.live.recorder import Recorder
 from router.live.status import ClusterViews, RecentActivity
+from router.live.witness import ask_witness
 
 log = logging.getLogger(__name__)
 
@@ -157,6 +159,7 @@ class WorkerDispatcher(ClusterViews):
         self._generations: dict[str, WorkerGeneration] = {}
         self._silence = Silence(now_s=time.monotonic(), detect_s=detect_s)
         self._watching: asyncio.Task[None] | None = None  # from the first worker on
+        self._asking: set[asyncio.Task[None]] = set()  # how workers have ended
 
     # --- workers --------------------------------------------------------------------------------
 
@@ -172,8 +175,9 @@ class WorkerDispatcher(ClusterViews):
     async def close(self) -> None:
         for address in list(self._links):
             await self.remove_worker(address)
-        if self._watching is not None:
-            self._watching.cancel()
+        for task in (self._watching, *self._asking):
+            if task is not None:
+                task.cancel()
         await self.pools.close()
         if self._recorder is not None:
             self._recorder.close()
@@ -200,7 +204,16 @@ class WorkerDispatcher(ClusterViews):
         said = WorkerSaid(incarnation=worker, events=events, counters=counters, blocks=blocks)
         self._post(said)
 
-    def lost(self, worker: Incarnation, reason: str, *, was_silent: bool = False) -> None:
+    def lost(
+        self,
+        worker: Incarnation,
+        reason: str,
+        *,
+        was_silent: bool = False,
+        was_rejected: bool = False,
+    ) -> None:
+        view = self.core.state.workers.get(worker)
+        asked = view is not None and bool(view.hello.witness) and not was_rejected
         link = self.attached.pop(worker, None)
         self.recent.pop(worker, None)
         self._silence.left(worker)
@@ -209,7 +222,23 @@ class WorkerDispatcher(ClusterViews):
                 log.warning("lost the worker at %s: %s", link.address, reason)
             else:
                 log.info("the worker at %s has left", link.address)
-            self._post_of_workers(WorkerLost(incarnation=worker, was_silent=was_silent))
+            event = WorkerLost(
+                incarnation=worker, was_silent=was_silent, was_rejected=was_rejected, asked=asked
+            )
+            self._post_of_workers(event)
+            if view is not None and asked:
+                self._ask_how_it_ended(view.hello)
+
+    def _ask_how_it_ended(self, hello: WorkerHello) -> None:
+        task = asyncio.ensure_future(self._hear_how_it_ended(hello))
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+
+    async def _hear_how_it_ended(self, hello: WorkerHello) -> None:
+        ending = await ask_witness(hello)
+        before = self.core.state.suspects.suspected
+        self._post(WorkerEnded(incarnation=hello.incarnation, ending=ending))
+        status.tell_ending(hello, ending, self.core.state.suspects.suspected - before)
 
     def _post_of_workers(self, event: WorkerJoined | WorkerLost) -> None:
         workers = self.core.state.workers
@@ -242,7 +271,8 @@ class WorkerDispatcher(ClusterViews):
             link.hang_up()
             reason = f"it has reported nothing for {self._silence.detect_s:g} s"
             self.lost(worker, reason, was_silent=True)
-        if self.core.state.waiting and not self.core.state.workers:
+        state = self.core.state
+        if state.suspects.cases or (state.waiting and not state.workers):
             self._post(TimePassed())
 
     def _name(self, worker: Incarnation) -> str:

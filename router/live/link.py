@@ -59,7 +59,7 @@ class LinkOwner(Protocol):
         blocks: tuple[BlockChanges, ...],
     ) -> None: ...
 
-    def lost(self, worker: Incarnation, reason: str) -> None: ...
+    def lost(self, worker: Incarnation, reason: str, *, was_rejected: bool = False) -> None: ...
 
 
 class WorkerLink:
@@ -102,7 +102,7 @@ class WorkerLink:
             try:
                 ended = await self._attach_once()
             finally:
-                was_attached = self._detached(ended.reason)
+                was_attached = self._detached(ended)
             well = was_attached and not ended.fault
             retry_s = FIRST_RETRY_S if well else min(2 * retry_s, LAST_RETRY_S)
             log.debug("worker at %s: %s; trying again", self.address, ended.reason)
@@ -169,13 +169,13 @@ class WorkerLink:
         blocks = decode_changes(batch.blocks)
         self._owner.said(worker, events, decode_counters(batch.counters), blocks)
 
-    def _detached(self, reason: str) -> bool:
+    def _detached(self, ended: _Ended) -> bool:
         """True if there was a worker to lose."""
         hello, self.hello = self.hello, None
         if hello is None:
             return False
         try:
-            self._owner.lost(hello.incarnation, reason)
+            self._owner.lost(hello.incarnation, ended.reason, was_rejected=ended.fault)
         except Exception:
             log.exception("worker at %s: its loss was not handled well", self.address)
         return True

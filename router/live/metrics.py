@@ -140,6 +140,10 @@ class ClusterGauges(Collector):
         yield self._counter("requests_moved", text, told.moved_requests)
         text = "Prompts that a decode worker took to compute itself."
         yield self._counter("local_prefills", text, told.local_prefills)
+        text = "Requests that ran alone, since they were in the last step of a worker that died."
+        yield self._counter("requests_suspected", text, told.suspected_requests)
+        text = "Requests refused for good, since they kill workers."
+        yield self._counter("requests_poison", text, told.poison_requests)
         yield from self._directory()
         yield self._promises()
         yield from of_workers(told.workers, self._model_name)

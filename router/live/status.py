@@ -25,7 +25,14 @@ import grpc
 
 from kvpool.core.layout.hashes import tenant_label
 from kvrelay.gc_pauses import PAUSES
-from kvrelay.messages import NO_ACTIVITY, Activity, Counters, LinkState, activity
+from kvrelay.messages import (
+    NO_ACTIVITY,
+    Activity,
+    Counters,
+    LinkState,
+    WorkerHello,
+    activity,
+)
 from kvrelay.types import Incarnation, Role
 from kvrelay.v1 import admin_pb2 as pb
 from kvrelay.v1.admin_pb2 import GetKvResponse, TraceRequestResponse
@@ -33,6 +40,7 @@ from kvrelay.v1.pool_node_pb2 import PoolReport
 from kvrelay.v1.worker_pb2 import DebugKvResponse
 from router.core.core import RouterCore
 from router.core.events import LadderStepped, PairQuarantined, PairTrusted
+from router.core.faults.poison import Ending
 from router.core.state.generation import (
     ClusterSnapshot,
     DirectoryStatus,
@@ -174,6 +182,13 @@ def tell_stand_ins(before: Collection[Role], workers: Workers) -> None:
         log.info("a %s worker is back", role)
 
 
+def tell_ending(hello: WorkerHello, ending: Ending, suspected: int) -> None:
+    """`suspected`: so many requests run alone from now on."""
+    if ending.why:
+        text = "worker %s has ended: %s; sequences in its last step: %d, new suspects: %d"
+        log.warning(text, hello.name, ending.why, len(ending.step), suspected)
+
+
 WINDOW_S = 10.0
 SAMPLE_S = 1.0
 """Counters come with every batch of events: only one reading a second is kept."""
@@ -235,6 +250,8 @@ class ClusterViews:
             queued_prompts=state.dispatch.waiting,
             moved_requests=state.moves.moved,
             local_prefills=state.local_prefills,
+            suspected_requests=state.suspects.suspected,
+            poison_requests=state.suspects.convicted,
             directory=DirectoryStatus(
                 blocks=state.directory.blocks,
                 used_bytes=state.directory.used_bytes,

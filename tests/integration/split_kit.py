@@ -21,7 +21,16 @@ from router.core.policy.choice import Policies
 from router.core.state.generation import WorkerStatus
 from tests.forks import forks
 from tests.integration import worker_host
-from tests.integration.worker_host import Command, Damage, Failed, Hang, Stall, Start, Stop
+from tests.integration.worker_host import (
+    Command,
+    Damage,
+    Failed,
+    Hang,
+    Poison,
+    Stall,
+    Start,
+    Stop,
+)
 
 PATIENCE_S = 60.0
 T = TypeVar("T")
@@ -114,6 +123,10 @@ class WorkerHost:
     def hang(self, address: str, *, least_s: float) -> None:
         """This worker's next step never ends; it is given up after `least_s`."""
         self._ask(Hang(address, least_s))
+
+    def poison(self, address: str, *, token: int, how: str) -> None:
+        """A step with this token ends the worker's process: raises, segfault or killed."""
+        self._ask(Poison(address, token, how))
 
     def stall(self) -> None:
         """No copy of its workers over a network moves a byte any more."""

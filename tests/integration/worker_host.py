@@ -7,6 +7,8 @@ it any more.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 import time
 import warnings
@@ -19,7 +21,10 @@ from typing import Any, assert_never
 import uvloop
 
 from cluster.core.settings import WorkerSettings
+from cluster.worker.last_words import LastWords
 from cluster.worker.process import WorkerProcess
+from engine.core.step import StepBatch, StepOutcome
+from engine.device.layer_marks import LayerMarks
 from kvpool.core.blocks.device_blocks import Place
 from kvpool.core.fetch.client_events import OWN_NODE
 from kvpool.core.layout.layout import NO_BLOCK, Tables
@@ -64,11 +69,24 @@ class Stall:
 
 
 @dataclass(frozen=True, slots=True)
+class Poison:
+    """A step with this token in it ends this worker's process, as `how` says: raises, segfault or
+    killed."""
+
+    address: str
+    token: int
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     reason: str
 
 
-Command = Start | Stop | Damage | Hang | Stall
+DYING: set[asyncio.Task[None]] = set()
+"""One for each worker."""
+
+Command = Start | Stop | Damage | Hang | Poison | Stall
 
 
 def serve(commands: Connection) -> None:
@@ -89,7 +107,8 @@ async def _serve(commands: Connection) -> None:
 async def answer(command: Command, workers: dict[str, WorkerProcess]) -> str | Failed:
     match command:
         case Start(settings=settings):
-            return await start(WorkerProcess(settings), workers)
+            words = LastWords(settings.host, settings.port_range)
+            return await start(WorkerProcess(settings, words), workers)
         case Stop(address=address, drain_s=drain_s):
             await workers.pop(address).stop(drain_s=drain_s)
             return address
@@ -98,6 +117,9 @@ async def answer(command: Command, workers: dict[str, WorkerProcess]) -> str | F
             return address
         case Hang(address=address, least_s=least_s):
             hang(workers[address], least_s)
+            return address
+        case Poison(address=address):
+            poison(workers[address], command)
             return address
         case Stall():
             OneSidedPeer.write = OneSidedPeer.read = stall  # type: ignore[method-assign]
@@ -118,7 +140,17 @@ async def start(worker: WorkerProcess, workers: dict[str, WorkerProcess]) -> str
     except Exception as error:
         return Failed(f"{type(error).__name__}: {error}")
     workers[address] = worker
+    DYING.add(asyncio.ensure_future(end_with(worker)))
     return address
+
+
+async def end_with(worker: WorkerProcess) -> None:
+    """The process of a worker that has died ends with it."""
+    try:
+        await worker.wait_closed()
+    except Exception:
+        await worker.stop(drain_s=0)
+        os._exit(1)
 
 
 def damage(worker: WorkerProcess, pieces: int) -> None:
@@ -146,6 +178,25 @@ def hang(worker: WorkerProcess, least_s: float) -> None:
     assert worker._parts is not None
     worker._parts.watchdog.watch.least_s = least_s
     worker._parts.device._engine.run = lambda *_: threading.Event().wait()  # type: ignore[method-assign, assignment, return-value]
+
+
+def poison(worker: WorkerProcess, command: Poison) -> None:
+    assert worker._parts is not None
+    engine = worker._parts.device._engine
+    run = engine.run
+
+    def die_of_it(batch: StepBatch, marks: LayerMarks | None = None) -> StepOutcome:
+        if any(command.token in one.token_ids for one in batch.slices):
+            die(command.how)
+        return run(batch, marks)
+
+    engine.run = die_of_it  # type: ignore[method-assign]
+
+
+def die(how: str) -> None:
+    if how == "raises":
+        raise IndexError("no such expert")
+    os.kill(os.getpid(), signal.SIGSEGV if how == "segfault" else signal.SIGKILL)
 
 
 def spoil_fetches(blocks: HostBlocks, left: Iterator[int]) -> None:

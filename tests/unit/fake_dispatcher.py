@@ -218,6 +218,8 @@ class FakeDispatcher:
             queued_prompts=2,
             moved_requests=0,
             local_prefills=3,
+            suspected_requests=4,
+            poison_requests=1,
             directory=DirectoryStatus(blocks=40, used_bytes=9000, dropped_blocks=7),
             promises={"kept": 2, "broken": 1, "expired": 0},
             workers=self.statuses,

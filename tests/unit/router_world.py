@@ -36,10 +36,12 @@ from router.core.events import (
     Refuse,
     Send,
     Submitted,
+    WorkerEnded,
     WorkerJoined,
     WorkerLost,
     WorkerSaid,
 )
+from router.core.faults.poison import Blame, Ending
 from router.core.promises.work import ToldPromise
 from router.core.router_state import RouterState
 from router.core.state.generation import GenerationRequest
@@ -76,6 +78,7 @@ class World:
         self.told: list[ToldPromise] = []
         self._lives = 0
         self._missing: list[Role] = []
+        self._endings: list[WorkerEnded] = []
 
     # --- what happens ---------------------------------------------------------------------------
 
@@ -90,10 +93,26 @@ class World:
         """Another one comes at once, or with the next one that is killed."""
         self._rejoin()
         worker = self.random.choice([*self.workers])
-        self._missing.append(self.workers.pop(worker).role)
-        self.tell(WorkerLost(incarnation=worker))
+        lost = self.workers.pop(worker)
+        self._missing.append(lost.role)
+        asked = self.random.random() < 0.7
+        if asked:
+            self._endings.append(WorkerEnded(incarnation=worker, ending=self._ending(lost)))
+        self.tell(WorkerLost(incarnation=worker, asked=asked))
         if self.random.random() < 0.5:
             self._rejoin()
+
+    def _ending(self, lost: Worker) -> Ending:
+        """Some of what it held was in its last step."""
+        held = sorted(lost.holds, key=str)
+        step = self.random.sample(held, min(len(held), self.random.choice((1, 3, 9, 9))))
+        blame, complete = self.random.choice([*Blame]), self.random.random() < 0.9
+        return Ending(blame=blame, step=tuple(step), complete=complete)
+
+    def hear_of_an_end(self) -> None:
+        """Of a worker that was lost, perhaps a while ago."""
+        if self._endings:
+            self.tell(self._endings.pop(self.random.randrange(len(self._endings))))
 
     def _rejoin(self) -> None:
         missing, self._missing = self._missing, []
@@ -133,6 +152,8 @@ class World:
 
     def answer(self) -> bool:
         """Some worker says what is next of one of its requests; False: none has anything to say."""
+        if self.random.random() < 0.1:
+            self.hear_of_an_end()
         speaking = [name for name, worker in self.workers.items() if any(worker.says.values())]
         if not speaking:
             return False

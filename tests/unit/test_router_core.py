@@ -23,8 +23,8 @@ from router.core.events import (
     WorkerJoined,
     WorkerLost,
 )
-from router.core.lifecycle import MAX_ATTEMPTS
 from router.core.promises.refusal import NO_CAPACITY, Refusal
+from router.core.request import MAX_ATTEMPTS
 from router.core.router_state import RouterState
 from router.core.state.waiting import ASK_AGAIN_S, FAILOVER_PATIENCE_S
 from tests.unit.router_kit import (

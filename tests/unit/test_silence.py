@@ -9,7 +9,7 @@ import pytest
 from kvrelay.messages import Reserve, Suspect
 from kvrelay.types import Incarnation, Role
 from router.core.events import Command, Send, WorkerJoined, WorkerLost, WorkerSuspected
-from router.core.state.silence import DETECT_S, PERIOD_S, SUSPECT_S, Silence
+from router.core.faults.silence import DETECT_S, PERIOD_S, SUSPECT_S, Silence
 from tests.unit.router_kit import core_with, hello, reserved, says, submit, tokens
 
 A, B = Incarnation("a"), Incarnation("b")

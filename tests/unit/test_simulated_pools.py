@@ -39,7 +39,7 @@ from kvpool.core.node.messages import PoolFormat
 from kvpool.core.node.tier_blocks import PoolPlace
 from kvrelay.errors import ConfigError
 from kvrelay.types import Incarnation
-from router.core.lifecycle import MAX_ATTEMPTS
+from router.core.request import MAX_ATTEMPTS
 from router.core.state.story import Moment
 
 PLAIN = (

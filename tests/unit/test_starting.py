@@ -181,7 +181,7 @@ def test_a_plain_worker_says_what_it_chose_before_it_has_loaded(
     class Loading:
         activity, chosen = StartActivity(stage=Stage.STARTS), ""
 
-        def __init__(self, _: object) -> None:
+        def __init__(self, *_: object) -> None:
             pass
 
         async def start(self) -> str:
@@ -191,10 +191,11 @@ def test_a_plain_worker_says_what_it_chose_before_it_has_loaded(
             raise ModelError("told in time")
 
     monkeypatch.setattr("cluster.worker.process.WorkerProcess", Loading)
+    monkeypatch.setattr("cluster.worker.last_words.LastWords", lambda *_: None)
     caplog.set_level("INFO", "cluster.cli.plain")
 
     async def start() -> None:
-        settings: Any = SimpleNamespace(name="w", role=Role.DECODE)
+        settings: Any = SimpleNamespace(name="w", role=Role.DECODE, host="h", port_range=None)
         await asyncio.wait_for(plain.run_worker(settings, join=[], drain_s=0.0), timeout=30)
 
     with pytest.raises(ModelError, match="told in time"):

@@ -35,7 +35,7 @@ def test_worker_events_keep_their_age(at_s: float, sent_s: float, read_s: float)
 
 @pytest.mark.parametrize("role", Role)
 def test_worker_hello(role: Role) -> None:
-    ours = hello("w", role, handoff_by_pool=True)
+    ours = replace(hello("w", role, handoff_by_pool=True), witness="h:1", witness_key="k")
     assert wire.decode_hello(wire.encode_hello(ours)) == ours
     assert all(getattr(ours, name) for name in WorkerHello.__dataclass_fields__)  # none is empty
 

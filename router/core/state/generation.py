@@ -190,6 +190,8 @@ class ClusterSnapshot:
     queued_prompts: int
     moved_requests: int
     local_prefills: int
+    suspected_requests: int
+    poison_requests: int
     directory: DirectoryStatus
     promises: Mapping[str, int]
     workers: tuple[WorkerStatus, ...]

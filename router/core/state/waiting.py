@@ -41,13 +41,14 @@ class WaitingLine(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wait:
-    """`next_s` is infinite while a worker is being asked."""
+    """`next_s` is infinite while a worker is being asked. It is never before `held_s`."""
 
     line: WaitingLine
     refusal: Refusal
     since_s: float
     next_s: float
     until_s: float
+    held_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -78,10 +79,18 @@ class WaitingRoom:
         return frozenset[Incarnation]().union(*waiting)
 
     def try_wait(
-        self, request_id: str, line: WaitingLine, refusal: Refusal, patience_s: float, now_s: float
+        self,
+        request_id: str,
+        line: WaitingLine,
+        refusal: Refusal,
+        patience_s: float,
+        now_s: float,
+        *,
+        held_s: float = 0.0,
     ) -> bool:
         """Returns False when it has waited long enough. It keeps its turn if it waits already,
-        unless it could use other workers now."""
+        unless it could use other workers now. It is not tried before `held_s`, unless it is
+        released."""
         wait = self._waits.get(request_id)
         since_s = now_s if wait is None else wait.since_s
         until_s = now_s + patience_s if wait is None else wait.until_s
@@ -89,9 +98,13 @@ class WaitingRoom:
             return False
         if wait is not None and wait.line != line:
             self._leave_line(request_id, wait.line)
-        next_s = now_s + ASK_AGAIN_S
         self._waits[request_id] = _Wait(
-            line=line, refusal=refusal, since_s=since_s, next_s=next_s, until_s=until_s
+            line=line,
+            refusal=refusal,
+            since_s=since_s,
+            next_s=held_s or now_s + ASK_AGAIN_S,
+            until_s=until_s,
+            held_s=held_s,
         )
         self._enter_line(request_id, line)
         return True
@@ -108,6 +121,13 @@ class WaitingRoom:
         """A slot is free: the first of each line may be tried at once."""
         for line in self._lines.values():
             self._wake_first(line, now_s)
+
+    def release(self, names: Iterable[str], now_s: float) -> None:
+        """They are held no longer: they may be tried at once."""
+        for name in names:
+            wait = self._waits.get(name)
+            if wait is not None and wait.held_s:
+                self._waits[name] = replace(wait, next_s=now_s, held_s=0.0)
 
     def wake_all(self, now_s: float) -> None:
         """Each may be tried as soon as it is the first of its line."""
@@ -145,7 +165,8 @@ class WaitingRoom:
 
     def _wake(self, name: str, now_s: float) -> None:
         wait = self._waits[name]
-        self._waits[name] = replace(wait, next_s=min(wait.next_s, now_s))
+        if now_s >= wait.held_s:
+            self._waits[name] = replace(wait, next_s=min(wait.next_s, now_s))
 
     def _first(self, line: dict[str, None]) -> str | None:
         """The first of the line for which no worker is being asked."""

@@ -1,0 +1,1 @@
+"""What a router concludes from faults: silent workers, and requests that kill workers. Pure."""
