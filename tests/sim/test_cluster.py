@@ -9,7 +9,8 @@ import pytest
 
 from kvpool.core.transfer.messages import HandoffMode
 from kvrelay.types import Role
-from tests.sim.clients import Call, Clients
+from tests.sim.calls import Call
+from tests.sim.clients import Clients
 from tests.sim.model import ROW_BYTES
 from tests.sim.seeds import seeds
 from tests.sim.worker import Shape

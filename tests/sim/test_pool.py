@@ -132,7 +132,7 @@ class World:
                 self._stop(worker)
 
     def kill_node(self, host: Host) -> None:
-        self.cluster.pools.kill_node(host)
+        self.cluster.kill_pool_node(host)
 
     def cut_pool(self, host: Host) -> None:
         """From one of its workers."""
