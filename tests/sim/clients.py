@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from functools import partial
 
 from kvpool.core.transfer.messages import HandoffMode
@@ -22,7 +23,6 @@ from tests.sim.waits import who_waits
 
 PING_S = 4.0
 """A client that has heard nothing of its router for so long takes it for gone."""
-MOST_S = 3_000.0
 
 
 class Clients:
@@ -33,17 +33,19 @@ class Clients:
         mode: HandoffMode = HandoffMode.PUSH,
         policies: Policies = DEFAULT_POLICIES,
         *,
-        routers: int = 1,
+        routers: Sequence[str] = ("router-0",),
+        starts: bool = True,
         tick_s: float = TICK_S,
     ) -> None:
+        """`starts`: nobody else starts the routers."""
         self.mode = mode
         self.rng = random.Random(seed)
         self.cluster = Cluster(seed, self.hear, policies, tick_s=tick_s)
         self.cluster.router_died = self._router_died
         self.calls: dict[str, Call] = {}
         self.faces: defaultdict[RouterLife, dict[str, Face]] = defaultdict(dict)
-        self.addresses = [f"router-{i}" for i in range(routers)]
-        for name in self.addresses:
+        self.addresses = [*routers]
+        for name in self.addresses if starts else ():
             self.cluster.start_router(name)
         for number in range(requests):
             self.add(make_spec(self.rng, number), 2)
@@ -93,7 +95,7 @@ class Clients:
 
     def _send(self, call: Call, delay_s: float) -> None:
         send = partial(self._connect, call)
-        self.cluster.after(f"client {call.spec.key.request_id}", send, delay_s)
+        self.cluster.after(f"client {call.spec.key.request_id}", send, max(delay_s, 1e-6))
 
     def _connect(self, call: Call) -> None:
         if call.ended is not None:
@@ -139,9 +141,10 @@ class Clients:
             self.over(face.call, GONE)
 
     def _hang_up(self, call: Call) -> None:
-        """Its router hears of it soon, or only after long."""
+        """Its router hears of it soon, or only when the client is back long since."""
         if call.face is not None:
-            call.face.up(call.face.hang_up, self.rng.choice([0.01, 0.01, 5.0]))
+            is_late = call.so_far.has_begun and self.rng.random() < 0.3
+            call.face.up(call.face.hang_up, 5.0 if is_late else 0.01)
             call.face = None
 
     def over(self, call: Call, error: KvrelayError | None) -> None:

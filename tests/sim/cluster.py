@@ -6,6 +6,7 @@ at any moment. What was on its way over a broken one is lost; the ends notice at
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -18,6 +19,7 @@ from router.core.events import Command
 from router.core.policy.choice import DEFAULT_POLICIES, Policies
 from router.core.start import Beginning
 from router.core.state.silence import PERIOD_S
+from tests.sim.controller import Controller
 from tests.sim.model import TIERS
 from tests.sim.peers import PeerNet
 from tests.sim.pool_links import SimulatedPoolLinks
@@ -48,6 +50,8 @@ class Cluster(PeerNet):
         self.seed = seed
         self.pools = PoolNet(self)
         self.routers: dict[str, RouterLife] = {}  # those that live
+        self.controller: Controller | None = None
+        self.counts: Counter[str] = Counter()  # of routers that have died
         self.dies: Callable[[str, Incarnation], None] | None = None
         self.router_died: Callable[[RouterLife], None] = lambda life: None
         self._policies = policies
@@ -62,6 +66,8 @@ class Cluster(PeerNet):
     def on_tick(self) -> None:
         self.pools.tick()
         super().on_tick()
+        if self.controller is not None:
+            self.controller.tick()
         if self.tick_s <= PERIOD_S:
             for router in [*self.routers.values()]:
                 self.let(router.incarnation, router.look)
@@ -102,6 +108,7 @@ class Cluster(PeerNet):
         router = self.routers.pop(name)
         self.die(router.incarnation)
         self.pools.router_died(router)
+        self.counts += router.counts
         for stream in router.streams.values():
             stream.is_deaf = self.random.random() < 0.5
             self.worker_notices(stream)
@@ -161,7 +168,7 @@ class Cluster(PeerNet):
             self.let(router.incarnation, partial(self._loses, stream))
             self.worker_notices(stream)
 
-    def half_open(self, stream: Stream) -> None:
+    def half_open_stream(self, stream: Stream) -> None:
         """Nothing comes through it any more. The worker thinks that it is up for long, or has
         noticed at once; the router has not noticed."""
         stream.is_deaf = stream.is_mute = True

@@ -108,6 +108,10 @@ class _Histories:
     """Of the hash of choice 0, and what the hash of each further choice differs by."""
     chains: dict[History, list[History]] = field(default_factory=dict)
 
+    def forget(self) -> None:
+        for kept in (self.names, self.parents, self.states, self.chains):
+            kept.clear()
+
     def extend(self, chain: list[History], token_ids: Iterable[int]) -> list[History]:
         """The histories of a whole sequence, position by position."""
         chain = list(chain)

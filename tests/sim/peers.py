@@ -67,7 +67,7 @@ class PeerNet(Simulation):
                 self._break(link)
                 self._notice(mine, theirs, link)
 
-    def half_open(self, one: Incarnation, other: Incarnation) -> None:
+    def half_open_peers(self, one: Incarnation, other: Incarnation) -> None:
         """Nothing comes through their connection any more. The other side notices soon, and this
         one after long."""
         for mine, theirs, scale_s in ((one, other, 8.0), (other, one, 0.1)):

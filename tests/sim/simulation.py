@@ -27,7 +27,7 @@ class Simulation(ABC):
         self._channel_s: dict[str, float] = defaultdict(float)
         self._next_tick_s = tick_s
         self.events = 0
-        self._alive: set[str] = set()
+        self.alive: set[str] = set()
         self._stopped: dict[str, list[Callable[[], None]]] = {}
 
     @abstractmethod
@@ -51,15 +51,15 @@ class Simulation(ABC):
     # --- processes ------------------------------------------------------------------------------
 
     def born(self, process: str) -> None:
-        self._alive.add(process)
+        self.alive.add(process)
 
     def die(self, process: str) -> None:
-        self._alive.discard(process)
+        self.alive.discard(process)
         self._stopped.pop(process, None)
 
     def stop(self, process: str) -> None:
         """As by SIGSTOP: it does nothing until `resume`, and then all at once."""
-        if process in self._alive:
+        if process in self.alive:
             self._stopped.setdefault(process, [])
 
     def is_stopped(self, process: str) -> bool:
@@ -73,7 +73,7 @@ class Simulation(ABC):
         """What the process does now, unless it is gone; later, when it is stopped."""
         if process in self._stopped:
             self._stopped[process].append(action)
-        elif process in self._alive:
+        elif process in self.alive:
             action()
 
     def by(
