@@ -202,8 +202,8 @@ def assert_router_idle(router: RouterLife) -> None:
     """It has booked nothing any more, and no promise is claimed."""
     state = router.core.state
     for view in state.workers.values():
-        assert view.outlook.sequences == len(view.queue) == 0, view
-        assert not view.unreleased, view.unreleased
+        booked = {*view.outlook, *view.queue, *view.unreleased}
+        assert not booked, f"{router.incarnation} has booked {booked} at {view.incarnation}"
     assert not state.moves.pending and not state.dispatch.waiting
     assert not len(state.waiting) and not state.promises.claimed
 

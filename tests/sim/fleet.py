@@ -13,6 +13,7 @@ from random import Random
 
 from kvpool.core.blocks.eviction import policies as evictions
 from kvpool.core.transfer.messages import HandoffMode
+from kvrelay.qos import ONE_TIER
 from kvrelay.types import NO_OBJECTIVES, Objectives, Role
 from router.core.policy.choice import Policies
 from router.core.state.silence import PERIOD_S
@@ -34,6 +35,8 @@ OBJECTIVES = (
     Objectives(ttft_s=5.0, tpot_s=0.2),
 )
 LONGEST_ANSWER = 24
+NOTICED_S = 15.0
+"""After so long nobody is connected to one who isn't there any more."""
 MOST_S = 600.0
 """A cluster that is whole again serves everybody long before."""
 
@@ -60,6 +63,7 @@ class Fleet:
             placement=rng.choice(["kv_aware", "kv_aware", "kv_aware", "random", "least_loaded"]),
         )
         has_controller = rng.random() < 0.5
+        self._qos = TIERS if rng.random() < 0.6 else ONE_TIER
         names = [f"router-{i}" for i in range(rng.choice([2, 3]))]
         self.clients = Clients(
             seed,
@@ -104,6 +108,7 @@ class Fleet:
             max_model_len=LONGEST + LONGEST_ANSWER,
             host=self.hosts[number % len(self.hosts)].name if self.hosts else "",
             launches_ahead=rng.random() < 0.6,
+            qos=self._qos,
         )
 
     def _start(self, shapes: dict[str, Shape]) -> None:
@@ -121,6 +126,7 @@ class Fleet:
         for i in range(self.strikes):
             cluster.after(f"strike {i}", self.faults.strike, self.rng.uniform(0.2, 6.0))
         assert cluster.wait(lambda: clients.all_ended, MOST_S), who_waits(cluster)
+        cluster.wait(lambda: False, NOTICED_S)
         assert cluster.wait(self._is_whole, MOST_S), "a process never came back"
         cluster.run()
         ends = clients.conclude()
@@ -132,7 +138,7 @@ class Fleet:
         share = self.rng.choice([0.0, 0.5])
         for spec in make_talks(self.rng, self._requests, LONGEST_ANSWER, stop_share=0.5):
             objectives = self.rng.choice(OBJECTIVES) if self.rng.random() < share else NO_OBJECTIVES
-            tier = self.rng.choice(TIERS.tiers).name
+            tier = self.rng.choice(TIERS.tiers).name if self._qos is TIERS else ""
             self.clients.add(replace(spec, qos_tier=tier), 5.0, objectives)
 
     def _is_whole(self) -> bool:
