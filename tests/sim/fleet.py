@@ -126,8 +126,9 @@ class Fleet:
         for i in range(self.strikes):
             cluster.after(f"strike {i}", self.faults.strike, self.rng.uniform(0.2, 6.0))
         assert cluster.wait(lambda: clients.all_ended, MOST_S), who_waits(cluster)
-        cluster.wait(lambda: False, NOTICED_S)
-        assert cluster.wait(self._is_whole, MOST_S), "a process never came back"
+        for rest_s in (NOTICED_S, 0.0):
+            assert cluster.wait(self._is_whole, MOST_S), "a process never came back"
+            cluster.wait(lambda: False, rest_s)
         cluster.run()
         ends = clients.conclude()
         lost = {end: n for end, n in ends.items() if end.startswith("failed")}

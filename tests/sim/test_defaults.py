@@ -96,8 +96,8 @@ def test_deaths_broken_links_and_clients_that_leave(seed: int, mode: HandoffMode
     for request_id in clients.calls:
         if clients.rng.random() < 0.2:
             clients.cluster.after(f"leave {request_id}", lambda r=request_id: clients.abort(r), 2.0)
-    ends = clients.finish()
-    assert ends["done"] > 0, ends
+    ends = {end.split(":")[0] for end in clients.finish()}
+    assert ends <= {"done", "aborted", "refused"}, ends
 
 
 def test_prefixes_come_from_peers() -> None:
