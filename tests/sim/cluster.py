@@ -29,6 +29,8 @@ from tests.sim.routers import RouterLife, Stream, post_loss
 from tests.sim.simulation import TICK_S
 from tests.sim.worker import Shape, Worker
 
+PING_S = 15.0
+"""A router has lost a connection over which no ping was answered for so long."""
 ON_ITS_OWN_S = 0.5
 """After about so long a dead process is back, where nobody else sees to it."""
 
@@ -170,9 +172,11 @@ class Cluster(PeerNet):
 
     def half_open_stream(self, stream: Stream) -> None:
         """Nothing comes through it any more. The worker thinks that it is up for long, or has
-        noticed at once; the router has not noticed."""
+        noticed at once. The router finds it silent, or has no answer to a ping."""
         stream.is_deaf = stream.is_mute = True
         self.worker_notices(stream, self.random.choice([0.01, 8.0]))
+        loses = partial(self.let, stream.router.incarnation, partial(self._loses, stream))
+        self.at(self.now_s + PING_S, loses)
 
     def worker_notices(self, stream: Stream, scale_s: float = 0.2) -> None:
         if stream.worker in self.workers:

@@ -96,7 +96,8 @@ class Controller:
     def is_whole(self) -> bool:
         """It runs, and so do all its processes."""
         wanted = {*self._routers, *self._shapes, *self._hosts}
-        return self.core.phase is Phase.READY and self._running.keys() == wanted
+        runs = self.name in self.cluster.alive and self.core.phase is Phase.READY
+        return runs and self._running.keys() == wanted
 
     # --- its core -------------------------------------------------------------------------------
 

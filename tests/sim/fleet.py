@@ -35,7 +35,7 @@ OBJECTIVES = (
     Objectives(ttft_s=5.0, tpot_s=0.2),
 )
 LONGEST_ANSWER = 24
-NOTICED_S = 15.0
+NOTICED_S = 20.0
 """After so long nobody is connected to one who isn't there any more."""
 MOST_S = 600.0
 """A cluster that is whole again serves everybody long before."""
