@@ -215,8 +215,8 @@ def is_gone(error: KvrelayError) -> bool:
 
 
 RECONNECT_FOR_S = 10.0
-"""For so long a stream is tried again once no router has served it. A router that was killed is back
-before."""
+"""For so long a stream is tried again when no router has served it. A router that was killed is
+back before."""
 RECONNECT_EVERY_S = 0.25
 
 

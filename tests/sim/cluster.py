@@ -25,7 +25,7 @@ from tests.sim.peers import PeerNet
 from tests.sim.pool_links import SimulatedPoolLinks
 from tests.sim.pool_net import PoolNet
 from tests.sim.pool_node import Host
-from tests.sim.routers import RouterLife, Stream, post_loss
+from tests.sim.routers import RouterLife, Stream
 from tests.sim.simulation import TICK_S
 from tests.sim.worker import Shape, Worker
 
@@ -113,7 +113,7 @@ class Cluster(PeerNet):
         self.counts += router.counts
         for stream in router.streams.values():
             stream.is_deaf = self.random.random() < 0.5
-            self.worker_notices(stream)
+            stream.end()
         self.router_died(router)
         self._ended(name, router.incarnation, lambda: self.open_router(name))
 
@@ -168,19 +168,15 @@ class Cluster(PeerNet):
         if stream is not None:
             stream.is_deaf = stream.is_mute = True
             self.let(router.incarnation, partial(self._loses, stream))
-            self.worker_notices(stream)
+            stream.end()
 
     def half_open_stream(self, stream: Stream) -> None:
         """Nothing comes through it any more. The worker thinks that it is up for long, or has
         noticed at once. The router finds it silent, or has no answer to a ping."""
         stream.is_deaf = stream.is_mute = True
-        self.worker_notices(stream, self.random.choice([0.01, 8.0]))
+        stream.end(self.random.choice([0.01, 8.0]))
         loses = partial(self.let, stream.router.incarnation, partial(self._loses, stream))
         self.at(self.now_s + PING_S, loses)
-
-    def worker_notices(self, stream: Stream, scale_s: float = 0.2) -> None:
-        if stream.worker in self.workers:
-            post_loss(self, stream, scale_s)
 
     def _loses(self, stream: Stream) -> None:
         if stream.router.streams.get(stream.worker) is stream:

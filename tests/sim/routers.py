@@ -83,6 +83,14 @@ class Stream:
         """By the worker, some time later."""
         self.router.cluster.by(self.worker, f"to {self.number}", action, scale_s)
 
+    def end(self, scale_s: float = 0.2) -> None:
+        """The worker notices some time later that it has ended."""
+
+        def notice() -> None:
+            self.router.cluster.workers[self.worker].post(RouterLost(self))
+
+        self.down(notice, scale_s)
+
 
 class RouterLife:
     """`on_command` gets what the core says to clients."""
@@ -165,19 +173,18 @@ class RouterLife:
             self.counts["silent workers"] += 1
             stream = self.lose(worker, was_silent=True)
             assert stream is not None
-            self.cluster.worker_notices(stream)
+            stream.end()
         if self.core.state.waiting and not self.core.state.workers:
             self.handle(TimePassed())
 
     # --- the core -------------------------------------------------------------------------------
 
     def handle(self, event: Event) -> None:
-        displaced = self._displaced()
+        displaced = self.displaced()
         for command in self.core.handle(event, self.cluster.now_s):
             match command:
                 case Send(worker=worker, message=message):
-                    if displaced:
-                        self._check_turn(worker, message, displaced)
+                    self._check_turn(worker, message, displaced)
                     self.tell(worker, decode_to_worker(encode_to_worker(message)))
                 case PairQuarantined():
                     self.counts["quarantined pairs"] += 1
@@ -197,7 +204,7 @@ class RouterLife:
 
         stream.down(arrive)
 
-    def _displaced(self) -> list[Request]:
+    def displaced(self) -> list[Request]:
         """Those that were admitted and wait for room."""
         state = self.core.state
         waiting = (state.requests[name] for name in state.waiting)
@@ -205,39 +212,33 @@ class RouterLife:
 
     def _check_turn(self, worker: Incarnation, message: ToWorker, displaced: list[Request]) -> None:
         """No newcomer is placed where a displaced request of its tier or a better one has waited
-        for room, and waits on."""
+        for room, and waits on. Those of other routers are only counted."""
         if not isinstance(message, Reserve | Generate):
             return
-        requests, view = self.core.state.requests, self.core.state.workers[worker]
-        newcomer = requests.get(message.spec.key.request_id)
+        view = self.core.state.workers[worker]
+        newcomer = self.core.state.requests.get(message.spec.key.request_id)
         if newcomer is None or newcomer.admitted:
             return
-        self.counts["newcomers placed while displaced requests wait"] += 1
-        for other in displaced:
-            waits = other.state is RequestState.WAITING
-            before = other.tier.priority <= newcomer.tier.priority
-            assert not (waits and before and _fits(other, view)), (
-                f"{newcomer.key} goes to {worker} before {other.key}, which waits for room"
-            )
+        self.counts["newcomers placed while displaced requests wait"] += bool(displaced)
+        late = [one for one in displaced if _goes_before(one, newcomer, view)]
+        assert not late, f"{newcomer.key} goes to {worker} before {late[0].key}, which waits"
+        others = (one for other in self.cluster.routers.values() for one in other.displaced())
+        self.counts["newcomers placed before displaced requests of another router"] += any(
+            _goes_before(one, newcomer, view) for one in others
+        )
 
     def validate(self) -> None:
         self.core.validate()
 
 
-def _fits(request: Request, view: WorkerView) -> bool:
+def _goes_before(request: Request, newcomer: Request, view: WorkerView) -> bool:
+    """It waits, its tier is not a lower one, and the worker could hold it."""
     sampling = request.submitted.sampling
     longest = len(request.submitted.prompt_ids) + sampling.max_tokens
     return (
-        longest <= view.hello.max_model_len
+        request.state is RequestState.WAITING
+        and request.tier.priority <= newcomer.tier.priority
+        and longest <= view.hello.max_model_len
         and sampling.n <= view.hello.max_running_requests
         and not (view.draining or view.suspect)
     )
-
-
-def post_loss(cluster: Cluster, stream: Stream, scale_s: float = 0.2) -> None:
-    """The worker notices some time later that the stream has ended."""
-
-    def notice() -> None:
-        cluster.workers[stream.worker].post(RouterLost(stream))
-
-    stream.down(notice, scale_s)
