@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from random import Random
 
 import pytest
@@ -40,6 +41,7 @@ def requests(rng: Random, number: int) -> list[RequestSpec]:
     return [replace(one, qos_tier=rng.choice(TIERS.tiers).name) for one in specs]
 
 
+@cache
 def seconds_each(seed: int, number: int = 60) -> float:
     """That the whole cluster takes for a request, with enough of them."""
     clients = make(seed, "none", 1)
@@ -73,10 +75,12 @@ def overload(seed: int, admission: str, routers: int) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("seed", seeds(4, long=20))
+@pytest.mark.parametrize("start", seeds(1, long=10))
 @pytest.mark.parametrize("case", ["predictive", "none", "predictive at two routers"])
-def test_no_admitted_request_fails(seed: int, case: str) -> None:
-    routers = 2 if "two" in case else 1
-    found = overload(seed, case.split()[0], routers)
+def test_no_admitted_request_fails(start: int, case: str) -> None:
+    found: Counter[str] = Counter()
+    for seed in (2 * start, 2 * start + 1):
+        found += overload(seed, case.split()[0], routers=2 if "two" in case else 1)
     assert found["displaced"] > 5, found
-    assert found["newcomers placed while displaced requests wait"] or routers > 1, found
+    if "two" not in case:
+        assert found["newcomers placed while displaced requests wait"], found
