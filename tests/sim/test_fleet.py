@@ -11,7 +11,7 @@ from tests.sim import replays
 from tests.sim.fleet import Fleet
 from tests.sim.seeds import seeds
 
-BATCH, BATCHES = 10, 16
+BATCH, BATCHES = 10, 14
 LEAST_EVENTS = 3_000
 """Of one world, on average."""
 FOLLOWS = (
