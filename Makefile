@@ -3,8 +3,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TESTS_AT_ONCE ?= 2
+SOAK_MINUTES ?= 60
 
-.PHONY: help install demo check test test-long test-families test-gpu bench figures bench-peers bench-gpu proto format clean
+.PHONY: help install demo check test test-long soak-sim test-families test-gpu bench figures bench-peers bench-gpu proto format clean
 
 help:            ## list the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -30,6 +31,9 @@ test: $(STAMP)   ## every test that needs no GPU, two files at a time; TESTS_AT_
 
 test-long: $(STAMP)  ## the long versions of tests, which `make test` leaves out
 	$(BIN)/python -m tests.run --long --numprocesses=$(TESTS_AT_ONCE) --dist=loadfile --no-loadscope-reorder
+
+soak-sim: $(STAMP)  ## simulated clusters with every fault at any moment, new seeds; SOAK_MINUTES=60
+	$(BIN)/python -m tests.sim.soak --minutes $(SOAK_MINUTES)
 
 test-families: $(STAMP)  ## every causal family of transformers: its tokens, or a named refusal
 	$(BIN)/pytest tests/families --numprocesses=$(TESTS_AT_ONCE)

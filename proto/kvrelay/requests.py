@@ -215,7 +215,8 @@ def is_gone(error: KvrelayError) -> bool:
 
 
 RECONNECT_FOR_S = 10.0
-"""Without any router for so long, a stream is lost. A router that was killed is back before."""
+"""For so long a stream is tried again when no router has served it. A router that was killed is
+back before."""
 RECONNECT_EVERY_S = 0.25
 
 
@@ -231,7 +232,7 @@ class SoFar:
     _ticket: bytes = b""
     _choices: dict[int, pb.Delivered] = field(default_factory=dict)
     _losses: int = 0  # since something was delivered
-    _lost_s: float = 0.0
+    _lost_s: float = 0.0  # when each router had been asked once
 
     def add(self, response: pb.GenerateResponse) -> None:
         self.has_begun, self._losses = True, 0
@@ -262,11 +263,11 @@ class SoFar:
         is_refused = isinstance(error, Refused) and error.retry_after_s is not None
         if not (is_refused or is_gone(error)):
             return None
-        if not self._losses:
-            self._lost_s = now_s
         self._losses += 1
         if self._losses < self.routers:
             return 0.0
+        if self._losses == self.routers:
+            self._lost_s = now_s
         return RECONNECT_EVERY_S if now_s - self._lost_s < RECONNECT_FOR_S else None
 
     def go_on(self, request: pb.GenerateRequest) -> None:

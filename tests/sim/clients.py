@@ -1,70 +1,28 @@
-"""The clients of a simulated cluster: what each saw of its request, and whether that was right."""
+"""The clients of a simulated cluster, their way from router to router, and what must hold at the
+end."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from functools import partial
 
 from kvpool.core.transfer.messages import HandoffMode
 from kvpool.core.transfer.slabs import SlabState
-from kvrelay.types import NO_OBJECTIVES, FinishReason, Objectives, RequestSpec
-from router.core.events import (
-    Aborted,
-    Admit,
-    ChoiceStopped,
-    Command,
-    Deliver,
-    Fail,
-    Refuse,
-    Submitted,
-)
+from kvrelay.errors import KvrelayError, Refused, RequestFailedError
+from kvrelay.types import NO_OBJECTIVES, Objectives, RequestSpec
+from router.core.events import Admit, Command, Deliver, Fail, Refuse
 from router.core.policy.choice import DEFAULT_POLICIES, Policies
-from router.core.promises.refusal import Refusal
-from router.core.state.generation import ChoiceTokens, GenerationRequest
+from tests.sim.calls import GONE, Call, Face
 from tests.sim.cluster import Cluster
-from tests.sim.model import expected, make_spec
+from tests.sim.model import make_spec
+from tests.sim.routers import RouterLife
+from tests.sim.simulation import TICK_S
 from tests.sim.waits import who_waits
 
-MOST_REFUSALS = 50
-
-
-@dataclass(slots=True)
-class Call:
-    """What one client saw of one request. `cut` says after how many tokens it stops a choice."""
-
-    spec: RequestSpec
-    cut: dict[int, int]
-    objectives: Objectives = NO_OBJECTIVES
-    refusals: int = 0
-    tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    reasons: dict[int, FinishReason] = field(default_factory=dict)
-    stopped: set[int] = field(default_factory=set)
-    admitted: bool = False
-    ended: str | None = None
-
-    def gives_up(self, refusal: Refusal) -> bool:
-        """Without objectives every request is taken some time."""
-        if self.objectives == NO_OBJECTIVES:
-            return False
-        return refusal.retry_after_s is None or self.refusals == MOST_REFUSALS
-
-    def take(self, tokens: ChoiceTokens) -> None:
-        choice = tokens.choice
-        assert choice not in self.reasons, "tokens after the last one"
-        assert choice not in self.stopped, "tokens after a stop"
-        self.tokens[choice] += tokens.token_ids
-        if tokens.finish_reason is not None:
-            self.reasons[choice] = tokens.finish_reason
-
-    def check(self) -> None:
-        """A right beginning always, the whole when it ended well."""
-        for choice in range(self.spec.sampling.n):
-            right, reason = expected(self.spec, choice)
-            got = self.tokens[choice]
-            assert got == right[: len(got)], (self.spec.key, choice, got, right)
-            if self.ended == "done" and choice not in self.stopped:
-                assert (got, self.reasons[choice]) == (right, reason)
+PING_S = 4.0
+"""A client that has heard nothing of its router for so long takes it for gone."""
 
 
 class Clients:
@@ -74,11 +32,21 @@ class Clients:
         requests: int,
         mode: HandoffMode = HandoffMode.PUSH,
         policies: Policies = DEFAULT_POLICIES,
+        *,
+        routers: Sequence[str] = ("router-0",),
+        starts: bool = True,
+        tick_s: float = TICK_S,
     ) -> None:
+        """`starts`: nobody else starts the routers."""
         self.mode = mode
         self.rng = random.Random(seed)
-        self.cluster = Cluster(seed, self.hear, policies)
+        self.cluster = Cluster(seed, self.hear, policies, tick_s=tick_s)
+        self.cluster.router_died = self._router_died
         self.calls: dict[str, Call] = {}
+        self.faces: defaultdict[RouterLife, dict[str, Face]] = defaultdict(dict)
+        self.addresses = [*routers]
+        for name in self.addresses if starts else ():
+            self.cluster.start_router(name)
         for number in range(requests):
             self.add(make_spec(self.rng, number), 2)
 
@@ -94,72 +62,150 @@ class Clients:
         self.submit(spec.key.request_id, self.rng.uniform(0, longest_delay_s))
 
     def submit(self, request_id: str, delay_s: float) -> None:
+        """Some time later, at any router."""
         call = self.calls[request_id]
-        spec = call.spec
-        request = GenerationRequest(
-            request_id=request_id,
-            prompt_ids=spec.prompt_ids,
-            sampling=spec.sampling,
-            tenant=spec.tenant,
-            qos_tier=spec.qos_tier,
-            objectives=call.objectives,
-        )
-        event = Submitted(request=request)
-        self.cluster.after(f"client {request_id}", lambda: self.cluster.to_router(event), delay_s)
+        call.routers = call.so_far.routers = len(self.addresses)
+        call.at = self.rng.randrange(len(self.addresses))
+        self._send(call, delay_s)
 
     def abort(self, request_id: str) -> None:
+        """Its client leaves."""
         call = self.calls[request_id]
-        if call.ended is None and request_id in self.cluster.core.state.requests:
+        if call.ended is None:
             call.ended = "aborted"
-            self.cluster.to_router(Aborted(request_id=request_id))
+            self._hang_up(call)
 
-    def hear(self, command: Command) -> None:
-        call = self.calls[command.request_id]
-        assert call.ended is None, f"{command} after {call.ended}"
+    # --- at a router ----------------------------------------------------------------------------
+
+    def hear(self, router: RouterLife, command: Command) -> None:
+        assert isinstance(command, Admit | Refuse | Deliver | Fail)
+        face = self.faces[router][command.request_id]
         match command:
             case Admit():
-                assert not call.admitted
-                call.admitted = True
-            case Refuse(request_id=request_id, refusal=refusal):
-                assert not call.admitted
-                call.refusals += 1
-                if call.gives_up(refusal):
-                    call.ended = f"refused: {refusal.reason}"
-                else:
-                    assert refusal.retry_after_s is not None, refusal
-                    self.submit(request_id, refusal.retry_after_s)
-            case Deliver(request_id=request_id, tokens=tokens, done=done):
-                assert call.admitted
-                for piece in tokens:
-                    call.take(piece)
-                call.ended = "done" if done else None
-                self.cluster.after(f"client {request_id}", lambda: self.stop(request_id))
-            case Fail(reason=reason):
-                call.ended = f"failed: {reason}"
+                assert not face.admitted
+                face.admitted = True
+            case Refuse(refusal=refusal):
+                face.refuse(refusal)
+            case Deliver():
+                face.deliver(command)
+            case Fail(reason=reason, message=message):
+                face.end(RequestFailedError(reason, message))
 
-    def stop(self, request_id: str) -> None:
-        call = self.calls[request_id]
-        for choice, after in call.cut.items():
-            due = len(call.tokens[choice]) >= after and choice not in call.reasons
-            if due and choice not in call.stopped and call.ended is None:
-                call.stopped.add(choice)
-                stop = ChoiceStopped(request_id=request_id, choice=choice, valid_tokens=after)
-                self.cluster.to_router(stop)
-                if request_id not in self.cluster.core.state.requests:
-                    call.ended = "done"
+    # --- between routers ------------------------------------------------------------------------
+
+    def _send(self, call: Call, delay_s: float) -> None:
+        send = partial(self._connect, call)
+        self.cluster.after(f"client {call.spec.key.request_id}", send, max(delay_s, 1e-6))
+
+    def _connect(self, call: Call) -> None:
+        if call.ended is not None:
+            return
+        router = self.cluster.routers.get(self.addresses[call.at % len(self.addresses)])
+        if router is None:
+            self.over(call, GONE)
+            return
+        call.face = Face(self, call, router, self.cluster.next_id())
+        call.face.up(call.face.begin)
+        self._watch(call.face)
+
+    def _watch(self, face: Face) -> None:
+        """A router that stands still is noticed, since it answers no ping."""
+        if self.cluster.is_stopped(face.router.incarnation):
+            patience_s = PING_S + self.rng.uniform(0, PING_S / 2)
+            at_s = self.cluster.now_s + patience_s
+            self.cluster.at(at_s, partial(self._pinged, face))
+
+    def router_stopped(self, router: RouterLife) -> None:
+        for face in self.connected(router):
+            self._watch(face)
+
+    def connected(self, router: RouterLife) -> list[Face]:
+        """In the order of their calls."""
+        faces = [call.face for call in self.calls.values() if call.face is not None]
+        return [face for face in faces if face.router is router]
+
+    def _pinged(self, face: Face) -> None:
+        if face.call.face is face and self.cluster.is_stopped(face.router.incarnation):
+            self._lost(face)
+
+    def _router_died(self, router: RouterLife) -> None:
+        """What it has sent last may arrive, or not."""
+        for face in self.connected(router):
+            face.is_mute = self.rng.random() < 0.5
+            self.cluster.after(f"down {face.number}", partial(self._lost, face), 0.05)
+        self.faces.pop(router, None)
+
+    def _lost(self, face: Face) -> None:
+        if face.call.face is face:
+            self._hang_up(face.call)
+            self.over(face.call, GONE)
+
+    def _hang_up(self, call: Call) -> None:
+        """Its router hears of it soon, or only when the client is back long since."""
+        if call.face is not None:
+            is_late = call.so_far.has_begun and self.rng.random() < 0.3
+            call.face.up(call.face.hang_up, 5.0 if is_late else 0.01)
+            call.face = None
+
+    def over(self, call: Call, error: KvrelayError | None) -> None:
+        """Its stream has ended: it is whole, or goes on somewhere else, or comes again."""
+        call.face = None
+        if call.ended is not None:
+            return
+        if error is None or call.so_far.is_whole(call.request):
+            call.ended = "done"
+            return
+        is_refused = isinstance(error, Refused)
+        if is_refused and not call.so_far.has_begun:
+            call.refusals += 1
+            if call.gives_up(error):
+                call.ended = f"refused: {error}"
+                return
+        if not is_refused and error is not GONE:
+            call.ended = f"failed: {error}"
+            return
+        self._come_again(call, error)
+
+    def _come_again(self, call: Call, error: KvrelayError) -> None:
+        delay_s = call.delay_s(error, self.cluster.now_s)
+        if delay_s is None:
+            call.ended = f"failed: no router, or hopeless: {error}"
+            return
+        call.at += error is GONE or call.so_far.has_begun or self.rng.random() < 0.3
+        self._send(call, delay_s)
+
+    # --- the end --------------------------------------------------------------------------------
+
+    @property
+    def all_ended(self) -> bool:
+        return all(call.ended is not None for call in self.calls.values())
 
     def finish(self) -> Counter[str]:
         """Run to the end and check all that must hold then; how the requests ended."""
         self.cluster.run()
+        return self.conclude()
+
+    def conclude(self) -> Counter[str]:
         self.cluster.settle()
-        assert not self.cluster.core.state.requests, who_waits(self.cluster)
+        for router in self.cluster.routers.values():
+            assert not router.core.state.requests, who_waits(self.cluster)
+            assert_router_idle(router)
+            assert not self.faces[router]
         for call in self.calls.values():
             assert call.ended is not None, f"{call.spec.key} never ended"
             call.check()
-        for view in self.cluster.core.state.workers.values():
-            assert view.outlook.sequences == len(view.queue) == 0, view
         assert_nothing_held(self.cluster)
         return Counter(call.ended or "" for call in self.calls.values())
+
+
+def assert_router_idle(router: RouterLife) -> None:
+    """It has booked nothing any more, and no promise is claimed."""
+    state = router.core.state
+    for view in state.workers.values():
+        booked = {*view.outlook, *view.queue, *view.unreleased}
+        assert not booked, f"{router.incarnation} has booked {booked} at {view.incarnation}"
+    assert not state.moves.pending and not state.dispatch.waiting
+    assert not len(state.waiting) and not state.promises.claimed
 
 
 def assert_nothing_held(cluster: Cluster) -> None:
@@ -174,6 +220,7 @@ def assert_nothing_held(cluster: Cluster) -> None:
         assert worker.decode.sequences == 0
         assert worker.prefill.jobs.handing_over == len(worker.prefill.queue) == 0
         assert worker.core.idle
+        assert not len(worker.core.copies), "a copy has not ended"
     for host in cluster.pools.hosts.values():
         assert host.node is not None
         counts = host.node.core.books.counts()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import chain
 
 from kvpool.core.blocks.device_blocks import Place
 from kvpool.core.layout.hashes import BlockHash
@@ -16,15 +17,15 @@ GARBAGE: Content = (None,)
 
 
 def take_block(memory: Memory, place: Place) -> Content:
-    return tuple(memory.slots.get(slot) for slot in _slots(memory, place))
+    rows = (memory.row(group, layer, place[group]) for group, layer in memory.rows)
+    return tuple(chain.from_iterable(rows))
 
 
 def put_block(memory: Memory, place: Place, content: Content) -> None:
-    for slot, history in zip(_slots(memory, place), content, strict=True):
-        if history is None:
-            memory.slots.pop(slot, None)
-        else:
-            memory.slots[slot] = history
+    size = memory.layout.block_size
+    for number, (group, layer) in enumerate(memory.rows):
+        row = memory.row(group, layer, place[group])
+        row[:] = content[number * size : (number + 1) * size]
 
 
 def torn(old: Content, new: Content) -> Content:
@@ -34,7 +35,7 @@ def torn(old: Content, new: Content) -> Content:
 
 
 def checksum(content: Content) -> int:
-    return hash(tuple(-1 if history is None else history for history in content)) % 2**64
+    return hash(content) % 2**64
 
 
 @cache
@@ -55,12 +56,3 @@ def _name(row: tuple[History | None, ...], tenant: str, block_size: int) -> Bloc
     names = NAMES.chain(tenant, len(whole), block_size)
     names.extend(HISTORIES.token_ids(whole), len(whole))
     return names.at(len(whole) // block_size - 1)
-
-
-def _slots(memory: Memory, place: Place) -> list[tuple[int, int, int]]:
-    size = memory.layout.block_size
-    return [
-        (group, layer, place[group] * size + i)
-        for group, layer in memory.layers()
-        for i in range(size)
-    ]

@@ -6,6 +6,7 @@ So a request's right tokens are known whatever the schedule, and wrong KV is not
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -103,39 +104,54 @@ class _Histories:
 
     names: dict[tuple[History | None, int], History] = field(default_factory=dict)
     parents: list[tuple[History | None, int]] = field(default_factory=list)
+    states: list[tuple[int, int]] = field(default_factory=list)
+    """Of the hash of choice 0, and what the hash of each further choice differs by."""
+    chains: dict[History, list[History]] = field(default_factory=dict)
+
+    def forget(self) -> None:
+        for kept in (self.names, self.parents, self.states, self.chains):
+            kept.clear()
 
     def extend(self, chain: list[History], token_ids: Iterable[int]) -> list[History]:
         """The histories of a whole sequence, position by position."""
         chain = list(chain)
+        last = chain[-1] if chain else None
         for token in token_ids:
-            place = (chain[-1] if chain else None, token)
-            if place not in self.names:
-                self.names[place] = History(len(self.parents))
-                self.parents.append(place)
-            chain.append(self.names[place])
+            found = self.names.get((last, token))
+            last = self._add(last, token) if found is None else found
+            chain.append(last)
         return chain
 
-    def chain(self, last: History | None) -> list[History]:
+    def _add(self, parent: History | None, token: int) -> History:
+        name = self.names[parent, token] = History(len(self.parents))
+        state, step = (17, 31) if parent is None else self.states[parent]
+        self.parents.append((parent, token))
+        self.states.append(((state * _FACTOR + token + _SUMMAND) % 2**64, step * _FACTOR % 2**64))
+        return name
+
+    def chain(self, last: History) -> list[History]:
         """Of each position of the sequence that ends with `last`."""
-        found = []
-        while last is not None:
-            found.append(last)
-            last = self.parents[last][0]
-        return found[::-1]
+        found = self.chains.get(last)
+        if found is None:
+            parent = self.parents[last][0]
+            if len(self.chains) > _MOST_CHAINS:
+                self.chains.clear()
+            before = [] if parent is None else self.chain(parent)
+            found = self.chains[last] = [*before, last]
+        return found
 
     def token_ids(self, chain: list[History]) -> tuple[int, ...]:
-        return tuple(self.parents[history][1] for history in chain)
+        return tuple([self.parents[history][1] for history in chain])
+
+    def next_token(self, last: History, choice: int) -> int:
+        """The hash model: what follows, for one choice."""
+        state, step = self.states[last]
+        return ((state + choice * step) % 2**64 >> 33) % VOCABULARY
 
 
+_FACTOR, _SUMMAND = 6364136223846793005, 1442695040888963407
+_MOST_CHAINS = 10_000
 HISTORIES = _Histories()
-
-
-def right_token(prompt: tuple[int, ...], choice: int, emitted: tuple[int, ...]) -> int:
-    """The hash model: what follows, for one choice."""
-    state = 17 + 31 * choice
-    for token in (*prompt, *emitted):
-        state = (state * 6364136223846793005 + token + 1442695040888963407) % 2**64
-    return (state >> 33) % VOCABULARY
 
 
 _BEGINNING = tuple(random.Random(0).randrange(VOCABULARY) for _ in range(30))
@@ -163,8 +179,10 @@ def make_spec(rng: random.Random, number: int, longest: int = 40) -> RequestSpec
 
 def expected(spec: RequestSpec, choice: int) -> tuple[list[int], FinishReason]:
     tokens: list[int] = []
+    last = HISTORIES.extend([], spec.prompt_ids)[-1]
     while True:
-        token = right_token(spec.prompt_ids, choice, tuple(tokens))
+        token = HISTORIES.next_token(last, choice)
+        (last,) = HISTORIES.extend([last], (token,))[1:]
         tokens.append(token)
         if token in spec.sampling.stop_token_ids:
             return tokens, FinishReason.STOP
@@ -172,12 +190,32 @@ def expected(spec: RequestSpec, choice: int) -> tuple[list[int], FinishReason]:
             return tokens, FinishReason.LENGTH
 
 
+Row = list[History | None]
+"""Of the tokens of one block, in one layer."""
+Run = tuple[int, int, int, int]
+"""block, first slot in it, slot behind the last one, position of the first"""
+
+
 @dataclass(slots=True)
 class Memory:
-    """What a real pool's slots would hold: # group, layer in it, slot |-> history there"""
+    """What a real pool's slots would hold. `rows`: # group, layer in it |-> block |-> row"""
 
     layout: KvLayout = LAYOUT
-    slots: dict[tuple[int, int, int], History] = field(default_factory=dict)
+    rows: dict[tuple[int, int], dict[int, Row]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = {
+            (group, layer): {}
+            for group, spec in enumerate(self.layout.groups)
+            for layer in range(len(spec.layers))
+        }
+
+    def row(self, group: int, layer: int, block: int) -> Row:
+        rows = self.rows[group, layer]
+        found = rows.get(block)
+        if found is None:
+            found = rows[block] = [None] * self.layout.block_size
+        return found
 
     # --- steps ----------------------------------------------------------------------------------
 
@@ -194,46 +232,53 @@ class Memory:
         """All tokens before `end`."""
         if end == 0:
             return []
-        found = {self._read(piece.tables, group, layer, end - 1) for group, layer in self.layers()}
+        found = {self._read(piece.tables, group, layer, end - 1) for group, layer in self.rows}
         assert len(found) == 1, f"the layers disagree about {piece.key}: {found}"
-        chain = HISTORIES.chain(found.pop())
+        (last,) = found
+        assert last is not None, "KV was overwritten"
+        chain = HISTORIES.chain(last)
         assert len(chain) == end, "KV was overwritten"
         return chain
 
-    def layers(self) -> Iterator[tuple[int, int]]:
-        for group, spec in enumerate(self.layout.groups):
-            for layer in range(len(spec.layers)):
-                yield group, layer
-
     def check(self, tables: Tables, whole: list[History], start: int, end: int) -> None:
         """Every layer holds the right KV of what tokens from `start` on see before `end`."""
-        for group, layer in self.layers():
-            window = self.layout.groups[group].window
-            first = 0 if window is None else max(0, start - window + 1)
-            for position in range(first, end):
-                there = self._read(tables, group, layer, position)
-                assert there == whole[position], (
-                    f"KV was overwritten: {(group, layer, position, there)}"
-                )
+        for group, spec in enumerate(self.layout.groups):
+            first = 0 if spec.window is None else max(0, start - spec.window + 1)
+            for block, low, high, at in self.runs(tables[group], first, end):
+                right = whole[at : at + high - low]
+                for layer in range(len(spec.layers)):
+                    there = self.row(group, layer, block)[low:high]
+                    assert there == right, f"KV was overwritten: {(group, layer, at, there)}"
 
-    def write(self, tables: Tables, group: int, layer: int, position: int, here: History) -> None:
-        self.slots[group, layer, self._slot(tables, group, position)] = here
+    def write(self, tables: Tables, group: int, layer: int, whole: list[History], at: int) -> None:
+        """The KV of the tokens from `at` on."""
+        for block, low, high, position in self.runs(tables[group], at, len(whole)):
+            self.row(group, layer, block)[low:high] = whole[position : position + high - low]
+
+    def runs(self, table: Sequence[int], start: int, end: int) -> Iterator[Run]:
+        """The parts of blocks in which the tokens [start, end) are."""
+        size = self.layout.block_size
+        while start < end:
+            low = start % size
+            high = min(size, low + end - start)
+            block = table[start // size]
+            assert block != NO_BLOCK, f"no block is held for position {start}"
+            yield block, low, high, start
+            start += high - low
 
     def _read(self, tables: Tables, group: int, layer: int, position: int) -> History | None:
-        return self.slots.get((group, layer, self._slot(tables, group, position)))
-
-    def _slot(self, tables: Tables, group: int, position: int) -> int:
-        return slot(tables[group], position, self.layout.block_size)
+        index, offset = divmod(position, self.layout.block_size)
+        block = tables[group][index]
+        assert block != NO_BLOCK, f"no block is held for position {position}"
+        row = self.rows[group, layer].get(block)
+        return None if row is None else row[offset]
 
     def copy(self, copies: tuple[CopyPairs, ...]) -> None:
-        size = self.layout.block_size
         for pairs in copies:
-            for group, layer in self.layers():
+            for group, layer in self.rows:
                 for source, target in pairs[group]:
-                    for i in range(size):
-                        if (group, layer, source * size + i) in self.slots:
-                            kept = self.slots[group, layer, source * size + i]
-                            self.slots[group, layer, target * size + i] = kept
+                    kept, row = self.row(group, layer, source), self.row(group, layer, target)
+                    row[:] = [b if a is None else a for a, b in zip(kept, row, strict=True)]
 
     # --- transfers ------------------------------------------------------------------------------
 
@@ -241,7 +286,7 @@ class Memory:
         """As if the histories were all there is to tell."""
         there = [
             self._read(tables, group, layer, position)
-            for group, layer in self.layers()
+            for group, layer in self.rows
             for position in span.seen(self.layout.groups[group].window)
         ]
         told = [(float(-1 if history is None else history),) * SUMS for history in there]
@@ -249,17 +294,33 @@ class Memory:
         return KvDigest(start=span.start, planes=(plane,))
 
     def take(self, write: SlabWrite, side: Side) -> Content:
-        places = _places(write, side, of_source=True)
-        return [self.slots.get(place) for place in places]
+        content: Content = []
+        for group, layer, (block, low, high, _) in self._parts(write, side, of_source=True):
+            content += self.row(group, layer, block)[low:high]
+        return content
 
     def put(self, write: SlabWrite, side: Side, content: Content) -> None:
-        places = list(_places(write, side, of_source=False))
-        assert len({*places}) == len(places), "a slot is written twice"
-        for place, history in zip(places, content, strict=True):
-            if history is None:
-                self.slots.pop(place, None)
-            else:
-                self.slots[place] = history
+        done, written = 0, Counter[tuple[int, int, int]]()
+        for group, layer, (block, low, high, _) in self._parts(write, side, of_source=False):
+            slots = (1 << high) - (1 << low)
+            assert not written[group, layer, block] & slots, "a slot is written twice"
+            written[group, layer, block] |= slots
+            self.row(group, layer, block)[low:high] = content[done : done + high - low]
+            done += high - low
+        assert done == len(content)
+
+    def _parts(
+        self, write: SlabWrite, side: Side, *, of_source: bool
+    ) -> Iterator[tuple[int, int, Run]]:
+        """Of each (section, layer)."""
+        assert side.block_size == self.layout.block_size
+        for section in write.sections:
+            part = section.part
+            first = part.source_layer if of_source else part.target_layer
+            for layer in range(first, first + part.layers):
+                table, end = side.tables[part.group], section.start + section.tokens
+                for run in self.runs(table, section.start, end):
+                    yield part.group, layer, run
 
 
 @dataclass(slots=True)
@@ -277,15 +338,14 @@ class Running:
 
     def write_up_to(self, last: int) -> None:
         """The KV of all slices, of the layers up to this one of the model."""
-        for group, layer in self.memory.layers():
+        for group, layer in self.memory.rows:
             if self.written <= self.memory.layout.groups[group].layers[layer] <= last:
                 self._write(group, layer)
         self.written = last + 1
 
     def _write(self, group: int, layer: int) -> None:
         for piece, whole in zip(self.slices, self.wholes, strict=True):
-            for position in range(piece.start, len(whole)):
-                self.memory.write(piece.tables, group, layer, position, whole[position])
+            self.memory.write(piece.tables, group, layer, whole, piece.start)
 
     def finish(self) -> tuple[tuple[Sampled, ...], ...]:
         self.write_up_to(max(layer for g in self.memory.layout.groups for layer in g.layers))
@@ -295,25 +355,9 @@ class Running:
 
     @staticmethod
     def _sample(piece: SequenceSlice, chain: list[History]) -> tuple[Sampled, ...]:
-        whole = HISTORIES.token_ids(chain)
-        ends = (len(whole) - wanted.index for wanted in piece.samples)
         return tuple(
-            Sampled(token_id=right_token(whole[:end], wanted.choice, whole[end:]))
-            for wanted, end in zip(piece.samples, ends, strict=True)
+            [
+                Sampled(token_id=HISTORIES.next_token(chain[-1], wanted.choice))
+                for wanted in piece.samples
+            ]
         )
-
-
-def _places(write: SlabWrite, side: Side, *, of_source: bool) -> Iterator[tuple[int, int, int]]:
-    """(group, layer, slot) of each (section, layer, token)."""
-    for section in write.sections:
-        part = section.part
-        first = part.source_layer if of_source else part.target_layer
-        for layer in range(first, first + part.layers):
-            for token in range(section.start, section.start + section.tokens):
-                yield part.group, layer, slot(side.tables[part.group], token, side.block_size)
-
-
-def slot(table: Sequence[int], position: int, block_size: int) -> int:
-    block = table[position // block_size]
-    assert block != NO_BLOCK, f"no block is held for position {position}"
-    return block * block_size + position % block_size

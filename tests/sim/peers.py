@@ -14,7 +14,7 @@ from kvpool.wire.peer import decode, encode
 from kvrelay.errors import FailureReason
 from kvrelay.types import Incarnation
 from tests.sim.model import AnyWay
-from tests.sim.simulation import Simulation
+from tests.sim.simulation import TICK_S, Simulation
 from tests.sim.worker import Shape, Worker
 
 if TYPE_CHECKING:
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 class PeerNet(Simulation):
     """`workers` are those that live. With `measures` each worker learns what its links cost."""
 
-    def __init__(self, seed: int, *, measures: bool = True) -> None:
-        super().__init__(seed)
+    def __init__(self, seed: int, *, measures: bool = True, tick_s: float = TICK_S) -> None:
+        super().__init__(seed, tick_s=tick_s)
         self.workers: dict[Incarnation, Worker] = {}
         self._measures = measures
-        self._broken: set[int] = set()  # streams and connections
+        self._broken: set[int] = set()  # connections
         self._ids = count(1)
 
     def next_id(self) -> int:
@@ -67,25 +67,37 @@ class PeerNet(Simulation):
                 self._break(link)
                 self._notice(mine, theirs, link)
 
+    def half_open_peers(self, one: Incarnation, other: Incarnation) -> None:
+        """Nothing comes through their connection any more. The other side notices soon, and this
+        one after long."""
+        for mine, theirs, scale_s in ((one, other, 8.0), (other, one, 0.1)):
+            worker = self.workers.get(mine)
+            if worker is not None and theirs in worker.links:
+                link = worker.links[theirs]
+                self._broken.add(link)
+                self._notice(mine, theirs, link, scale_s)
+
     def drop(self, worker: Worker, command: DropLink) -> None:
         """The worker hears of its loss at once, the peer in its own time."""
         me, peer = worker.incarnation, command.peer
         link = worker.links.get(peer)
-        if link is None or link in self._broken:
+        if link is None:
             return
+        if link not in self._broken and peer in self.workers:
+            self._notice(peer, me, link)
         self._break(link)
         lost = partial(self._lost, me, peer, link, FailureReason.TRANSFER_TIMEOUT)
-        self.by(me, f"notice {me} {link}", lost, 1e-6)
-        if peer in self.workers:
-            self._notice(peer, me, link)
+        self.by(me, f"dropped {me} {link}", lost, 1e-6)
 
     def _break(self, link: int) -> None:
         self._broken.add(link)
         for worker in self.workers.values():
             worker.mover.broken(link)
 
-    def _notice(self, mine: Incarnation, theirs: Incarnation, link: int) -> None:
-        scale_s = self.random.choice([0.01, 0.1, 1.0])
+    def _notice(
+        self, mine: Incarnation, theirs: Incarnation, link: int, scale_s: float | None = None
+    ) -> None:
+        scale_s = scale_s or self.random.choice([0.01, 0.1, 1.0])
         lost = partial(self._lost, mine, theirs, link)
         self.by(mine, f"notice {mine} {link}", lost, scale_s)
 
@@ -96,8 +108,9 @@ class PeerNet(Simulation):
         link: int,
         failure: FailureReason = FailureReason.PEER_LOST,
     ) -> None:
-        worker = self.workers.get(mine)
-        if worker is not None and worker.links.get(theirs) == link:
+        worker = self.workers[mine]
+        worker.mover.broken(link)
+        if worker.links.get(theirs) == link:
             del worker.links[theirs]
             worker.post(PeerLost(peer=theirs, reason="lost", failure=failure))
 

@@ -1,4 +1,4 @@
-"""The pool nodes of the simulated hosts, their links to workers and their streams to the router.
+"""The pool nodes of the simulated hosts, their links to workers and their streams to routers.
 
 Nodes die and come back with what is on their disk, stop for a while, and links break at any moment;
 each end notices in its own time.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import count
+from typing import TYPE_CHECKING
 
 from kvpool.core.fetch.client_events import OWN_NODE
 from kvpool.core.node.events import (
@@ -21,6 +22,7 @@ from kvpool.core.node.events import (
     PoolWorkerLost,
     RouterCall,
     RouterCalled,
+    RouterHungUp,
     RouterTook,
     TellRouter,
     TellWorker,
@@ -36,18 +38,22 @@ from kvpool.core.node.messages import (
 from kvpool.wire.pool import Assembler, encode
 from kvrelay.messages import PoolUpdate
 from kvrelay.types import WIRE_VERSION, Incarnation
-from router.core.events import Event, PoolNodeLost, PoolNodeSaid
+from router.core.events import PoolNodeLost, PoolNodeSaid
 from tests.sim.contents import GARBAGE
 from tests.sim.pool_links import Link, SimulatedPoolLinks
 from tests.sim.pool_node import Host, PoolNode
-from tests.sim.simulation import LEASE_S, Simulation
+from tests.sim.simulation import LEASE_S
 from tests.sim.worker import Worker
+
+if TYPE_CHECKING:
+    from tests.sim.cluster import Cluster
+    from tests.sim.routers import RouterLife
 
 
 class PoolNet:
-    def __init__(self, simulation: Simulation, to_router: Callable[[Event], None]) -> None:
-        self._simulation = simulation
-        self._to_router = to_router
+    def __init__(self, cluster: Cluster) -> None:
+        self._simulation = cluster
+        self._calls: dict[RouterCall, tuple[RouterLife, PoolNode]] = {}
         self.hosts: dict[str, Host] = {}
         self.sides: dict[Incarnation, SimulatedPoolLinks] = {}
         self._links: dict[int, tuple[Link, SimulatedPoolLinks]] = {}
@@ -56,6 +62,12 @@ class PoolNet:
     # --- lives ----------------------------------------------------------------------------------
 
     def start_node(self, host: Host) -> None:
+        self.open_node(host)
+        for router in self._simulation.routers.values():
+            self.announce(host, router)
+
+    def open_node(self, host: Host) -> PoolNode:
+        """No router knows it yet."""
         self.hosts[host.name] = host
         host.lives += 1
         node = PoolNode(self._simulation, host, lambda command: self._obey(node, command))
@@ -64,23 +76,53 @@ class PoolNet:
         for side in self.sides.values():
             if side.host == host.name:
                 self._connect_later(side)
-        called = RouterCalled(router=RouterCall(1))
-        name = node.incarnation
-        self._simulation.by(name, f"router calls {name}", lambda: node.decide(called), 0.2)
+        return node
 
-    def kill_node(self, host: Host) -> None:
-        """It comes back, before or after its workers have noticed."""
+    def announce(self, host: Host, router: RouterLife) -> None:
+        """The router asks the node what it holds, unless it has done so."""
+        node = host.node
+        if node is None or (router, node) in self._calls.values():
+            return
+        call = RouterCall(next(self._numbers))
+        self._calls[call] = router, node
+        called = RouterCalled(router=call)
+        self._simulation.by(
+            node.incarnation, f"{router.name} calls", lambda: node.decide(called), 0.2
+        )
+
+    def kill_node(self, host: Host) -> PoolNode | None:
+        """Before or after its workers and routers have noticed it may come back."""
         node, host.node = host.node, None
         if node is None:
-            return
+            return None
         self._simulation.die(node.incarnation)
         for link, _ in list(self._links.values()):
             if link.node is node:
                 self.cut(link)
-        lost = partial(self._to_router, PoolNodeLost(node=node.incarnation))
-        self._simulation.after(f"{node.incarnation} to the router", lost, 0.2)
-        restart = partial(self.start_node, host)
-        self._simulation.after(f"restart {node.incarnation}", restart, 0.5)
+        for call, (router, called) in list(self._calls.items()):
+            if called is node:
+                lost = partial(self._lost_node, call)
+                self._by_router(router, node, lost, 0.2)
+        return node
+
+    def _lost_node(self, call: RouterCall) -> None:
+        router, node = self._calls.pop(call)
+        router.handle(PoolNodeLost(node=node.incarnation))
+
+    def router_died(self, router: RouterLife) -> None:
+        for call, (caller, node) in list(self._calls.items()):
+            if caller is router:
+                del self._calls[call]
+                gone = RouterHungUp(router=call)
+                self._simulation.by(
+                    node.incarnation, f"{router.name} calls", partial(node.decide, gone), 0.2
+                )
+
+    def _by_router(
+        self, router: RouterLife, node: PoolNode, action: Callable[[], None], scale_s: float = 0.01
+    ) -> None:
+        channel = f"{node.incarnation} to {router.incarnation}"
+        self._simulation.by(router.incarnation, channel, action, scale_s)
 
     def join(self, worker: Worker) -> SimulatedPoolLinks:
         side = self.sides[worker.incarnation] = SimulatedPoolLinks(worker, self)
@@ -230,12 +272,17 @@ class PoolNet:
             blocks=told.blocks,
         )
 
+        called = self._calls.get(told.router)
+        if called is None:
+            return
+        router = called[0]
+
         def arrive() -> None:
-            self._to_router(PoolNodeSaid(update=update))
+            router.handle(PoolNodeSaid(update=update))
             took = RouterTook(router=told.router)
             self._simulation.let(node.incarnation, lambda: node.decide(took))
 
-        self._simulation.after(f"{node.incarnation} to the router", arrive)
+        self._by_router(router, node, arrive)
 
     def validate(self) -> None:
         for host in self.hosts.values():

@@ -12,20 +12,22 @@ from itertools import count
 LEASE_S = 30.0
 TICK_S = 10.0
 LONGEST_S = 10_000.0
-VALIDATE_EVERY = 8
-"""Events between two looks at all that must hold: it takes longer than the events."""
+VALIDATE_EVERY = 32
+"""Events between two looks at all that must hold: one takes longer than an event. A replay looks
+after each."""
 
 
 class Simulation(ABC):
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, tick_s: float = TICK_S) -> None:
         self.random = random.Random(seed)
         self.now_s = 0.0
+        self.tick_s = tick_s
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._channel_s: dict[str, float] = defaultdict(float)
-        self._next_tick_s = TICK_S
-        self._events = 0
-        self._alive: set[str] = set()
+        self._next_tick_s = tick_s
+        self.events = 0
+        self.alive: set[str] = set()
         self._stopped: dict[str, list[Callable[[], None]]] = {}
 
     @abstractmethod
@@ -42,19 +44,26 @@ class Simulation(ABC):
         self._channel_s[channel] = at_s
         heapq.heappush(self._heap, (at_s, next(self._order), action))
 
+    def at(self, when_s: float, action: Callable[[], None]) -> None:
+        """At that time exactly."""
+        heapq.heappush(self._heap, (when_s, next(self._order), action))
+
     # --- processes ------------------------------------------------------------------------------
 
     def born(self, process: str) -> None:
-        self._alive.add(process)
+        self.alive.add(process)
 
     def die(self, process: str) -> None:
-        self._alive.discard(process)
+        self.alive.discard(process)
         self._stopped.pop(process, None)
 
     def stop(self, process: str) -> None:
         """As by SIGSTOP: it does nothing until `resume`, and then all at once."""
-        if process in self._alive:
+        if process in self.alive:
             self._stopped.setdefault(process, [])
+
+    def is_stopped(self, process: str) -> bool:
+        return process in self._stopped
 
     def resume(self, process: str) -> None:
         for action in self._stopped.pop(process, []):
@@ -64,7 +73,7 @@ class Simulation(ABC):
         """What the process does now, unless it is gone; later, when it is stopped."""
         if process in self._stopped:
             self._stopped[process].append(action)
-        elif process in self._alive:
+        elif process in self.alive:
             action()
 
     def by(
@@ -81,6 +90,18 @@ class Simulation(ABC):
             self.step()
         assert not self._heap or until_s < LONGEST_S, "it never ends"
 
+    def wait(self, done: Callable[[], bool], most_s: float) -> bool:
+        """Until it is done, also while nothing happens; False: it was not for so long."""
+        until_s = self.now_s + most_s
+        while not done():
+            if self.now_s > until_s:
+                return False
+            if not self._heap:
+                self.now_s = self._next_tick_s
+                self.tick()
+            self.step()
+        return True
+
     def step(self) -> bool:
         """What happens next; False when nothing does."""
         if not self._heap:
@@ -91,13 +112,13 @@ class Simulation(ABC):
             return True
         self.now_s, _, action = heapq.heappop(self._heap)
         action()
-        self._events += 1
-        if self._events % VALIDATE_EVERY == 0 or not self._heap:
+        self.events += 1
+        if self.events % VALIDATE_EVERY == 0 or not self._heap:
             self.validate()
         return True
 
     def tick(self) -> None:
-        self._next_tick_s = self.now_s + TICK_S
+        self._next_tick_s = self.now_s + self.tick_s
         self.on_tick()
 
     def settle(self) -> None:

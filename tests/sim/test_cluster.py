@@ -9,7 +9,8 @@ import pytest
 
 from kvpool.core.transfer.messages import HandoffMode
 from kvrelay.types import Role
-from tests.sim.clients import Call, Clients
+from tests.sim.calls import Call
+from tests.sim.clients import Clients
 from tests.sim.model import ROW_BYTES
 from tests.sim.seeds import seeds
 from tests.sim.worker import Shape
@@ -92,8 +93,7 @@ def test_deaths_and_broken_links_lose_nothing(seed: int, mode: HandoffMode) -> N
     for request_id in clients.calls:
         if clients.rng.random() < 0.2:
             clients.cluster.after(f"leave {request_id}", lambda r=request_id: clients.abort(r), 2.0)
-    ends = clients.finish()
-    assert ends["done"] > 0, ends
+    assert set(clients.finish()) <= {"done", "aborted"}
 
 
 def test_requests_survive_deaths() -> None:

@@ -132,7 +132,7 @@ class World:
                 self._stop(worker)
 
     def kill_node(self, host: Host) -> None:
-        self.cluster.pools.kill_node(host)
+        self.cluster.kill_pool_node(host)
 
     def cut_pool(self, host: Host) -> None:
         """From one of its workers."""
@@ -192,11 +192,10 @@ def test_deaths_silence_damage_and_broken_links(seed: int, mode: HandoffMode) ->
     world = World(seed=seed, roles=roles, layout=layout, mode=mode, hosts=1 + seed % 2)
     world.disturb(moments=12)
     world.leave(0.2)
-    ends = world.clients.finish()
-    assert ends["done"] > 0, ends
+    assert set(world.clients.finish()) <= {"done", "aborted"}
 
 
-def test_most_requests_survive_the_pool() -> None:
+def test_requests_survive_the_pool() -> None:
     """A node's death, silence, damage and broken links to it cost time, not one request."""
     for seed in range(6):
         world = World(seed=seed, roles="1p1d1b", layout=list(LAYOUTS)[seed % 3])
@@ -219,7 +218,7 @@ def test_a_node_that_hangs_is_not_waited_for() -> None:
         world.cluster.settle()
         assert not world.cluster.core.state.requests, who_waits(world.cluster)
         world.cluster.resume(name)
-        assert world.clients.finish()["done"] > world.requests // 2
+        assert world.clients.finish() == {"done": world.requests}
 
 
 def test_what_a_stray_writer_leaves_is_never_served() -> None:

@@ -9,7 +9,11 @@ from tests.sim.worker import Worker
 
 
 def who_waits(cluster: Cluster) -> str:
-    lines = [f"router: {key}" for key in cluster.core.state.requests]
+    lines = [
+        f"{router.incarnation}: {key} is {request.state}"
+        for router in cluster.routers.values()
+        for key, request in router.core.state.requests.items()
+    ]
     for worker in cluster.workers.values():
         lines += [f"{worker.incarnation}: {line}" for line in _of_worker(worker)]
     for host in cluster.pools.hosts.values():

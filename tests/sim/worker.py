@@ -176,12 +176,13 @@ class Mover:
         self._worker = worker
         self.hangs: Callable[[WriteSlab | FetchPiece | PullBlocks], bool] = lambda job: False
         self._hanging: dict[int | None, list[WriteSlab | FetchPiece | PullBlocks]] = {}
-        self.moved_bytes = self.writes = self.fetches = self.pulls = 0
+        self.moved_bytes = self.writes = self.fetches = self.pulls = self.hung = 0
 
     def put(self, job: MoveJob) -> None:
         if isinstance(job, WriteSlab | FetchPiece | PullBlocks) and self.hangs(job):
             link = self._worker.links.get(job.peer)
             self._hanging.setdefault(link, []).append(job)
+            self.hung += 1
             return
         match job:
             case WriteSlab():

@@ -120,3 +120,11 @@ def test_all_routers_are_asked_at_once_and_then_again_for_a_while() -> None:
     early = Refused("no_capacity", "no worker has joined yet", retry_after_s=1.0)
     assert so_far.delay_s(early, 50.0) == 0.0
     assert so_far.delay_s(InvalidRequest("another model"), 50.0) is None
+
+
+def test_routers_that_stand_still_leave_time_for_the_next_one() -> None:
+    """Each of them is noticed only after seconds."""
+    so_far = SoFar(routers=3)
+    assert so_far.delay_s(GONE, 4.0) == so_far.delay_s(GONE, 10.0) == 0.0
+    assert so_far.delay_s(GONE, 16.0) == RECONNECT_EVERY_S, "the first one may be back"
+    assert so_far.delay_s(GONE, 16.0 + RECONNECT_FOR_S) is None
