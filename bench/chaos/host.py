@@ -13,7 +13,7 @@ from uuid import uuid4
 import psutil
 
 NEAR, FAR = "10.213.7.1", "10.213.7.2"
-DISK_MIB = 96
+DISK_MIB = 384
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
