@@ -18,7 +18,7 @@ from uuid import uuid4
 
 import grpc
 
-from bench.chaos.host import FAR, NEAR, SecondHost
+from bench.chaos.host import SecondHost
 from bench.chaos.processes import Process, Supervisor, kvrelay_command
 from kvrelay import AsyncClient
 from kvrelay.errors import KvrelayError
@@ -29,6 +29,7 @@ from kvrelay.v1.worker_pb2_grpc import WorkerStub
 WORKER_READY = r"^(?:prefill|decode) worker on (\S+)$"
 ROUTER_READY = r"^internal gRPC on (\S+)$"
 POOL_READY = r"^internal gRPC on (\S+)$"
+ASK_S = 1.5
 FIRST_PORT, LAST_PORT = 20_000, 30_000
 _MESSAGES = [("grpc.max_receive_message_length", -1)]
 Answer = TypeVar("Answer")
@@ -92,11 +93,11 @@ class ChaosCluster:
                 return f"router {address} knows {sorted(known)} and {nodes} pool nodes"
         return ""
 
-    async def held_by(self, worker: Process) -> list[str]:
-        """The ids of requests that it holds blocks for; none if it doesn't answer at once."""
+    async def held_by(self, worker: Process) -> list[str] | None:
+        """The ids of requests that it holds blocks for; None if it doesn't answer at once."""
         with suppress(grpc.RpcError):
-            return [one.request_id for one in (await debug_kv(worker.address(), 0.5)).held]
-        return []
+            return [one.request_id for one in (await debug_kv(worker.address(), ASK_S)).held]
+        return None
 
 
 async def _ask(address: str, call: Callable[[grpc.aio.Channel], Awaitable[Answer]]) -> Answer:
@@ -119,7 +120,7 @@ async def debug_kv(address: str, timeout_s: float) -> worker_pb2.DebugKvResponse
 async def chaos_cluster(shape: Shape, logs: Path) -> AsyncIterator[ChaosCluster]:
     """Everything has joined. At the end everything is ended, whatever state it is in."""
     supervisor = Supervisor()
-    host = "127.0.0.1" if shape.second_host is None else NEAR
+    host = "127.0.0.1" if shape.second_host is None else shape.second_host.near
     ports = _free_ports(3 * shape.routers)
     try:
         for number in range(shape.routers):
@@ -179,14 +180,14 @@ def _worker(
         "scheduler.max_running_requests": 128,
         "network.secret": "chaos",
     }
-    is_far = shape.second_host is not None and name in _far_names(shape)
-    inside = ("ip", "netns", "exec", shape.second_host.name) if is_far and shape.second_host else ()
+    there = shape.second_host if name in _far_names(shape) else None
+    inside = () if there is None else ("ip", "netns", "exec", there.name)
     command = [
         *inside,
         *kvrelay_command("worker", f"--role={role}", f"--name={name}", f"--pool={pool}"),
         *("--device=cpu", "--cpu-threads=1", "--cpu-pinning=off"),
         *(f"--join={address}" for address in internal),
-        *_settings(settings | ({"network.host": FAR} if is_far else {})),
+        *_settings(settings | ({} if there is None else {"network.host": there.far})),
     ]
     return _process(supervisor, name, role, command, WORKER_READY, logs)
 

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import psutil
 
-NEAR, FAR = "10.213.7.1", "10.213.7.2"
+_NETWORK = "10.213.{}"
 DISK_MIB = 384
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -38,6 +38,8 @@ class SecondHost:
 
     name: str
     link: str
+    near: str
+    far: str
     is_lossy_possible: bool = False
     why_not_lossy: str = ""
     _rules: list[list[str]] = field(default_factory=list)
@@ -46,7 +48,7 @@ class SecondHost:
         """Drops what goes there, to or from these ports."""
         ports = [("dport", port) for port in far_ports] + [("sport", p) for p in near_ports]
         for side, port in ports:
-            rule = ["to", FAR, "ipproto", "tcp", side, str(port), "blackhole"]
+            rule = ["to", self.far, "ipproto", "tcp", side, str(port), "blackhole"]
             _run("ip", "rule", "add", *rule)
             self._rules.append(rule)
 
@@ -69,16 +71,17 @@ _LOSSY = ("netem", "loss", "3%", "delay", "2ms", "1ms")
 def second_host() -> Iterator[SecondHost]:
     """Raises NotPermitted."""
     mark = uuid4().hex[:6]
+    network = _NETWORK.format(int(mark, 16) % 256)
     name, link, peer = f"kvchaos-{mark}", f"kvc{mark}n", f"kvc{mark}f"
-    host = SecondHost(name=name, link=link)
+    host = SecondHost(name=name, link=link, near=f"{network}.1", far=f"{network}.2")
     _run("ip", "netns", "add", name)
     try:
         _run("ip", "link", "add", link, "type", "veth", "peer", "name", peer)
         _run("ip", "link", "set", peer, "netns", name)
-        _run("ip", "addr", "add", f"{NEAR}/24", "dev", link)
+        _run("ip", "addr", "add", f"{host.near}/24", "dev", link)
         _run("ip", "link", "set", link, "up")
         inside = ("ip", "-n", name)
-        _run(*inside, "addr", "add", f"{FAR}/24", "dev", peer)
+        _run(*inside, "addr", "add", f"{host.far}/24", "dev", peer)
         _run(*inside, "link", "set", peer, "up")
         _run(*inside, "link", "set", "lo", "up")
         _try_lossy(host)

@@ -99,6 +99,9 @@ class Inflictor:
             number = int(process.name.rpartition("-")[2])
             return {one.number for one in self.load.live if one.router == number}
         held = await self.cluster.held_by(process)
+        if held is None:
+            self.tell(f"{process.name} does not say at once what it serves")
+            return set()
         return {one.number for one in self.load.live if _is_held(one.request_id, held)}
 
     def _begin(self, fault: Fault) -> float:
