@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,7 +80,9 @@ def _lines(plan: Plan, found: Found, given: Verdict) -> Iterator[str]:
         f"{found.unrepeatable} requests without expectation; inexact by another class of worker 0: "
         "there is one class"
     )
-    yield f"the clients' own longest pause: {1000 * found.lag_s:.0f} ms"
+    load = ", ".join(f"{one:.0f}" for one in os.getloadavg())
+    lag = f"the clients' own longest pause: {1000 * found.lag_s:.0f} ms"
+    yield f"{lag}; {os.cpu_count()} cores, load average with all else on the machine {load}"
 
 
 RESTART_S = 8.0
