@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,22 +73,48 @@ class _Pause:
 
 
 def pause_rows(records: Sequence[StreamRecord], seen: Sequence[Seen]) -> list[PauseRow]:
-    """Each pause belongs to the last fault before it. `seen` is in order of time."""
+    """Each pause has one owner. `seen` is in order of time."""
     found: dict[tuple[str, bool], list[_Pause]] = defaultdict(list)
     faults: dict[str, list[Seen]] = defaultdict(list)
-    by_number = {record.number: record for record in records}
-    starts_s = [one.at_s for one in seen]
-    for i, one in enumerate(seen):
+    for one in seen:
         faults[one.fault.group].append(one)
-        for number in one.live:
-            if pause := _longest(by_number[number], starts_s, i, one.in_force == 0):
-                found[one.fault.group, number in one.on_it].append(pause)
+    for record in records:
+        for i, pause in _longest_of(record, seen).items():
+            found[seen[i].fault.group, record.number in seen[i].on_it].append(pause)
     return [
         _row(group, on_it, faults[group], found[group, on_it])
         for group in sorted(faults)
         for on_it in (True, False)
         if found[group, on_it]
     ]
+
+
+def _longest_of(record: StreamRecord, seen: Sequence[Seen]) -> dict[int, _Pause]:
+    """# fault |-> the longest pause that it owns of a stream that had begun before it"""
+    found: dict[int, _Pause] = {}
+    for begin_s, end_s in gaps_of(record):
+        i = owner(record.number, begin_s, end_s, seen)
+        if i is None or record.number not in seen[i].live or end_s <= seen[i].at_s:
+            continue
+        if i not in found or end_s - begin_s > found[i].length_s:
+            found[i] = _Pause(length_s=end_s - begin_s, alone=_is_alone(i, end_s, seen))
+    return found
+
+
+def owner(number: int, begin_s: float, end_s: float, seen: Sequence[Seen]) -> int | None:
+    """The first fault within the pause whose target served the stream; else the last one before
+    the pause."""
+    first = bisect_left(seen, begin_s, key=lambda one: one.at_s)
+    behind = bisect_left(seen, end_s, key=lambda one: one.at_s)
+    hit = next((i for i in range(first, behind) if number in seen[i].on_it), None)
+    if hit is not None:
+        return hit
+    before = bisect_left(seen, begin_s + BEFORE_S, key=lambda one: one.at_s) - 1
+    return before if before >= 0 else None
+
+
+def _is_alone(i: int, end_s: float, seen: Sequence[Seen]) -> bool:
+    return seen[i].in_force == 0 and (i + 1 == len(seen) or seen[i + 1].at_s > end_s)
 
 
 def _row(group: str, on_it: bool, seen: Sequence[Seen], pauses: Sequence[_Pause]) -> PauseRow:
@@ -100,18 +126,6 @@ def _row(group: str, on_it: bool, seen: Sequence[Seen], pauses: Sequence[_Pause]
         alone=Pauses(values_s=tuple(sorted(one.length_s for one in pauses if one.alone))),
         goal_s=goal_of(seen[0].fault, on_it=on_it),
     )
-
-
-def _longest(record: StreamRecord, starts_s: Sequence[float], i: int, alone: bool) -> _Pause | None:
-    from_s = starts_s[i] - BEFORE_S
-    until_s = starts_s[i + 1] - BEFORE_S if i + 1 < len(starts_s) else float("inf")
-    own = [(a, b) for a, b in gaps_of(record) if from_s <= a < until_s and b > starts_s[i]]
-    if not own:
-        return None
-    begin_s, end_s = max(own, key=lambda gap: gap[1] - gap[0])
-    next_one = bisect_right(starts_s, max(begin_s, starts_s[i]))
-    is_alone = alone and (next_one >= len(starts_s) or starts_s[next_one] > end_s)
-    return _Pause(length_s=end_s - begin_s, alone=is_alone)
 
 
 def wrong(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -102,8 +103,26 @@ async def run(plan: Plan, tell: Callable[[str], None]) -> Found:
             finally:
                 await clients.close()
         found.leaked += left_over(cluster.supervisor, dev_shm)
+        keep(found, plan.logs / "streams.json")
         found.ended = cluster.supervisor.ends
     return found
+
+
+def keep(found: Found, path: Path) -> None:
+    """When each stream's tokens came, and the faults; times are those of the logs, in seconds."""
+    clock_s = time.time() - time.monotonic()
+    faults = [[clock_s + one.at_s, str(one.fault), sorted(one.on_it)] for one in found.seen]
+    streams = [
+        {
+            "id": one.request_id,
+            "asked_s": clock_s + one.asked_s,
+            "came_s": [round(clock_s + at_s, 3) for at_s in one.came_s],
+            "outcome": one.outcome,
+            "error": one.error,
+        }
+        for one in found.records
+    ]
+    path.write_text(json.dumps({"faults": faults, "streams": streams}))
 
 
 def _of_this_machine(plan: Plan, stack: ExitStack, tell: Callable[[str], None]) -> _Host:
