@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import psutil
 
-_NETWORK = "10.213.{}"
+_SUBNET = "10.213.{}"
 DISK_MIB = 384
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -34,10 +34,11 @@ def _run(*command: str) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class SecondHost:
-    """A network namespace behind a veth pair: its processes share no memory with the others."""
+    """A network namespace, reached over another one that is the network between the two hosts. Its
+    processes share no memory with the others."""
 
     name: str
-    link: str
+    network: str
     near: str
     far: str
     is_lossy_possible: bool = False
@@ -45,52 +46,71 @@ class SecondHost:
     _rules: list[list[str]] = field(default_factory=list)
 
     def swallow(self, far_ports: Sequence[int], near_ports: Sequence[int]) -> None:
-        """Drops what goes there, to or from these ports."""
-        ports = [("dport", port) for port in far_ports] + [("sport", p) for p in near_ports]
-        for side, port in ports:
-            rule = ["to", self.far, "ipproto", "tcp", side, str(port), "blackhole"]
-            _run("ip", "rule", "add", *rule)
-            self._rules.append(rule)
+        """Drops what is sent to or from these ports, and tells nobody."""
+        for host, ports in ((self.far, far_ports), (self.near, near_ports)):
+            for port in ports:
+                self._drop("to", host, "dport", port)
+                self._drop("from", host, "sport", port)
+
+    def _drop(self, direction: str, host: str, side: str, port: int) -> None:
+        rule = [direction, host, "ipproto", "tcp", side, str(port), "blackhole"]
+        _run("ip", "-n", self.network, "rule", "add", *rule)
+        self._rules.append(rule)
 
     def lose(self) -> None:
-        _run("tc", "qdisc", "add", "dev", self.link, "root", *_LOSSY)
+        _run("tc", "-n", self.network, "qdisc", "add", "dev", _TO_FAR, "root", *_LOSSY)
 
     def heal(self) -> None:
         for rule in self._rules:
             with suppress(NotPermitted):
-                _run("ip", "rule", "del", *rule)
+                _run("ip", "-n", self.network, "rule", "del", *rule)
         self._rules.clear()
         with suppress(NotPermitted):
-            _run("tc", "qdisc", "del", "dev", self.link, "root")
+            _run("tc", "-n", self.network, "qdisc", "del", "dev", _TO_FAR, "root")
 
 
 _LOSSY = ("netem", "loss", "3%", "delay", "2ms", "1ms")
+_TO_NEAR, _TO_FAR = "near", "far"
+"""Links of the namespace between the hosts."""
 
 
 @contextmanager
 def second_host() -> Iterator[SecondHost]:
     """Raises NotPermitted."""
     mark = uuid4().hex[:6]
-    network = _NETWORK.format(int(mark, 16) % 256)
-    name, link, peer = f"kvchaos-{mark}", f"kvc{mark}n", f"kvc{mark}f"
-    host = SecondHost(name=name, link=link, near=f"{network}.1", far=f"{network}.2")
-    _run("ip", "netns", "add", name)
+    subnet = _SUBNET.format(int(mark, 16) % 256)
+    host = SecondHost(
+        name=f"kvchaos-{mark}", network=f"kvnet-{mark}", near=f"{subnet}.1", far=f"{subnet}.6"
+    )
+    link = f"kvc{mark}"
     try:
-        _run("ip", "link", "add", link, "type", "veth", "peer", "name", peer)
-        _run("ip", "link", "set", peer, "netns", name)
-        _run("ip", "addr", "add", f"{host.near}/24", "dev", link)
-        _run("ip", "link", "set", link, "up")
-        inside = ("ip", "-n", name)
-        _run(*inside, "addr", "add", f"{host.far}/24", "dev", peer)
-        _run(*inside, "link", "set", peer, "up")
-        _run(*inside, "link", "set", "lo", "up")
+        for namespace in (host.name, host.network):
+            _run("ip", "netns", "add", namespace)
+        _connect(host, link, subnet)
         _try_lossy(host)
         yield host
     finally:
-        host.heal()
-        for command in (("ip", "link", "del", link), ("ip", "netns", "del", name)):
+        for namespace in (host.name, host.network):
             with suppress(NotPermitted):
-                _run(*command)
+                _run("ip", "netns", "del", namespace)
+        with suppress(NotPermitted):
+            _run("ip", "link", "del", link)
+
+
+def _connect(host: SecondHost, link: str, subnet: str) -> None:
+    """near .1 - .2 network .5 - .6 far"""
+    between, inside = ("ip", "-n", host.network), ("ip", "-n", host.name)
+    _run("ip", "link", "add", link, "type", "veth", "peer", "name", _TO_NEAR, "netns", host.network)
+    _run(*between, "link", "add", _TO_FAR, "type", "veth", "peer", "name", link, "netns", host.name)
+    ends = ((("ip",), link, 1), (between, _TO_NEAR, 2), (between, _TO_FAR, 5), (inside, link, 6))
+    for command, device, number in ends:
+        _run(*command, "addr", "add", f"{subnet}.{number}/30", "dev", device)
+        _run(*command, "link", "set", device, "up")
+    _run(*inside, "link", "set", "lo", "up")
+    _run("ip", "route", "add", f"{subnet}.4/30", "via", f"{subnet}.2")
+    _run(*inside, "route", "add", "default", "via", f"{subnet}.5")
+    forward = "echo 1 > /proc/sys/net/ipv4/ip_forward"
+    _run("ip", "netns", "exec", host.network, "sh", "-c", forward)
 
 
 def _try_lossy(host: SecondHost) -> None:
