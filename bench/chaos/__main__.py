@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from bench.chaos.cluster import Shape
+from bench.chaos.processes import go_before_others
 from bench.chaos.prompts import Lengths
 from bench.chaos.run import Plan, run
 from bench.chaos.shown import show, verdict
@@ -57,6 +58,7 @@ def main() -> int:
         second_host=not args.one_host,
         logs=args.logs or Path("build/chaos", time.strftime("%Y%m%d-%H%M%S")).resolve(),
     )
+    go_before_others()
     found = asyncio.run(run(plan, partial(print, flush=True)))
     given = verdict(found)
     show(plan, found, given)
