@@ -5,7 +5,7 @@ STAMP  := $(VENV)/.installed
 TESTS_AT_ONCE ?= 2
 SOAK_MINUTES ?= 60
 
-.PHONY: help install demo check test test-long soak-sim test-families test-gpu bench figures bench-peers bench-gpu proto format clean
+.PHONY: help install demo check test test-long soak-sim test-families test-gpu bench chaos soak figures bench-peers bench-gpu proto format clean
 
 help:            ## list the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -63,6 +63,12 @@ bench: $(STAMP)  ## the benchmarks of this machine, with their limits and peers
 	$(BIN)/python -m bench.transfer --handoff
 	$(BIN)/python -m bench.transfer --profile build/handoff-cpu.json
 	$(BIN)/python -m bench.transfer --steady 10000
+
+chaos: $(STAMP)  ## faults under load for 20 minutes: what fails, what pauses, what is left
+	$(BIN)/python -m bench.chaos --minutes 20
+
+soak: $(STAMP)   ## 100,000 aborted requests in 30 minutes: nothing stays held, nothing grows
+	$(BIN)/python -m bench.chaos.soak --minutes 30 --aborts 100000
 
 figures: $(STAMP)  ## measure the figures of the README's table again (hours; bench-peers first)
 	$(BIN)/python -m bench.figures

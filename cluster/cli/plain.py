@@ -162,12 +162,12 @@ async def stay_registered(join: str, request: worker_pb2.RegisterRequest) -> Non
 async def _register(join: str, request: worker_pb2.RegisterRequest) -> tuple[bool, str]:
     """(whether the router accepted it, why the call has ended). Raises ConfigError when no worker
     can join at this address."""
-    joined, reason = asyncio.Event(), ""
+    joined, ended, reason = asyncio.Event(), asyncio.Event(), ""
 
     async def registration() -> AsyncIterator[worker_pb2.RegisterRequest]:
         yield request
         joined.set()
-        await asyncio.Event().wait()
+        await ended.wait()
 
     async with grpc.aio.insecure_channel(join, options=registration_options()) as channel:
         try:
@@ -176,6 +176,8 @@ async def _register(join: str, request: worker_pb2.RegisterRequest) -> tuple[boo
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 raise ConfigError(f"--join {join}: {NOT_INTERNAL}") from None
             reason = error.details() or error.code().name
+        finally:
+            ended.set()
     return joined.is_set(), reason
 
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
@@ -127,6 +128,40 @@ def test_a_read_that_stalls_ends_with_either_process(make_side: MakeSide, how: s
             reader.endpoint.close()
         assert stalled.failed.wait(PATIENCE_S)
         stalled.thread.join()
+
+
+def test_a_peer_with_which_a_copy_hangs_is_not_connected_anew(
+    make_side: MakeSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the copy has ended. Nobody waits for that: it may take TCP minutes to give up."""
+    owner, writer = make_side(), make_side()
+    region, address = owner.region(64), owner.endpoint.address
+    connection = writer.endpoint.connect(address)
+    remote = writer.endpoint._peers[address]._remote
+    begun, ends = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        begun.set()
+        ends.wait()
+
+    source = torch.zeros(8, dtype=torch.uint8)
+    with monkeypatch.context() as patch:
+        patch.setattr(remote, "transfer", hang)
+        copy = threading.Thread(target=connection.write, args=(region.name, 0, source))
+        copy.start()
+        begun.wait()
+        closing = threading.Thread(target=connection.close)
+        closing.start()
+        began_s = time.monotonic()
+        with pytest.raises(PeerError, match="still runs"):
+            writer.endpoint.connect(address)
+        assert time.monotonic() - began_s < 3.0
+        ends.set()
+        copy.join()
+        closing.join()
+    again = writer.endpoint.connect(address)
+    again.write(region.name, 0, source + 7)
+    assert region.memory[:8].tolist() == [7] * 8
 
 
 def test_registered_memory_travels_as_one_batch(

@@ -289,19 +289,54 @@ def test_a_late_grant_is_given_back() -> None:
 
 
 def test_blocks_stay_while_they_are_written() -> None:
-    """The request is over, or the peer is lost, in the middle of a read."""
-    for lost in (True, False):
-        puller, owner = _pair(None)
-        owner.compute(PROMPT)
-        holder, wanted = _asked(puller)
-        job = _granted(puller, owner, wanted)
-        if lost:
-            assert puller.lookup.on_peer(PeerLost(peer=H, reason="gone"), 1) == []
-        else:
-            assert puller.lookup.leave(holder)
-        assert puller.lookup.expire(100) == []
-        assert puller.lookup.on_peer(_done(job), 2) == [Restored.found_here(holder, 0)]
-        assert _sent(puller) == PullRead(pull=1, over=True)
+    """The request is over in the middle of a read."""
+    puller, owner = _pair(None)
+    owner.compute(PROMPT)
+    holder, wanted = _asked(puller)
+    job = _granted(puller, owner, wanted)
+    assert puller.lookup.leave(holder)
+    assert puller.lookup.expire(100) == []
+    assert puller.lookup.on_peer(_done(job), 2) == [Restored.found_here(holder, 0)]
+    assert _sent(puller) == PullRead(pull=1, over=True)
+
+
+LOST = PeerLost(peer=H, reason="gone")
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+def test_nobody_waits_for_a_read_from_a_lost_peer(windows: Windows) -> None:
+    """It may never end. Its blocks stay held, and the request gets others."""
+    puller, owner = _pair(*windows)
+    owner.compute(PROMPT)
+    puller.compute(PROMPT[:SIZE])
+    holder, wanted = _asked(puller)
+    job = _granted(puller, owner, wanted)
+    room = puller.tables.capacity(holder)
+    assert puller.lookup.on_peer(LOST, 1) == [Restored.found_here(holder, SIZE)]
+    assert not puller.lookup.is_fetching(holder)
+    assert puller.tables.capacity(holder) == room
+    now = puller.tables.tables(holder)
+    for group, (table, written) in enumerate(zip(now, job.tables, strict=True)):
+        assert table[:1] == written[:1], "what was here before"
+        assert not {*table[1:]} & ({*written[1:]} - {NO_BLOCK}), group
+    puller.tables.release(holder)
+    assert puller.tables.free_blocks < puller.tables.blocks
+    assert puller.lookup.on_peer(_done(job), 60) == []
+    assert puller.tables.free_blocks == puller.tables.blocks
+    puller.validate()
+
+
+def test_without_blocks_for_both_the_read_is_waited_for() -> None:
+    puller, owner = _pair(None, blocks=8)
+    owner.blocks = 32
+    owner.compute(PROMPT)
+    holder, wanted = _asked(puller)
+    job = _granted(puller, owner, wanted)
+    assert puller.lookup.on_peer(LOST, 1) == []
+    assert puller.lookup.is_fetching(holder)
+    assert puller.lookup.on_peer(_done(job), 2) == [Restored.found_here(holder, 0)]
+    puller.tables.release(holder)
+    assert puller.tables.free_blocks == puller.tables.blocks
 
 
 def test_a_request_that_ends_before_anything_is_read_waits_for_nothing() -> None:

@@ -217,6 +217,27 @@ class BlockTables:
         self._hold(copy, copy.named)
         self._entries[target] = copy
 
+    def try_replace(self, holder: Holder, left: Holder, blocks: int) -> bool:
+        """Gives `holder` other blocks behind its first `blocks`, and `left` all that it had. False
+        and nothing changed when blocks run out."""
+        entry = self._entries[holder]
+        assert entry.named <= blocks
+        assert left not in self._entries
+        groups = zip(self.layout.groups, entry.tables, strict=True)
+        lengths = [(spec.window is None, len(table)) for spec, table in groups]
+        size = self.layout.block_size
+        window_tokens = size * max((n for is_whole, n in lengths if not is_whole), default=0)
+        tokens = size * max(n for _, n in lengths)
+        other = entry.copy(entry.since_s)
+        for table in other.tables:
+            del table[blocks:]
+        if not self._has_room(other, tokens, window_tokens):
+            return False
+        self._hold(other, other.named)
+        self._extend(other, tokens, window_tokens)
+        self._entries[holder], self._entries[left] = other, entry
+        return True
+
     def try_own(self, holder: Holder, position: int) -> CopyPairs | None:
         """Call it before writing at `position`: replaces a shared block there by an own copy.
 

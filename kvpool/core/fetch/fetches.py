@@ -11,7 +11,8 @@ being written. CHECKING: a page is copied, and the peer is asked whether it held
 then. A pool node is not asked: its grants have checksums and a lease.
 
 A fetch owns its holder's blocks until it ends. It ends once: in one Restored, with the KV that is
-there then, or in a `drop` that returns False. It always waits for a running copy.
+there then, or in a `drop` that returns False. Blocks are never freed under a running copy. When its
+peer is lost, the holder gets others, and those of the copy stay held until it has ended.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ class FetchState(Enum):
     DONE = auto()
     GONE = auto()
 
+
+LEFT = "left"
+"""The side of holders of blocks into which a useless copy still runs."""
 
 _NEXT = {
     FetchState.SOUGHT: {FetchState.ASKED, FetchState.GONE},
@@ -267,11 +271,21 @@ class PrefixFetches:
         return [fetch for fetch in self if fetch.peer == peer]
 
     def lost(self, peer: Incarnation, now_s: float) -> list[Restored]:
-        """Running copies continue to their end; all other fetches from this peer end now."""
+        """All fetches from this peer end now; a running copy may go on for long."""
         fetches = self.all_from(peer)
-        for fetch in fetches:
-            fetch.dropped |= fetch.state is FetchState.COPYING
-        return self._give_up([fetch for fetch in fetches if not fetch.dropped], now_s)
+        copying = [one for one in fetches if one.state is FetchState.COPYING and not one.dropped]
+        left = [restored for fetch in copying for restored in self._leave_copy(fetch)]
+        return left + self._give_up([one for one in fetches if not one.dropped], now_s)
+
+    def _leave_copy(self, fetch: Fetch) -> list[Restored]:
+        """Without blocks for both, the holder waits for the copy's end."""
+        holder, fetch.dropped = fetch.holder, True
+        left = Holder(LEFT, RequestKey(holder.key.request_id, -fetch.number))
+        if not self.tables.try_replace(holder, left, fetch.here):
+            return []
+        fetch.holder = left
+        self._by_key[left.key] = self._by_key.pop(holder.key)
+        return [Restored.found_here(holder, fetch.here * self.tables.layout.block_size)]
 
     def waits_no_longer(self, peer: Incarnation, now_s: float) -> list[Restored]:
         """This peer does not answer. Running copies continue."""

@@ -17,7 +17,7 @@ from kvpool.core.fetch.client_events import (
     OfferSettled,
 )
 from kvpool.core.fetch.cost import RestoreCost
-from kvpool.core.fetch.fetches import FetchState, PrefixFetches, Restored
+from kvpool.core.fetch.fetches import LEFT, FetchState, PrefixFetches, Restored
 from kvpool.core.fetch.peer_pull import PeerSource, PullEvent, PullGrants
 from kvpool.core.fetch.pool_nodes import PoolNodes
 from kvpool.core.fetch.pool_sources import OwnPoolSource, RemotePoolSource
@@ -188,7 +188,10 @@ class PrefixLookup:
         return self._all_ended([*ended, *self.fetches.expire(now_s)])
 
     def _all_ended(self, ended: list[Restored]) -> list[Restored]:
-        return [self._ended(restored) for restored in ended]
+        for restored in ended:
+            if restored.holder.side == LEFT:
+                self.tables.release(restored.holder)
+        return [self._ended(one) for one in ended if one.holder.side != LEFT]
 
     def _ended(self, restored: Restored) -> Restored:
         """All KV that could be fetched is now in the holder's blocks."""

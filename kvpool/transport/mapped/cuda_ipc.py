@@ -243,7 +243,7 @@ class CudaIpcPeer:
         with self._lock:
             pass
 
-    def rest(self) -> bool:
+    def rest(self, patience_s: float) -> bool:
         with self._lock:
             self._mapped.clear()
         return True

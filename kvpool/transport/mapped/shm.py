@@ -89,7 +89,7 @@ class ShmPeer:
     def drain(self) -> None:
         pass
 
-    def rest(self) -> bool:
+    def rest(self, patience_s: float) -> bool:
         with self._lock:
             self._mappings.clear()
         return True

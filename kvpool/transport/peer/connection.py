@@ -206,13 +206,16 @@ class KnownPeers:
             return peer.memory
 
     def leave(self, address: str) -> None:
-        """Peers without a connection rest. Not under the lock, because a peer's memory may wait for
-        the peer."""
+        """Peers without a connection rest. Where a copy still runs, that waits until another one
+        leaves, or the peer comes back."""
         with self._lock:
             self._peers[address].users -= 1
             resting = [(a, peer, peer.met) for a, peer in self._peers.items() if not peer.users]
         for other, peer, met in resting:
-            forgettable = peer.memory.rest()
+            try:
+                forgettable = peer.memory.rest(0.0)
+            except PeerError:
+                continue
             with self._lock:
                 if forgettable and peer.met == met and self._peers.get(other) is peer:
                     del self._peers[other]

@@ -54,6 +54,8 @@ _LISTENS_NO_MORE = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)
 """Errors of `accept` that would repeat. All others concern one peer, or pass."""
 _REST_S = 0.05
 """Pause after a peer could not be accepted."""
+_COPY_ENDS_S = 1.0
+"""A new connection waits this long for a copy with the same peer."""
 _FAREWELL_S = 2.0
 """`close` waits this long for peers to answer."""
 
@@ -260,8 +262,12 @@ class PeerEndpoint:
 
     def _ask_anew(self, connection: PeerConnection) -> None:
         """Asks again for all of the peer's regions, once the peer counts the connection too:
-        regions retired before were not reported."""
-        self._peers[connection.peer_address].rest()
+        regions retired before were not reported. A copy over an earlier connection may hang."""
+        address = connection.peer_address
+        try:
+            self._peers[address].rest(_COPY_ENDS_S)
+        except PeerError as error:
+            raise PeerError(f"{address}: {error}") from error
 
     def _open(self, connection: PeerConnection) -> None:
         """The peer learns which regions were retired in the meantime."""

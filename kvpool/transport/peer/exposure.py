@@ -33,9 +33,9 @@ class PeerMemory(Protocol):
     def drain(self) -> None:
         """Returns once no write to the peer is running."""
 
-    def rest(self) -> bool:
+    def rest(self, patience_s: float) -> bool:
         """Every region must be asked for again. Returns whether the peer may be forgotten if no
-        connection is left."""
+        connection is left. Raises PeerError when a copy with the peer still runs then."""
 
 
 class Exposure(Protocol):

@@ -22,7 +22,9 @@ from kvrelay.types import Incarnation
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _NONCE_BYTES = 32
-_SILENCE_S = 20
+_SILENCE_S = 4
+"""A path is gone when the peer's kernel has confirmed nothing for so long. That of a stopped
+process confirms."""
 _SEND_BUFFER_BYTES = 4 * MAX_MESSAGE_BYTES  # all that a connection has unread at a time
 
 
@@ -167,7 +169,7 @@ def _listen(host: str, port_range: tuple[int, int] | None) -> socket.socket:
 
 
 def _tune(sock: socket.socket) -> None:
-    """Small packets are sent at once, and a vanished host is noticed."""
+    """Small packets are sent at once, and a vanished host or path is noticed."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE_S // 4)

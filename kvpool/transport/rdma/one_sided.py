@@ -18,7 +18,7 @@ from kvpool.transport.peer.base import Read, RegionName, RegionWrite
 from kvpool.transport.peer.control_wire import Grant
 from kvpool.transport.peer.exposure import Check, FetchGrant
 from kvpool.transport.rdma.agent import Agent, Operation, RegionPiece, RegionPlace
-from kvrelay.errors import ConfigError
+from kvrelay.errors import ConfigError, PeerError
 
 _STAGING_BYTES = 4 * 2**20
 
@@ -169,13 +169,17 @@ class OneSidedPeer:
         with self._lock:
             pass
 
-    def rest(self) -> bool:
-        with self._lock:
+    def rest(self, patience_s: float) -> bool:
+        if not self._lock.acquire(timeout=patience_s):
+            raise PeerError("an earlier copy to or from it still runs")
+        try:
             self._places.clear()
             if self._staging is not None:
                 self._registered.remove_staging(self._staging)
                 self._staging = None
             return self._remote.rest()
+        finally:
+            self._lock.release()
 
     def _placed(self, moves: Iterable[tuple[RegionName, int, torch.Tensor]]) -> list[RegionPiece]:
         """Raises PeerError for a region that the peer does not have."""

@@ -1,0 +1,1 @@
+"""Faults under load: what fails, what is wrong, what pauses, and what is left over."""
