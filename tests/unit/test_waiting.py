@@ -48,6 +48,25 @@ def test_a_free_place_is_for_the_first_of_each_line() -> None:
     assert waiting.take_next(0.2) == ("b", WHY)  # a may be served
 
 
+def test_who_is_held_is_not_tried_before_its_time_unless_it_is_released() -> None:
+    waiting = WaitingRoom()
+    for name in ("a", "b"):
+        assert waiting.try_wait(name, displaced(1, name), WHY, 9.0, 0, held_s=2.0)
+    waiting.wake(1.0)
+    assert waiting.take_next(1.0) is None
+    waiting.release(["a"], 1.0)
+    assert waiting.take_next(1.0) == ("a", WHY)
+    assert waiting.take_next(2.0) == ("b", WHY)
+
+
+def test_who_asks_already_is_not_tried_again_by_a_late_release() -> None:
+    waiting = WaitingRoom()
+    assert waiting.try_wait("a", FREE, WHY, 9.0, 0, held_s=1.0)
+    assert waiting.take_next(1.0) == ("a", WHY)
+    waiting.release(["a"], 1.5)
+    assert waiting.take_next(1.5) is None
+
+
 def test_patience_counts_from_the_beginning() -> None:
     waiting = room(("a", FREE))
     assert waiting.waited_s("a", 0.75) == 0.75

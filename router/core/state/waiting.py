@@ -150,7 +150,7 @@ class WaitingRoom:
         if (name := next(due, None)) is None:
             return None
         wait = self._waits[name]
-        self._waits[name] = replace(wait, next_s=inf)
+        self._waits[name] = replace(wait, next_s=inf, held_s=0.0)
         return name, wait.refusal
 
     def _in_turn(self) -> Iterable[dict[str, None]]:
