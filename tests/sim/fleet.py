@@ -133,7 +133,7 @@ class Fleet:
         ends = clients.conclude()
         lost = {end: n for end, n in ends.items() if end.startswith("failed")}
         assert not lost, f"requests failed while there was capacity: {lost}"
-        return Result(events=cluster.events, ends=ends, happened=self.happened())
+        return Result(events=cluster.events_done, ends=ends, happened=self.happened())
 
     def _ask(self) -> None:
         share = self.rng.choice([0.0, 0.5])

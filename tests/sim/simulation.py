@@ -26,7 +26,7 @@ class Simulation(ABC):
         self._order = count()
         self._channel_s: dict[str, float] = defaultdict(float)
         self._next_tick_s = tick_s
-        self.events = 0
+        self.events_done = 0
         self.alive: set[str] = set()
         self._stopped: dict[str, list[Callable[[], None]]] = {}
 
@@ -112,8 +112,8 @@ class Simulation(ABC):
             return True
         self.now_s, _, action = heapq.heappop(self._heap)
         action()
-        self.events += 1
-        if self.events % VALIDATE_EVERY == 0 or not self._heap:
+        self.events_done += 1
+        if self.events_done % VALIDATE_EVERY == 0 or not self._heap:
             self.validate()
         return True
 

@@ -132,8 +132,10 @@ def test_an_id_that_comes_again_at_once_is_another_request() -> None:
 
         def again(request_id: str, clients: Clients = clients) -> None:
             call = clients.calls[request_id]
-            if call.ended is None and request_id in clients.cluster.core.state.requests:
+            face = call.face
+            if face is not None and face.runs:
                 clients.abort(request_id)
+                face.hang_up()
                 clients.calls[request_id] = Call(spec=call.spec, cut={})
                 clients.submit(request_id, 1e-6)
 
