@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -148,9 +148,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--common", type=Path, help="only what stands in this tree too")
     parser.add_argument("--tests", nargs="+", default=TESTS, help="folders; %(default)s")
     parser.add_argument("--map", type=Path, help="the map of its tests: read, or found and written")
-    parser.add_argument("--most-s", type=float, default=180.0, help="seconds for one mutation")
+    parser.add_argument("--most-s", type=float, default=180.0, help="CPU seconds for one mutation")
     parser.add_argument("--jobs", type=int, default=1, help="mutations that are tried at once")
-    parser.add_argument("--json", type=Path, help="write all trials there")
+    parser.add_argument("--json", type=Path, help="write all trials there, and go on with those")
     return parser.parse_args()
 
 
@@ -174,16 +174,29 @@ def main() -> None:
             find_tests(copy, modules, args.tests, known.resolve())
         copies = [copy, *(TreeCopy(tree, folder / str(job)) for job in range(1, args.jobs))]
         benches = [TrialBench(one, TestMap.load(known), args.most_s) for one in copies]
-        found: list[MutationTrial] = []
-        for one in trials(benches, sample):
+        told = {"commit": commit_of(tree), "seed": args.seed, "count": args.count}
+        found = _tried_before(args.json, told)
+        for one in trials(benches, sample[len(found) :]):
             found.append(one)
             print(f"{len(found)}/{len(sample)} {one.fate}: {_told(one)}", file=sys.stderr)
+            if args.json:
+                _write(args.json, told, found)
     print_found(found)
-    if args.json:
-        told = {"tree": str(args.tree), "commit": commit_of(tree), "seed": args.seed}
-        args.json.write_text(
-            json.dumps(told | {"trials": [asdict(one) for one in found]}, indent=2)
-        )
+
+
+def _tried_before(file: Path | None, told: Mapping[str, object]) -> list[MutationTrial]:
+    """What is in the file, if it is of the same tree and sample."""
+    if file is None or not file.exists():
+        return []
+    known = json.loads(file.read_text())
+    same = all(known[name] == value for name, value in told.items())
+    if not same:
+        raise SystemExit(f"{file} holds the trials of {known['commit']}: name another file")
+    return [MutationTrial(**one | {"fate": Fate(one["fate"])}) for one in known["trials"]]
+
+
+def _write(file: Path, told: Mapping[str, object], found: Sequence[MutationTrial]) -> None:
+    file.write_text(json.dumps({**told, "trials": [asdict(one) for one in found]}, indent=2))
 
 
 if __name__ == "__main__":

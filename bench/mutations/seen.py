@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import sys
 import threading
 import time
@@ -21,6 +22,10 @@ import pytest
 
 RESULT = "MUTATIONS_SEEN"
 """Environment variable: the file to write."""
+MOST_CPU_S = "MUTATIONS_MOST_CPU_S"
+"""Environment variable: seconds of CPU time after which the process is ended."""
+MOST_TEST_CPU_S = "MUTATIONS_MOST_TEST_CPU_S"
+"""Environment variable: seconds of CPU time after which a test fails."""
 MOST_BYTES = 8 * 2**30
 
 
@@ -66,8 +71,23 @@ class Seen:
                 yield f"{path.relative_to(self._root)}::{code.co_qualname}"
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    signal.setitimer(signal.ITIMER_PROF, float(os.environ.get(MOST_TEST_CPU_S, 0)))
+    yield
+    signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _hangs(number: int, frame: FrameType | None) -> None:
+    pytest.fail("it hangs")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    signal.signal(signal.SIGPROF, _hangs)
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, hard))
+    if most_s := os.environ.get(MOST_CPU_S):
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(float(most_s)), hard))
     if result := os.environ.get(RESULT):
         config.pluginmanager.register(Seen(config.rootpath, Path(result)))

@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections import defaultdict
@@ -21,8 +22,11 @@ PLUGINS = ("-p", "no:cacheprovider", "-p", "mutations_seen")
 LEFT_OUT = ("test_trace_request.py",)
 """It counts calls, so that it would notice every mutation, also one without effect."""
 MARKED = "not gpu and not families and not ray and not long and not processes"
-MOST_S = 60
-"""A test that takes longer hangs."""
+HANGS_AFTER_S = 20.0, 60.0
+"""A test that takes more CPU time hangs: the least and the most, between them as long as its files
+took when the map was made."""
+WAITS = 6
+"""A test, and a trial, may take this many times its CPU time, on a busy machine."""
 PASSED, NOT_RUN = 0, (4, 5)
 """Exit codes of pytest."""
 
@@ -66,13 +70,14 @@ class TreeCopy:
     def pytest(
         self, options: Sequence[str], variables: dict[str, str], most_s: float | None = None
     ) -> int | None:
-        """Its exit code; None: it ran out of time, and is gone with all that it started."""
+        """Its exit code; None: it used `most_s` of CPU time, or waited for much longer, and is gone
+        with all that it started."""
         places = (self.root, self.root / "proto", self._plugins)
         environment = os.environ | variables | {"PYTHONPATH": os.pathsep.join(map(str, places))}
         command = [sys.executable, "-m", "pytest", "-q", *PLUGINS, *options]
         with (self.root.parent / "pytest.log").open("wb") as log:
             process = subprocess.Popen(
-                [*command, f"--timeout={MOST_S}", "-m", MARKED],
+                [*command, "-m", MARKED],
                 cwd=self.root,
                 env=environment,
                 stdout=log,
@@ -80,9 +85,10 @@ class TreeCopy:
                 start_new_session=True,
             )
             try:
-                return process.wait(most_s)
+                code = process.wait(None if most_s is None else WAITS * most_s)
+                return None if code == -signal.SIGXCPU else code
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
+                os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 return None
 
@@ -197,8 +203,11 @@ class TrialBench:
         before = self.copy.source(path)
         self.copy.write(path, source)
         try:
-            options = ["-x", *self._deselected, *files]
-            code = self.copy.pytest(options, {"PYTHONDONTWRITEBYTECODE": "1"}, self.most_s)
+            test_s = self._limit_s(files)
+            options = ["-x", f"--timeout={WAITS * test_s}", *self._deselected, *files]
+            limits = {seen.MOST_CPU_S: str(self.most_s), seen.MOST_TEST_CPU_S: str(test_s)}
+            variables = {"PYTHONDONTWRITEBYTECODE": "1", **limits}
+            code = self.copy.pytest(options, variables, self.most_s)
         finally:
             self.copy.write(path, before)
         assert code not in NOT_RUN, f"pytest ends with {code}: {files}"
@@ -207,6 +216,10 @@ class TrialBench:
         if code == PASSED:
             return Fate.SURVIVED, "", len(files)
         return Fate.KILLED, self._failed_test(code), len(files)
+
+    def _limit_s(self, files: Sequence[str]) -> float:
+        least_s, most_s = HANGS_AFTER_S
+        return min(most_s, max(least_s, *(self.tests.seconds[file] for file in files)))
 
     def _failed_test(self, code: int) -> str:
         log = (self.copy.root.parent / "pytest.log").read_text(errors="replace")
