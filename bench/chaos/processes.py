@@ -119,7 +119,7 @@ class Supervisor:
 
     def environment(self) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "KVRELAY_"))}
-        return kept | {MARK: self.mark, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        return kept | {MARK: self.mark, "OMP_NUM_THREADS": "1"}
 
     def add(self, process: Process) -> None:
         self.processes[process.name] = process
