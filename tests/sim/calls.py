@@ -19,7 +19,8 @@ from router.core.promises.refusal import Refusal
 from router.core.request import Request
 from router.core.state.generation import ChoiceTokens, GenerationRequest
 from router.grpc_api.messages import continuation_of
-from router.text.continuation import VALID_S, Ticket, TicketKey
+from router.text.continuation import VALID_S, Ticket
+from router.text.signing import ClusterKey
 from tests.sim.model import NAMES, VOCABULARY, expected
 from tests.sim.routers import RouterLife
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from tests.sim.clients import Clients
 
 MOST_REFUSALS = 50
-TICKETS = TicketKey(b"of the simulated cluster")
+TICKETS = ClusterKey(b"of the simulated cluster")
 GONE = RequestFailedError("unavailable", "the router is gone")
 
 
@@ -166,7 +167,7 @@ class Face:
         if behind is None:
             return asked
         behind.check(asked.sampling.n, asked.sampling.max_tokens, VOCABULARY)
-        ticket = TICKETS.open(behind.ticket)
+        ticket = TICKETS.open(Ticket, behind.ticket)
         assert ticket is not None and ticket.admits(self._ticket(now_s))
         return replace(
             asked,

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
+from cluster.core.processes import pool_process
 from cluster.core.supervision import (
     Announce,
     Home,
@@ -20,8 +21,6 @@ from cluster.core.supervision import (
     ProcessAnswered,
     ProcessJoined,
     ProcessKind,
-    Recalled,
-    Remember,
     Remove,
     Serving,
     Start,
@@ -30,7 +29,7 @@ from cluster.core.supervision import (
     SupervisorEvent,
     Withdraw,
 )
-from cluster.core.supervisor import Limits, Supervisor, pool_process
+from cluster.core.supervisor import NEW, Former, Limits, Supervisor
 from kvrelay.types import Incarnation
 from tests.sim.pool_node import Host
 from tests.sim.worker import Shape
@@ -38,17 +37,16 @@ from tests.sim.worker import Shape
 if TYPE_CHECKING:
     from tests.sim.cluster import Cluster
 
-LIMITS = Limits(startup_timeout_s=600.0, driver_timeout_s=None, hang_timeout_s=20.0)
+LIMITS = Limits(startup_timeout_s=600.0, hang_timeout_s=20.0)
 STARTS_S = 0.5
 
 
 @dataclass(slots=True)
 class Process:
-    """`number` is its start's, as the controller counts. `remembers` that the cluster was READY."""
+    """`number` is its start's, as the controller counts."""
 
     incarnation: Incarnation
     number: int
-    remembers: bool = False
 
 
 class Controller:
@@ -63,12 +61,12 @@ class Controller:
         self._hosts = {pool_process(host.name): host for host in hosts}
         self._running: dict[str, Process] = {}
         self._lives = count()
-        self._begin(restarted=False)
+        self._begin(NEW)
         cluster.dies = self._died
 
     # --- its own lives --------------------------------------------------------------------------
 
-    def _begin(self, *, restarted: bool) -> None:
+    def _begin(self, former: Former) -> None:
         self.name = f"controller.{next(self._lives)}"
         self.cluster.born(self.name)
         self.core = Supervisor(
@@ -77,17 +75,16 @@ class Controller:
             LIMITS,
             self.cluster.now_s,
             pool_needs="{}" if self._hosts else None,
-            restarted=restarted,
+            former=former,
         )
-        if restarted:
-            was_ready = any(one.remembers for one in self._running.values())
-            self.tell(Recalled(was_ready=was_ready), 0.5)
 
     def kill(self) -> None:
-        """It is back a little later."""
+        """It is back a little later, with the phase that it wrote down."""
         self.cluster.die(self.name)
-        again = partial(self._begin, restarted=True)
-        self.cluster.after(f"restart {self.name}", again, 1.0)
+        self.cluster.after(f"restart {self.name}", self._begin_again, 1.0)
+
+    def _begin_again(self) -> None:
+        self._begin(Former(phase=self.core.phase, left=frozenset(self._running)))
 
     def tick(self) -> None:
         name = self.name
@@ -127,9 +124,6 @@ class Controller:
                 self._ping(command)
             case Remove(name=name):
                 self._remove(name)
-            case Remember(name=name):
-                if name in self._running:
-                    self._running[name].remembers = True
 
     # --- processes ------------------------------------------------------------------------------
 

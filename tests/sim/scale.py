@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 from kvpool.core.transfer import piece
-from router.core import lifecycle, migration
+from router.core import migration, request
 
 
 @contextmanager
@@ -20,7 +20,8 @@ def small() -> Iterator[None]:
             (migration, "FEWEST_LEFT_TOKENS", 4),
             (migration, "WORTH", 4.0),
             (migration, "LOOK_S", 0.02),
-            (lifecycle, "MAX_ATTEMPTS", 100),
+            (request, "MAX_ATTEMPTS", 100),
+            (request, "MOST_DEATHS", 100),
         ):
             stack.enter_context(patch.object(module, name, value))
         piece.cut_span.cache_clear()
