@@ -224,7 +224,7 @@ def test_a_node_that_hangs_is_not_waited_for() -> None:
 def test_what_a_stray_writer_leaves_is_never_served() -> None:
     """Readers find it by its checksum, and compute the rest."""
     damaged = 0
-    for seed in range(8):
+    for seed in range(12):
         world = World(seed=seed, roles="2p2d", layout="plain", places=(16,))
         host = world.cluster.pools.hosts["h0"]
         for i in range(600):
