@@ -42,23 +42,23 @@ test-gpu: $(STAMP)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
 
 bench: $(STAMP)  ## the benchmarks of this machine, with their limits and peers
-	$(BIN)/python -m bench.engine
-	$(BIN)/python -m bench.agreement
-	$(BIN)/python -m bench.sampler
-	$(BIN)/python -m bench.collate
-	$(BIN)/python -m bench.codec_loss
-	$(BIN)/python -m bench.canary
-	$(BIN)/python -m bench.serve
-	$(BIN)/python -m bench.overload
-	$(BIN)/python -m bench.qos
-	$(BIN)/python -m bench.host_tier
-	$(BIN)/python -m bench.parallel
-	$(BIN)/python -m bench.directory
-	$(BIN)/python -m bench.router
-	$(BIN)/python -m bench.trace_request
-	$(BIN)/python -m bench.metrics
-	$(BIN)/python -m bench.wire
-	$(BIN)/python -m bench.prefix_live
+	$(BIN)/python -m bench.engine.speed
+	$(BIN)/python -m bench.engine.agreement
+	$(BIN)/python -m bench.engine.sampler
+	$(BIN)/python -m bench.kvpool.collate
+	$(BIN)/python -m bench.kvpool.codec_loss
+	$(BIN)/python -m bench.kvpool.canary
+	$(BIN)/python -m bench.serving.serve
+	$(BIN)/python -m bench.serving.overload
+	$(BIN)/python -m bench.serving.qos
+	$(BIN)/python -m bench.kvpool.host_tier
+	$(BIN)/python -m bench.engine.parallel
+	$(BIN)/python -m bench.kvpool.directory
+	$(BIN)/python -m bench.router.decisions
+	$(BIN)/python -m bench.router.trace_request
+	$(BIN)/python -m bench.router.metrics
+	$(BIN)/python -m bench.router.wire
+	$(BIN)/python -m bench.serving.prefix_live
 	$(BIN)/python -m bench.transfer
 	$(BIN)/python -m bench.transfer --handoff
 	$(BIN)/python -m bench.transfer --profile build/handoff-cpu.json
@@ -77,8 +77,8 @@ bench-peers: $(STAMP)  ## install the peer engines, each in its own environment
 	$(PYTHON) -m bench.peers
 
 bench-gpu: $(STAMP)  ## the benchmarks that need a CUDA device
-	$(BIN)/python -m bench.engine --device cuda
-	$(BIN)/python -m bench.collate --device cuda
+	$(BIN)/python -m bench.engine.speed --device cuda
+	$(BIN)/python -m bench.kvpool.collate --device cuda
 	$(BIN)/python -m bench.transfer --device cuda
 	$(BIN)/python -m bench.transfer --device cuda --handoff
 	$(BIN)/python -m bench.transfer --device cuda --profile build/handoff-cuda.json

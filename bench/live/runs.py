@@ -15,7 +15,7 @@ from bench.live.replay import EARLY_S, Window, replay, simulated
 from bench.live.stack import Policy, load, stack
 from bench.live.subject import Subject
 from bench.live.told import Predicted, Told, read_record
-from bench.plain_cluster import PlainCluster
+from bench.serving.plain_cluster import PlainCluster
 
 WARM_FACTOR, WARM_S = 1.0, 20.0
 """Before the first rate, so that the router has learnt how far to trust its predictions."""

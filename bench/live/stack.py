@@ -11,7 +11,7 @@ from pathlib import Path
 from bench.live.offered import Offered
 from bench.live.outcome import Objectives, Outcome
 from bench.live.sending import send
-from bench.plain_cluster import PlainCluster, WorkerPlan, plain_cluster
+from bench.serving.plain_cluster import PlainCluster, WorkerPlan, plain_cluster
 
 PLANS = (
     WorkerPlan(role="prefill", cores=(0,), nice=5),

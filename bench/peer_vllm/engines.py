@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from bench.engine import EngineRun, Load, load_bench_engine
+from bench.engine.speed import EngineRun, Load, load_bench_engine
 from bench.peer_vllm.process import Peer, peer, peer_model
 from bench.report import Reading, Row, interleave
 from engine.runner import Engine

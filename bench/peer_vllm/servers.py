@@ -16,9 +16,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.http_load import Sent, send
 from bench.peer_vllm.process import Peer, peer
-from bench.start_up import free_port
+from bench.serving.http_load import Sent, send
+from bench.serving.start_up import free_port
 
 PATIENCE_S = 420.0
 """The first start compiles, on one core each."""

@@ -15,13 +15,13 @@ from functools import partial
 
 import torch
 
-from bench.http_load import SendOne, Sent, all_at_once, arriving, send
 from bench.models import SMOLLM_135M
 from bench.peer_vllm.process import peer_model
 from bench.peer_vllm.servers import PREFILLED, vllm_aggregated, vllm_split
-from bench.plain_cluster import HANDED_OVER, WorkerPlan, plain_cluster
 from bench.report import Reading, Row
-from bench.serve import LOAD, MODEL, SETTINGS, SPLIT
+from bench.serving.http_load import SendOne, Sent, all_at_once, arriving, send
+from bench.serving.plain_cluster import HANDED_OVER, WorkerPlan, plain_cluster
+from bench.serving.serve import LOAD, MODEL, SETTINGS, SPLIT
 
 MAX_MODEL_LEN = 2304
 REQUESTS = 32

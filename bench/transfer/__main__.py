@@ -32,11 +32,11 @@ from bench.transfer.apart import apart, usable
 from bench.transfer.grid import grid_rows
 from bench.transfer.handoff import handoff_rows
 from bench.transfer.pair import PAIRS
-from bench.transfer.profile import profile_rows
 from bench.transfer.sender import MESSAGE_LINKS
 from bench.transfer.shape import Shape
 from bench.transfer.speed import rows_of
 from bench.transfer.steady import steady_row
+from bench.transfer.timeline.profile import profile_rows
 
 WORKER_LINKS = ("shm", "cuda_ipc", *MESSAGE_LINKS)
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench.http_load import Sent, closed_loop
 from bench.models import write_random_llama
-from bench.plain_cluster import pool_node
 from bench.report import Reading, Row
+from bench.serving.http_load import Sent, closed_loop
+from bench.serving.plain_cluster import pool_node
 from bench.transfer.pair import Pair
 
 MODES = {"shm": ("push", "pull", "pool")}

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig
 
 from bench.models import KV_OF_8B, SMOLLM_135M
-from bench.plain_cluster import HANDED_OVER, PlainCluster, WorkerPlan, plain_cluster
+from bench.serving.plain_cluster import HANDED_OVER, PlainCluster, WorkerPlan, plain_cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ import pytest
 from bench.live.offered import Mix, Offered, one, poisson
 from bench.live.outcome import Objectives, Outcome
 from bench.live.sending import send
-from bench.live.tiers import TierFile
+from bench.live.tiers.run import TierFile
 from cluster.core.qos import qos_tiers, router_tiers, tier_match
 from engine.bundled import checkpoint_path
 from kvrelay.qos import QosTiers

@@ -9,7 +9,7 @@ import pytest
 from transformers import LlamaConfig
 
 from bench.transfer.pair import Pair
-from bench.transfer.profile import profile_rows
+from bench.transfer.timeline.profile import profile_rows
 
 TINY = LlamaConfig(
     vocab_size=512,

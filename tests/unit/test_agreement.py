@@ -9,8 +9,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from bench.agreement import WAYS, Text, agreement, apart, reordered, write_text
-from bench.codec_loss import Load, bench_engine
+from bench.engine.agreement import WAYS, Text, agreement, apart, reordered, write_text
+from bench.kvpool.codec_loss import Load, bench_engine
 from engine.bundled import checkpoint_path
 
 LOAD = Load(prompts=2, prompt_tokens=64, output_tokens=48)

@@ -9,15 +9,15 @@ from unittest.mock import Mock
 
 import pytest
 
-from bench import overload
-from bench.http_load import Sent
 from bench.live.calibrate import Calibration, _check
 from bench.live.offered import LIMIT, Mix, one
 from bench.live.outcome import Outcome
 from bench.live.points import Point
 from bench.live.results import Results, read, write
 from bench.live.subject import questions
-from bench.serve import Arm, _latency_rows
+from bench.serving import overload
+from bench.serving.http_load import Sent
+from bench.serving.serve import Arm, _latency_rows
 from engine.bundled import checkpoint_path
 
 CONTEXT = json.loads((checkpoint_path() / "config.json").read_text())["max_position_embeddings"]
@@ -81,13 +81,13 @@ def test_results_of_both_ends_are_kept_in_one_file(results: Results, tmp_path: P
 
 
 def test_both_ends_are_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["bench.overload"])
+    monkeypatch.setattr("sys.argv", ["bench.serving.overload"])
     assert overload._parsed().ends == ["own", "oracle"]
 
 
 def test_the_oracle_is_predictive_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[tuple[str, str]] = []
-    monkeypatch.setattr("sys.argv", ["bench.overload"])
+    monkeypatch.setattr("sys.argv", ["bench.serving.overload"])
     monkeypatch.setattr(overload, "corpus", lambda: (1, 2, 3))
     monkeypatch.setattr(overload, "calibrate", lambda subject, text: KNOWN)
     kept = Results(model="bundled")
@@ -112,9 +112,11 @@ def test_the_split_has_no_row_that_cannot_differ() -> None:
 
 
 def test_random_weights_have_no_ends_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["bench.overload", "--model", "smollm"])
+    monkeypatch.setattr("sys.argv", ["bench.serving.overload", "--model", "smollm"])
     assert overload._parsed().ends == ["oracle"]
-    monkeypatch.setattr("sys.argv", ["bench.overload", "--model", "smollm", "--ends", "own"])
+    monkeypatch.setattr(
+        "sys.argv", ["bench.serving.overload", "--model", "smollm", "--ends", "own"]
+    )
     with pytest.raises(SystemExit):
         overload._parsed()
 

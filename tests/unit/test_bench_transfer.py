@@ -16,11 +16,11 @@ import torch
 from bench.report import Reading
 from bench.transfer.grid import GridPoint, grid_rows, measure
 from bench.transfer.link import link
-from bench.transfer.overlap import Handoff
 from bench.transfer.pair import PAIRS
-from bench.transfer.profile import rows_of as profiled
 from bench.transfer.shape import Shape
 from bench.transfer.speed import COLLATED, DIRECT, _rows, rows_of
+from bench.transfer.timeline.overlap import Handoff
+from bench.transfer.timeline.profile import rows_of as profiled
 from kvpool.core.transfer.link_cost import TransferWay
 
 REPOSITORY = Path(__file__).parents[2]

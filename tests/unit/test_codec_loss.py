@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.codec_loss import Load, losses, rows
+from bench.kvpool.codec_loss import Load, losses, rows
 from engine.core.sizing import EngineLimits
 from engine.load import load_engine
 from engine.model.checkpoint import open_checkpoint

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench import sampler as bench
-from bench.codec_loss import Load, bundled_prompts
-from bench.sampler import KINDS, differing, differing_by_inverse_cdf, logits_twice
+from bench.engine import sampler as bench
+from bench.engine.sampler import KINDS, differing, differing_by_inverse_cdf, logits_twice
+from bench.kvpool.codec_loss import Load, bundled_prompts
 
 POSITIONS = Load(prompts=4, prompt_tokens=256, output_tokens=0)
 SEEDS = range(5)

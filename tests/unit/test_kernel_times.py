@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.kernel_times import stream_times
+from bench.engine.cuda.kernel_times import stream_times
 
 
 def kernel(stream: int, begin: float, end: float) -> dict[str, object]:

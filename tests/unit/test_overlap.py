@@ -1,11 +1,11 @@
-"""bench/transfer/overlap.py on traces made by hand."""
+"""bench/transfer/timeline/overlap.py on traces made by hand."""
 
 from __future__ import annotations
 
 import pytest
 
-from bench.transfer.chrome import Range
-from bench.transfer.overlap import Handoff, handoff, handoffs
+from bench.transfer.timeline.chrome import Range
+from bench.transfer.timeline.overlap import Handoff, handoff, handoffs
 
 
 def chunk(start_s: float, end_s: float, *requests: str) -> Range:

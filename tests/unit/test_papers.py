@@ -12,14 +12,12 @@ import pytest
 from bench.papers import (
     distserve,
     dynamo,
-    mooncake,
-    mooncake_admission,
-    mooncake_rejections,
     silicon,
     splitwise,
     splitwise_fleets,
 )
 from bench.papers.goodput import Objectives, attainment, highest_rate, poisson
+from bench.papers.mooncake import admission, goodput, rejections
 from bench.papers.silicon_fit import START, Fitted, fit, pattern_search, predict
 from bench.papers.silicon_rows import Measured, read_measured
 from cluster.config.schema import Config
@@ -75,14 +73,14 @@ def test_the_fleets_of_equal_power_are_that() -> None:
 
 
 def test_reuse_pays_from_the_bandwidths_that_mooncake_says() -> None:
-    claims = list(mooncake.claims())
+    claims = list(goodput.claims())
     assert len(claims) == 3
     assert all(round(claim.ours) == claim.paper for claim in claims)
 
 
 def test_longer_prefixes_need_less_bandwidth() -> None:
-    model = mooncake.Llama70b()
-    short, long = (mooncake.break_even_bytes_per_s(model, 2.5e15, n) for n in (1024, 131_072))
+    model = goodput.Llama70b()
+    short, long = (goodput.break_even_bytes_per_s(model, 2.5e15, n) for n in (1024, 131_072))
     assert short / long == pytest.approx((22 * 8192 + 4 * 131_072) / (22 * 8192 + 4 * 1024))
 
 
@@ -90,10 +88,9 @@ def test_mooncake_s_baseline_rejects_what_it_has_computed() -> None:
     requests = [
         TraceRequest(arrival_s=0.05 * i, input_tokens=1000, output_tokens=200) for i in range(40)
     ]
-    setting = mooncake_rejections.Setting(prefill=1, decode=1, tpot_s=0.015, rate=1.0)
+    setting = rejections.Setting(prefill=1, decode=1, tpot_s=0.015, rate=1.0)
     found = {
-        policy: mooncake_rejections.simulated(policy, requests, setting)
-        for policy in mooncake_admission.SIMULATIONS
+        policy: rejections.simulated(policy, requests, setting) for policy in admission.SIMULATIONS
     }
     refused = {policy: one.report.refused.keys() for policy, one in found.items()}
     assert refused["baseline"] == {"after_prefill"}
@@ -101,13 +98,13 @@ def test_mooncake_s_baseline_rejects_what_it_has_computed() -> None:
     assert refused["predictive"] == {"tpot_unreachable"}
     for one in found.values():
         assert one.served_tokens == pytest.approx(one.report.attainment), "all are alike"
-    claimed = {claim.what: claim for claim in mooncake_rejections.claims(found)}
+    claimed = {claim.what: claim for claim in rejections.claims(found)}
     paper = claimed["prediction: against baseline"].paper
     assert paper == pytest.approx(-14.2, abs=0.05)
 
 
 def test_mooncake_s_prediction_takes_all_sequences_to_decode_equally_long() -> None:
-    times = mooncake_admission.DecodeTimes()
+    times = admission.DecodeTimes()
     for name, at_s, done in (("a", 1, False), ("b", 2, False), ("a", 5, True), ("b", 4, True)):
         times.delivered(name, at_s, done=done)
     assert times.usual_s == 3
@@ -120,7 +117,7 @@ def test_mooncake_s_prediction_takes_all_sequences_to_decode_equally_long() -> N
 
 def test_a_part_of_a_trace_begins_at_once() -> None:
     requests = [TraceRequest(arrival_s=i, input_tokens=1, output_tokens=1) for i in range(4)]
-    assert [one.arrival_s for one in mooncake_rejections.from_(requests, 2)] == [0, 1]
+    assert [one.arrival_s for one in rejections.from_(requests, 2)] == [0, 1]
 
 
 # --- DistServe ----------------------------------------------------------------------------------

@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.http_load import Sent
 from bench.peer_vllm import process
 from bench.peer_vllm.engines import STREAM, Done, _agreement, _checked
 from bench.peer_vllm.process import peer
 from bench.peer_vllm.serving import Objectives
+from bench.serving.http_load import Sent
 
 PARENT = """
 import subprocess, sys

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.prefix_cache import CONVERSATION, Trace, replay
+from bench.kvpool.prefix_cache import CONVERSATION, Trace, replay
 
 _TRACE = Path(__file__).parents[3] / "shared/data/mooncake/conversation_trace.jsonl"
 

@@ -16,7 +16,7 @@ import cluster.sim.simulation
 import cluster.sim.worker
 import cluster.worker.build
 import router.live.dispatcher
-from bench.promises import BOTTLENECKS, SHARES, Became, Offer, offer
+from bench.router.promises import BOTTLENECKS, SHARES, Became, Offer, offer
 from cluster.cli.main import app
 from cluster.config.load import Override, load_config
 from cluster.core.worker.core import WorkerCore

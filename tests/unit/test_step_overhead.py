@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import step_overhead
+from bench.engine import step_overhead
 from engine.core.sizing import EngineLimits
 from engine.load import load_engine
 from engine.model.checkpoint import open_checkpoint

@@ -8,7 +8,14 @@ from dataclasses import asdict
 
 import pytest
 
-from bench.trace_request import Calls, Counts, calls_per_token, counts, hard_request, plain_request
+from bench.router.trace_request import (
+    Calls,
+    Counts,
+    calls_per_token,
+    counts,
+    hard_request,
+    plain_request,
+)
 
 COUNTED_BY = (3, 11)
 """Other versions of Python make other calls, for example none for what they inline."""
@@ -26,8 +33,8 @@ pytestmark = pytest.mark.skipif(
 
 def check(name: str, found: float, budget: float) -> None:
     assert found <= budget, (
-        f"{name}: {found:g}, the budget is {budget:g}. `python -m bench.trace_request --path` "
-        "shows the way; shorten it, or say in the commit why a longer one is worth it"
+        f"{name}: {found:g}, the budget is {budget:g}. `python -m bench.router.trace_request "
+        "--path` shows the way; shorten it, or say in the commit why a longer one is worth it"
     )
     assert budget <= SLACK * found + 1, f"{name}: {found:g}, so lower the budget of {budget:g}"
 

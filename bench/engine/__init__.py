@@ -1,0 +1,1 @@
+"""The engine alone: tokens per second, exactness, what a step costs."""

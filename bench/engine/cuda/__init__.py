@@ -1,0 +1,1 @@
+"""The engine on CUDA devices, and its kernels."""

@@ -1,0 +1,250 @@
+"""The bare engine on one CUDA device against what the device can do.
+
+A random model of Llama-3.1-8B's shape in bf16, made on the device; no checkpoint, no Ray. What the
+device can do is measured in the same run: a large copy, read and written, and a matrix product.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from bench.engine.cuda.ahead import ahead_row
+from bench.engine.cuda.batch import batch_row
+from bench.engine.cuda.random_engine import LLAMA_8B, decode_batch, random_engine, whole_slice
+from bench.engine.cuda.shared import shared_rows
+from bench.report import Reading, Row
+from engine.attention.choosing.choice import group_shapes, opener, usable
+from engine.attention.choosing.measure import GRID, measure, time_device, time_layer
+from engine.attention.choosing.needs import Wanted
+from engine.core.step import StepBatch
+from engine.model.kv_layout import probe
+from engine.runner import Engine
+from kvpool.memory.kv_memory import KvMemory
+
+THUNDER_MLA = (4641, 45118, 1730, 1696)
+_REPEATS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What it can do, measured."""
+
+    copy_bytes_per_s: float
+    matmul_flops: float
+
+
+def measure_device(device: str) -> Device:
+    nbytes = 2 << 30
+    source, target = (torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    source.random_()
+    copied = time_device(lambda: target.copy_(source))
+    left, right = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2))
+    multiplied = time_device(lambda: left @ right)
+    return Device(copy_bytes_per_s=2 * nbytes / copied, matmul_flops=2 * 8192**3 / multiplied)
+
+
+def _time_steps(engine: Engine, batch: StepBatch) -> Reading:
+    """Whole steps, until the tokens are on the CPU."""
+    values = []
+    for i in range(_REPEATS + 3):
+        begin = time.perf_counter()
+        engine.run(batch)
+        if i >= 3:
+            values.append(time.perf_counter() - begin)
+    return Reading(values=tuple(values))
+
+
+def _read_bytes(engine: Engine, contexts: Sequence[int]) -> int:
+    """The fewest that a decode step can read: the weights but the table of embeddings, and KV."""
+    embeddings = engine.model.module.get_input_embeddings().weight
+    return (
+        engine.model.weight_bytes
+        - embeddings.nbytes
+        + sum(contexts) * engine.layout.bytes_per_token
+    )
+
+
+def decode_rows(engine: Engine, device: Device, method: str) -> list[Row]:
+    rows = []
+    for count in (1, 64):
+        contexts = (2048,) * count
+        found = _time_steps(engine, decode_batch(engine.layout, contexts))
+        rows.append(
+            Row(
+                name=f"decode step, {count} x 2,048 tokens",
+                value=_read_bytes(engine, contexts) / found.median / 1e9,
+                unit="GB/s",
+                against="copy on the device, read and written",
+                against_value=device.copy_bytes_per_s / 1e9,
+                goal=0.8,
+                method=method,
+                spread=f"{1e3 * found.median:.2f} ms a step; {found.spread()} s",
+            )
+        )
+    return rows
+
+
+def python_row(engine: Engine, method: str) -> Row:
+    """A step's wall time less its time on the device: what the CPU adds."""
+    batch = decode_batch(engine.layout, (512,) * 256)
+    whole = _time_steps(engine, batch)
+    on_device = time_device(lambda: _logits(engine, batch))
+    return Row(
+        name="Python of a decode step, 256 x 512 tokens",
+        value=1e3 * max(0.0, whole.median - on_device),
+        unit="ms",
+        against="goal",
+        against_value=2.0,
+        goal=1.0,
+        lower_is_better=True,
+        method=method,
+        spread=f"step {1e3 * whole.median:.2f} ms, logits {1e3 * on_device:.2f} ms",
+    )
+
+
+def ahead_rows(engine: Engine, method: str) -> list[Row]:
+    shapes = {"64 x 2,048 tokens": (2048,) * 64, "256 x 512 tokens": (512,) * 256}
+    return [
+        ahead_row(engine, decode_batch(engine.layout, contexts), name, method)
+        for name, contexts in shapes.items()
+    ]
+
+
+def _logits(engine: Engine, batch: StepBatch) -> torch.Tensor:
+    """Where steps are recorded: with nothing from Python in between."""
+    graphs = engine.graphs
+    return graphs.replay(len(batch.slices)) if graphs is not None else engine.logits(batch)
+
+
+def prefill_row(engine: Engine, device: Device, method: str) -> Row:
+    tokens = 8192
+    ids = torch.randint(2, LLAMA_8B.vocab_size, (tokens,)).tolist()
+    whole = whole_slice(0, tuple(ids), 0, range(engine.layout.blocks_for(tokens)))
+    found = _time_steps(engine, StepBatch(slices=(whole,)))
+    return Row(
+        name="prefill of 8,192 tokens",
+        value=prefill_flops(engine, tokens) / found.median / 1e12,
+        unit="TFLOP/s",
+        against="matrix product of 8,192 x 8,192 x 8,192",
+        against_value=device.matmul_flops / 1e12,
+        goal=0.7,
+        method=method,
+        spread=f"{1e3 * found.median:.1f} ms; {found.spread()} s",
+    )
+
+
+def prefill_flops(engine: Engine, tokens: int) -> float:
+    """Of the layers; only the last token's logits are computed."""
+    module, config = engine.model.module, LLAMA_8B
+    tables = (module.get_input_embeddings().weight, module.get_output_embeddings().weight)
+    layers = sum(p.numel() for p in module.parameters()) - sum(t.numel() for t in tables)
+    heads = config.num_hidden_layers * config.hidden_size
+    return 2.0 * layers * tokens + 4.0 * heads * tokens**2 / 2
+
+
+def attention_rows(engine: Engine, name: str, device: Device, method: str) -> list[Row]:
+    """One layer's decode attention by itself."""
+    wanted = _wanted(engine)
+    layout = replace(engine.layout, groups=(replace(engine.layout.groups[0], layers=(0,)),))
+    wanted = replace(wanted, layout=layout)
+    count, context = 64, 8192
+    seconds = _time_attention(wanted, name, (context,) * count)
+    bandwidth = Row(
+        name=f"decode attention of a layer, {count} x {context:,} tokens",
+        value=count * context * layout.bytes_per_token / seconds / 1e9,
+        unit="GB/s",
+        against="copy on the device, read and written",
+        against_value=device.copy_bytes_per_s / 1e9,
+        goal=0.85,
+        method=method,
+        spread=f"{1e6 * seconds:.0f} us",
+    )
+    uneven = _time_attention(wanted, name, THUNDER_MLA)
+    even = _time_attention(wanted, name, (sum(THUNDER_MLA) // 4,) * 4)
+    balance = Row(
+        name=f"decode attention of a layer, contexts {THUNDER_MLA}",
+        value=1e6 * uneven,
+        unit="us",
+        against="four equal ones of the same total",
+        against_value=1e6 * even,
+        goal=1.2,
+        lower_is_better=True,
+        method=method,
+    )
+    return [bandwidth, balance]
+
+
+def _wanted(engine: Engine) -> Wanted:
+    return Wanted(
+        device=engine.model.device,
+        dtype=engine.model.dtype,
+        layout=engine.layout,
+        groups=group_shapes(engine.layout, probe(engine.model)),
+    )
+
+
+def _time_attention(wanted: Wanted, name: str, contexts: Sequence[int]) -> float:
+    """`wanted` has one layer."""
+    layout = wanted.layout
+    memory = KvMemory(layout, sum(map(layout.blocks_for, contexts)), wanted.device)
+    for plane in memory.planes[0]:
+        plane.normal_()
+    backend = opener(name)(memory, wanted.groups, {0: (0, 0)})
+    state = backend.prepare(decode_batch(layout, contexts).slices).state
+    return time_layer(state, wanted.groups[0], wanted, len(contexts))
+
+
+def backend_rows(engine: Engine, method: str) -> list[Row]:
+    """What "auto" measures, for all that works here."""
+    wanted = _wanted(engine)
+    found = {name: measure(opener(name), wanted) for name in usable(wanted)}
+    return [
+        Row(
+            name=f"attention of a layer by {name}, {work}",
+            value=1e6 * seconds,
+            unit="us",
+            against="sdpa",
+            against_value=1e6 * found["sdpa"][work],
+            lower_is_better=True,
+            method=method,
+        )
+        for work in GRID
+        for name, seconds in ((name, times[work]) for name, times in found.items())
+    ]
+
+
+def measure_engine(device: str, backend: str, *, graphs: bool = True) -> list[Row]:
+    limits = measure_device(device)
+    engine, chosen = random_engine(
+        device, tokens=64 * 2048 + 256, batch=256, backend=backend, graphs=graphs
+    )
+    method = (
+        f"random Llama-3.1-8B, bf16, {torch.cuda.get_device_name(device)}, "
+        f"torch {torch.__version__}, attention {chosen}, "
+        f"CUDA graphs {'on' if engine.graphs is not None else 'off'}"
+    )
+    parts: tuple[Callable[[], list[Row]], ...] = (
+        lambda: decode_rows(engine, limits, method),
+        lambda: [python_row(engine, method)],
+        lambda: ahead_rows(engine, method),
+        lambda: [prefill_row(engine, limits, method)],
+        lambda: attention_rows(engine, chosen, limits, method),
+        lambda: shared_rows(engine, decode_batch(engine.layout, (2048,) * 64), method),
+        lambda: backend_rows(engine, method),
+        lambda: [batch_row(engine, method)],
+    )
+    return [row for part in parts for row in _tried(part)]
+
+
+def _tried(part: Callable[[], list[Row]]) -> list[Row]:
+    """What fails is printed and left out: time on a device is dear."""
+    try:
+        return part()
+    except Exception:
+        traceback.print_exc()
+        return []

@@ -1,0 +1,1 @@
+"""KV blocks: memory, names, tiers, codecs."""

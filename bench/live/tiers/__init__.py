@@ -1,0 +1,1 @@
+"""QoS tiers of a live cluster, at several loads."""

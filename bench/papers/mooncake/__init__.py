@@ -1,0 +1,1 @@
+"""Figures of the Mooncake paper, in the simulator."""

@@ -1,0 +1,1 @@
+"""The router's core and its shell: decisions, metrics, wire."""

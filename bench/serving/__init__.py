@@ -1,0 +1,1 @@
+"""Whole clusters on this machine, against their peers and limits."""

@@ -1,0 +1,1 @@
+"""What happens during one handoff, on a time line."""

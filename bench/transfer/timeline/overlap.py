@@ -1,0 +1,101 @@
+"""How much of a handoff the prompt's compute hides, as the workers' traces tell. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from bench.transfer.timeline.chrome import Range
+
+MOVES = ("gather", "write", "scatter", "fetch")
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handoff:
+    """One request's. Its transfer is the time in which either worker moves any of its KV.
+
+    What is neither hidden nor exposed fell between two chunks. `left_groups`: of the pieces that
+    the last chunk is cut into, how many were still to be moved when it was computed; `groups` are
+    all of them. `commit_s` is from then until all is there and committed.
+    """
+
+    transfer_s: float
+    hidden_s: float
+    exposed_s: float
+    commit_s: float
+    groups: int
+    left_groups: float
+    decode_steps: int
+
+    @property
+    def hidden_share(self) -> float:
+        return self.hidden_s / self.transfer_s if self.transfer_s else 0.0
+
+
+def handoffs(ranges: Sequence[Range], *, chunks: int) -> list[Handoff]:
+    """Those whose prompt took at least so many chunks, in the order of their compute."""
+    counted: dict[str, int] = {}
+    for one in sorted(_named(ranges, "prefill chunk"), key=lambda r: r.start_s):
+        for request in one.args["requests"]:
+            counted[request] = counted.get(request, 0) + 1
+    return [handoff(ranges, request) for request, count in counted.items() if count >= chunks]
+
+
+def handoff(ranges: Sequence[Range], request: str) -> Handoff:
+    computes = [r for r in _named(ranges, "prefill chunk") if request in r.args["requests"]]
+    moves = [r for r in ranges if r.name in MOVES and r.args["request"] == request]
+    commits = [r for r in _named(ranges, "commit") if r.args["request"] == request]
+    computed_s = max(r.end_s for r in computes)
+    done_s = max(r.end_s for r in (*moves, *commits))
+    moving, after = _union(moves), [(computed_s, max(computed_s, done_s))]
+    last = _last_chunk(moves)
+    return Handoff(
+        transfer_s=_length(moving),
+        hidden_s=_common(moving, _union(computes)),
+        exposed_s=_common(moving, after),
+        commit_s=max(0.0, done_s - computed_s),
+        groups=len(last),
+        left_groups=sum(_share_after(piece, computed_s) for piece in last),
+        decode_steps=_steps_during(ranges, computes[0].start_s, done_s),
+    )
+
+
+def _named(ranges: Iterable[Range], name: str) -> list[Range]:
+    return [r for r in ranges if r.name == name]
+
+
+def _last_chunk(moves: Sequence[Range]) -> list[list[Range]]:
+    """The moves of each piece that the prompt ends with."""
+    end = max((r.args["end"] for r in moves), default=0)
+    pieces = {r.args["piece"] for r in moves if r.args["end"] == end}
+    return [[r for r in moves if r.args["piece"] == piece] for piece in sorted(pieces)]
+
+
+def _share_after(piece: Sequence[Range], at_s: float) -> float:
+    whole = _union(piece)
+    return 1 - _common(whole, [(0.0, at_s)]) / _length(whole)
+
+
+def _steps_during(ranges: Sequence[Range], start_s: float, end_s: float) -> int:
+    steps = _named(ranges, "decode step")
+    return sum(r.start_s < end_s and r.end_s > start_s for r in steps)
+
+
+def _union(ranges: Iterable[Range]) -> list[Interval]:
+    """Disjoint, in order."""
+    found: list[Interval] = []
+    for start, end in sorted((r.start_s, r.end_s) for r in ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+def _length(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def _common(ours: Sequence[Interval], theirs: Sequence[Interval]) -> float:
+    return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in ours for b in theirs)
