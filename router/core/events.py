@@ -244,6 +244,18 @@ def abort_attempt(request: Request, connected: Container[Incarnation]) -> list[C
     return [Send(worker=worker, message=message) for worker in workers]
 
 
+def stop_idle_decode(
+    request: Request, last: Incarnation, connected: Container[Incarnation]
+) -> list[Command]:
+    """The first token was the last. The prefill worker tells the decode worker, over a connection
+    that may break; so the router tells it too."""
+    assert request.placed is not None
+    decode = request.placed.candidate.decode.incarnation
+    if decode == last or decode not in connected:
+        return []
+    return [Send(worker=decode, message=Abort(key=request.key))]
+
+
 def ask_for_slot(
     workers: Mapping[Incarnation, WorkerView],
     demand: Demand,

@@ -26,11 +26,10 @@ from math import isfinite
 
 from kvrelay.errors import FailureReason
 from kvrelay.messages import (
-    Abort,
     LifetimeMoment,
     Tokens,
 )
-from kvrelay.types import Incarnation, RequestSpec
+from kvrelay.types import RequestSpec
 from router.core.decision import decide, demand_of, usable
 from router.core.events import (
     Admit,
@@ -39,12 +38,12 @@ from router.core.events import (
     Deliver,
     Fail,
     Refuse,
-    Send,
     abort_attempt,
     ask_for_slot,
     ask_to_reserve,
     prefill,
     stop_decoding,
+    stop_idle_decode,
 )
 from router.core.learning import learn_length, learn_pace, learn_ttft
 from router.core.policy.admission import Admitted, Deferred
@@ -306,7 +305,7 @@ def deliver(
     delivery = Deliver(request_id=request.request_id, tokens=tuple(ready), done=done)
     if not done:
         return [delivery]
-    stops = stop_idle_decode(state, request, view.incarnation)
+    stops = stop_idle_decode(request, view.incarnation, state.workers)
     finish(state, request, now_s)
     return [delivery, *stops]
 
@@ -495,16 +494,3 @@ def end_attempt(state: RouterState, request: Request, now_s: float, *, freed: bo
             if freed:
                 view.outlook.remove(key)
         view.await_release(key)
-
-
-# --- messages to workers --------------------------------------------------------------------------
-
-
-def stop_idle_decode(state: RouterState, request: Request, last: Incarnation) -> list[Command]:
-    """The first token was the last. The prefill worker tells the decode worker, over a connection
-    that may break; so the router tells it too."""
-    assert request.placed is not None
-    decode = request.placed.candidate.decode.incarnation
-    if decode == last or decode not in state.workers:
-        return []
-    return [Send(worker=decode, message=Abort(key=request.key))]

@@ -28,8 +28,7 @@ from router.core.policy.forecast import Forecast, at_once, open_forecast
 from router.core.policy.kv_aware import KvAware
 from router.core.policy.placement import PlacementPolicy
 from router.core.policy.predictive import Predictive
-from router.core.promises.promises import Promises
-from router.core.promises.refusal import ReleaseClock
+from router.core.promises.promises import Promises, ReleaseClock
 from router.core.request import Request, RequestState
 from router.core.state.demand import Demand
 from router.core.state.directory import Directory

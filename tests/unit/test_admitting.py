@@ -21,7 +21,8 @@ from router.core.policy.admission import (
 from router.core.policy.admission_baselines import EarlyRejection, QueueLimit, Unlimited
 from router.core.policy.forecast import Forecast, step_with
 from router.core.policy.predictive import Predictive, fewest
-from router.core.promises.refusal import NO_CAPACITY, Refusal, ReleaseClock, refused_by_worker
+from router.core.promises.promises import ReleaseClock
+from router.core.promises.refusal import NO_CAPACITY, Refusal, refused_by_worker
 from router.core.state.candidate import Candidate
 from router.core.state.demand import Demand
 from router.core.state.worker_view import BELIEVED, WorkerView

@@ -28,6 +28,7 @@ class RouterQueues:
         self._queues: dict[RouterStream, list[WorkerEvent]] = {}
         self._joined: set[RouterStream] = set()
         self.changed = False
+        self.count = 0  # of routers that are attached
 
     def __contains__(self, key: RequestKey) -> bool:
         """Whether the worker holds something for this request."""
@@ -36,10 +37,6 @@ class RouterQueues:
     @property
     def idle(self) -> bool:
         return not self._routes
-
-    @property
-    def count(self) -> int:
-        return len(self._queues)
 
     def is_from(self, stream: RouterStream, key: RequestKey) -> bool:
         return self._routes.get(key) is stream
@@ -55,12 +52,14 @@ class RouterQueues:
     def join(self, stream: RouterStream) -> None:
         """Its first batch tells it of all blocks that this worker holds."""
         self._queues[stream] = []
+        self.count = len(self._queues)
         self._joined.add(stream)
         self.changed = True
 
     def leave(self, stream: RouterStream) -> list[RequestKey]:
         """Its requests, which no one waits for any more."""
         self._queues.pop(stream, None)
+        self.count = len(self._queues)
         self._joined.discard(stream)
         return [key for key, owner in self._routes.items() if owner is stream]
 
