@@ -389,9 +389,11 @@ def fail_attempt(
 
 
 def isolate(state: RouterState, request: Request, now_s: float, reason: str) -> list[Command]:
-    """Wherever it is by now."""
+    """Wherever it is by now. It was in a step, so a worker had admitted it, also if that was not
+    heard."""
     if request.state is RequestState.HELD:
         return []
+    told = [] if request.admitted else [_admit(state, request, now_s)]
     aborts = abort_attempt(request, state.workers)
     end_attempt(state, request, now_s, freed=True)
     state.waiting.leave(request.request_id)
@@ -401,7 +403,7 @@ def isolate(state: RouterState, request: Request, now_s: float, reason: str) -> 
     request.enter(RequestState.HELD)
     request.alone = True
     request.story.note(Moment.SUSPECTED, now_s, (), reason)
-    return aborts
+    return [*told, *aborts]
 
 
 def let_go(state: RouterState, request: Request, now_s: float) -> list[Command]:

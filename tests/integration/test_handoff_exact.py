@@ -79,4 +79,5 @@ def slabs_of_both(hosts: tuple[WorkerHost, WorkerHost]) -> None:
 
 def mapped_slabs(pid: int) -> set[str]:
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    return {line.split()[4] for line in lines if "memfd:kvrelay" in line}
+    slabs = [line for line in lines if "memfd:kvrelay" in line and "last-words" not in line]
+    return {line.split()[4] for line in slabs}

@@ -57,7 +57,7 @@ def test_a_live_record_replays_to_identical_commands(
     found = replayed(record)
     assert found["different"] is None
     assert found["events"].keys() - {"WorkerSuspected"} == {
-        *("WorkerJoined", "WorkerSaid", "WorkerLost", "Submitted", "Aborted"),
+        *("WorkerJoined", "WorkerSaid", "WorkerLost", "WorkerEnded", "Submitted", "Aborted"),
         *("DeadlinePassed", "ChoiceStopped"),
     }
     assert found["commands"].keys() >= {"Send", "Admit", "Deliver", "Refuse", "Fail"}
