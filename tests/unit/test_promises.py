@@ -90,6 +90,14 @@ def test_it_counts_for_the_share_that_comes_back() -> None:
     assert promises.claims.first.value > 0.999
 
 
+def test_what_nobody_came_back_for_keeps_no_one_out() -> None:
+    """Also where nobody asks for anything new."""
+    promises = promised(claimed=1.0)
+    due_s = promises.make(7, work(2.0), 1.0, now_s=0.0).due_in_s
+    assert promises.soon(due_s, 0, all_by_own=1.0).prefill_s >= 2.0
+    assert promises.soon(due_s + GRACE_S + 0.1, 0, all_by_own=1.0).prefill_s == 0
+
+
 def test_the_line_stays_as_it_was_told() -> None:
     """Half came back when 100 were told their times. Now all do: these are expected to come soon,
     and who is told a time now goes behind what the others were told."""

@@ -263,6 +263,7 @@ class Promises:
     def soon(self, now_s: float, priority: int, all_by_own: float) -> Promised:
         """What may come within `SOON_S`, to any router: what is expected, and a standard deviation.
         Of what comes to others only the usual number is known, by its own over a longer time."""
+        self.expire(now_s)
         expected = self._before(now_s + SOON_S, priority, self._near)
         if all_by_own > 1:
             usual = self._before(now_s + WIDE_S, priority, self._far).times(SOON_S / WIDE_S)
