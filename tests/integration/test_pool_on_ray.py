@@ -126,6 +126,7 @@ def test_by_default_a_pool_node_starts_once_the_cluster_is_ready(
     until(lambda: lives(head) == [("serving", 1)])
     said = until(lambda: text if "starting pool-" in (text := log.read_text()) else "")
     assert said.index("both-0 serves on") < said.index("starting pool-"), "nothing waits for it"
+    until(lambda: "joined (shm:pool-" in log.read_text())
     ask(http, 10)
     until(lambda: in_host_memory(head) >= 20)
     chosen = r"pool-\w+ .* \d+\.\d GiB of host memory \(.* \d+\.\d GiB available\)"
