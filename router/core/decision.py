@@ -63,11 +63,11 @@ def less_output_helps(refusal: Refusal) -> bool:
 
 
 def deferred(refusal: Refusal, tier: QosTier, waited_s: float) -> Deferred | None:
-    """None: waiting can't help. Who waits already goes on: what was promised since comes later."""
+    """None: waiting can't help."""
     left_s = tier.patience_s - waited_s
     if refusal.hopeless or refusal.reason not in WAITING_HELPS or left_s <= 0:
         return None
-    if not waited_s and refusal.retry_after_s is not None and refusal.retry_after_s > left_s:
+    if refusal.retry_after_s is not None and refusal.retry_after_s > left_s:
         return None
     return Deferred(refusal=refusal, patience_s=left_s)
 
