@@ -71,7 +71,6 @@ class Found:
     seen: Sequence[Seen] = ()
     live: Sequence[int] = ()
     topped_up: int = 0
-    restart_s: float = 0.0
     lag_s: float = 0.0
     leaked: list[str] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
