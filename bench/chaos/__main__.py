@@ -1,12 +1,14 @@
-"""Faults under load, on one machine and without Ray.
+"""Faults under load, on one machine.
 
     python -m bench.chaos --minutes 20 --every-s 10 --streams 64
+    python -m bench.chaos --minutes 5 --on-ray
 
-Routers, prefill and decode workers and a pool node are plain processes with the bundled model in
-float32. First all requests are asked twice without any fault: that is the capacity, and these are
-the expected tokens. Then 0.8 of that is offered, and every few seconds a fault comes, drawn from
-the seed. A process that was killed is started again after a second. A fault never takes the last
-router or the last worker.
+Routers, prefill and decode workers and a pool node have the bundled model in float32. They are
+plain processes, or with --on-ray what `kvrelay serve` starts, its controller included. First all
+requests are asked twice without any fault: that is the capacity, and these are the expected tokens.
+Then 0.8 of that is offered, and every few seconds a fault comes, drawn from the seed. A plain
+process that was killed is started again after a second. A fault never takes the last router or the
+last worker.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", nargs="*", default=[], help="faults whose text has one of these")
     parser.add_argument("--one-host", action="store_true", help="no network namespace")
+    parser.add_argument("--on-ray", action="store_true", help="and faults of the controller")
     parser.add_argument("--output", type=int, nargs=2, default=Lengths().output, help="tokens")
     parser.add_argument("--routers", type=int, default=2)
     parser.add_argument("--prefill", type=int, default=2)
@@ -55,7 +58,8 @@ def main() -> int:
         lengths=Lengths(output=tuple(args.output)),
         shape=Shape(routers=args.routers, prefill=args.prefill, decode=args.decode),
         only=args.only,
-        second_host=not args.one_host,
+        second_host=not (args.one_host or args.on_ray),
+        on_ray=args.on_ray,
         logs=args.logs or Path("build/chaos", time.strftime("%Y%m%d-%H%M%S")).resolve(),
     )
     go_before_others()

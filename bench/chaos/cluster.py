@@ -19,7 +19,7 @@ from uuid import uuid4
 import grpc
 
 from bench.chaos.host import SecondHost
-from bench.chaos.processes import Process, Supervisor, kvrelay_command
+from bench.chaos.processes import Process, Processes, Supervisor, kvrelay_command
 from kvrelay import AsyncClient
 from kvrelay.errors import KvrelayError
 from kvrelay.v1 import admin_pb2, worker_pb2
@@ -51,7 +51,7 @@ class Shape:
 
 @dataclass(slots=True, kw_only=True)
 class ChaosCluster:
-    supervisor: Supervisor
+    supervisor: Processes
     shape: Shape
     routers: Sequence[str]
     internal: Sequence[str]
@@ -121,7 +121,7 @@ async def chaos_cluster(shape: Shape, logs: Path) -> AsyncIterator[ChaosCluster]
     """Everything has joined. At the end everything is ended, whatever state it is in."""
     supervisor = Supervisor()
     host = "127.0.0.1" if shape.second_host is None else shape.second_host.near
-    ports = _free_ports(3 * shape.routers)
+    ports = free_ports(3 * shape.routers)
     try:
         for number in range(shape.routers):
             own = ports[3 * number : 3 * number + 3]
@@ -159,7 +159,7 @@ def _router(
     name = f"router-{number}"
     command = kvrelay_command(
         *("router", f"--host={host}", f"--http-port={http_port}", f"--grpc-port={grpc_port}"),
-        *_settings(settings),
+        *settings_of(settings),
     )
     return _process(supervisor, name, "router", command, ROUTER_READY, logs)
 
@@ -187,7 +187,7 @@ def _worker(
         *kvrelay_command("worker", f"--role={role}", f"--name={name}", f"--pool={pool}"),
         *("--device=cpu", "--cpu-threads=1", "--cpu-pinning=off"),
         *(f"--join={address}" for address in internal),
-        *_settings(settings | ({} if there is None else {"network.host": there.far})),
+        *settings_of(settings | ({} if there is None else {"network.host": there.far})),
     ]
     return _process(supervisor, name, role, command, WORKER_READY, logs)
 
@@ -202,7 +202,7 @@ def _pool_node(
         *(f"--join={address}" for address in internal),
         *(disk or ()),
         *far,
-        *_settings({"network.secret": "chaos"}),
+        *settings_of({"network.secret": "chaos"}),
     )
     return _process(supervisor, "pool-0", "pool", command, POOL_READY, logs)
 
@@ -213,7 +213,7 @@ def _far_names(shape: Shape) -> set[str]:
     return {f"{role}-{n}" for role, count in counts for n in range((count + 1) // 2, count)}
 
 
-def _settings(settings: dict[str, object]) -> list[str]:
+def settings_of(settings: dict[str, object]) -> list[str]:
     return [f"--set={key}={value}" for key, value in settings.items()]
 
 
@@ -230,7 +230,7 @@ def _process(
     )
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Below those that the system gives to connections."""
     found: list[int] = []
     start = FIRST_PORT + uuid4().int % (LAST_PORT - FIRST_PORT - 1000)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
 
-ROLES = ("prefill", "decode", "pool", "router")
 STOPS_S = (3.0, 20.0, 90.0)
 
 
@@ -74,7 +73,7 @@ def _of_process(name: str, role: str) -> list[Fault]:
 
 
 def _can_be_missed(role: str, roles: Mapping[str, str], serving: Collection[str]) -> bool:
-    alike = {"router": ("router",), "pool": ()}.get(role, ("prefill", "decode"))
+    alike = {"router": ("router",), "pool": (), "controller": ()}.get(role, ("prefill", "decode"))
     return not alike or sum(roles[name] in alike for name in serving) > 1
 
 

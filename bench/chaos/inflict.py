@@ -93,7 +93,7 @@ class Inflictor:
     async def _served_by(self, fault: Fault) -> set[int]:
         """The numbers of the streams that this router or worker serves."""
         process = self.cluster.supervisor.processes.get(fault.target)
-        if process is None or process.role == "pool":
+        if process is None or process.role in ("pool", "controller"):
             return set()
         if process.role == "router":
             number = int(process.name.rpartition("-")[2])

@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 
 from bench.chaos.cluster import ChaosCluster, kv_of
-from bench.chaos.processes import Process, Supervisor, marked_processes
+from bench.chaos.processes import Process, Processes, marked_processes
 from kvrelay.v1.admin_pb2 import GetKvResponse
 from kvrelay.v1.pool_node_pb2 import PoolReport
 from kvrelay.v1.worker_pb2 import DebugKvResponse
@@ -156,7 +156,7 @@ def _held_by_node(node: PoolReport) -> list[str]:
     return found
 
 
-def left_over(supervisor: Supervisor, dev_shm: Sequence[str]) -> list[str]:
+def left_over(supervisor: Processes, dev_shm: Sequence[str]) -> list[str]:
     """After everything was ended: processes, sockets with a name, and files in /dev/shm."""
     alive = marked_processes(supervisor.mark)
     found = [f"process {one.pid}: {' '.join(one.cmdline())}" for one in alive]

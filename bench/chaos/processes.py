@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
@@ -108,6 +109,27 @@ class Process:
         return int(psutil.Process(self.pid).memory_info().rss)
 
 
+class Processes(Protocol):
+    """Of one cluster. `mark`: in the environment of each. `ends`: what ended, and why."""
+
+    processes: dict[str, Process]
+    mark: str
+
+    @property
+    def ends(self) -> list[Ended]: ...
+
+    def of_role(self, *roles: str) -> list[Process]: ...
+
+    def watch(self) -> None: ...
+
+    async def close(self) -> list[str]: ...
+
+
+def kept_environment(mark: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "KVRELAY_"))}
+    return kept | {MARK: mark, "OMP_NUM_THREADS": "1"}
+
+
 class Supervisor:
     """Starts each process, and starts it again `RESTART_AFTER_S` after it ended."""
 
@@ -118,8 +140,7 @@ class Supervisor:
         self._task: asyncio.Task[None] | None = None
 
     def environment(self) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "KVRELAY_"))}
-        return kept | {MARK: self.mark, "OMP_NUM_THREADS": "1"}
+        return kept_environment(self.mark)
 
     def add(self, process: Process) -> None:
         self.processes[process.name] = process

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -30,6 +30,7 @@ from bench.chaos.leaks import (
     left_over,
     until_nothing_is_held,
 )
+from bench.chaos.on_ray import ray_cluster
 from bench.chaos.processes import Ended
 from bench.chaos.prompts import Answer, Asked, Lengths, draw_requests, unrepeatable
 from bench.chaos.streams import Clients, Load, Outcome, StreamRecord
@@ -44,7 +45,8 @@ LAG_EVERY_S = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """`only`: faults whose text contains one of these."""
+    """`only`: faults whose text contains one of these. `on_ray`: `kvrelay serve` on a Ray of its
+    own, on one host and without a disk tier."""
 
     seed: int = 1
     minutes: float = 20.0
@@ -55,6 +57,7 @@ class Plan:
     shape: Shape = field(default_factory=Shape)
     only: Sequence[str] = ()
     second_host: bool = True
+    on_ray: bool = False
     logs: Path = Path("build/chaos")
 
 
@@ -95,7 +98,8 @@ async def run(plan: Plan, tell: Callable[[str], None]) -> Found:
         host = _of_this_machine(plan, stack, tell)
         disk = host.disk and host.disk.folder
         shape = replace(plan.shape, second_host=host.second, disk=disk)
-        async with _cluster(shape, plan.logs, found) as cluster, _lag(found):
+        started = ray_cluster(shape, plan.logs) if plan.on_ray else chaos_cluster(shape, plan.logs)
+        async with _closing(started, found) as cluster, _lag(found):
             clients = Clients(cluster.routers, CLIENTS)
             try:
                 await _under_load(plan, cluster, clients, host, found, tell)
@@ -137,6 +141,8 @@ def _of_this_machine(plan: Plan, stack: ExitStack, tell: Callable[[str], None]) 
     second = entered("a second host", second_host()) if plan.second_host else None
     if second is not None and not second.is_lossy_possible:
         tell(f"skipped: a lossy link: {second.why_not_lossy}")
+    if plan.on_ray:
+        return _Host(second=second, disk=None, memory=None)
     folder = plan.logs / f"disk-{time.time_ns()}"
     return _Host(
         second=second,
@@ -146,8 +152,10 @@ def _of_this_machine(plan: Plan, stack: ExitStack, tell: Callable[[str], None]) 
 
 
 @asynccontextmanager
-async def _cluster(shape: Shape, logs: Path, found: Found) -> AsyncIterator[ChaosCluster]:
-    async with chaos_cluster(shape, logs) as cluster:
+async def _closing(
+    started: AbstractAsyncContextManager[ChaosCluster], found: Found
+) -> AsyncIterator[ChaosCluster]:
+    async with started as cluster:
         yield cluster
         found.not_ended = await cluster.supervisor.close()
 
