@@ -16,6 +16,7 @@ import grpc
 
 from bench.chaos.cluster import ChaosCluster, kv_of
 from bench.chaos.processes import Process, Processes, marked_processes
+from cluster.process.witness import LINGER_S
 from kvrelay.v1.admin_pb2 import GetKvResponse
 from kvrelay.v1.pool_node_pb2 import PoolReport
 from kvrelay.v1.worker_pb2 import DebugKvResponse
@@ -23,6 +24,7 @@ from kvrelay.v1.worker_pb2 import DebugKvResponse
 SPARE_DESCRIPTORS = 12
 """A process may have so many more than when it was idle before: connections that are open still."""
 SPARE_SHARED = 1.02
+SPARE_S = 5.0
 IDLE_POOL_STATES = ("free", "cached")
 
 
@@ -156,9 +158,12 @@ def _held_by_node(node: PoolReport) -> list[str]:
     return found
 
 
-def left_over(supervisor: Processes, dev_shm: Sequence[str]) -> list[str]:
-    """After everything was ended: processes, sockets with a name, and files in /dev/shm."""
-    alive = marked_processes(supervisor.mark)
+async def left_over(supervisor: Processes, dev_shm: Sequence[str]) -> list[str]:
+    """After everything was ended, and the witnesses of killed workers too: processes, sockets with
+    a name, and files in /dev/shm."""
+    deadline_s = time.monotonic() + LINGER_S + SPARE_S
+    while (alive := marked_processes(supervisor.mark)) and time.monotonic() < deadline_s:
+        await asyncio.sleep(0.2)
     found = [f"process {one.pid}: {' '.join(one.cmdline())}" for one in alive]
     found += [f"/dev/shm/{name}" for name in sorted({*files_in_shm()} - {*dev_shm})]
     return found

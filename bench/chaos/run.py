@@ -105,7 +105,7 @@ async def run(plan: Plan, tell: Callable[[str], None]) -> Found:
                 await _under_load(plan, cluster, clients, host, found, tell)
             finally:
                 await clients.close()
-        found.leaked += left_over(cluster.supervisor, dev_shm)
+        found.leaked += await left_over(cluster.supervisor, dev_shm)
         keep(found, plan.logs / "streams.json")
         found.ended = cluster.supervisor.ends
     return found

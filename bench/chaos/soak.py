@@ -142,7 +142,7 @@ async def soak(shape: Shape, *, minutes: float, aborts: int, seed: int, logs: Pa
         leavers.found.held = await until_nothing_is_held(cluster, SETTLE_S)
         await clients.close()
         leavers.found.left = await cluster.supervisor.close()
-    leavers.found.left += left_over(cluster.supervisor, in_shm)
+    leavers.found.left += await left_over(cluster.supervisor, in_shm)
     return leavers.found
 
 

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -87,13 +86,21 @@ def all_addresses(process: subprocess.Popen[bytes], log: Path) -> list[tuple[str
 
 def listener(here: Marked, address: str) -> psutil.Process:
     """The process that serves there."""
+    found = listeners(here, address)
+    assert found, f"nobody listens on {address}"
+    return found[0]
+
+
+def listeners(here: Marked, address: str) -> list[psutil.Process]:
     port = int(address.rpartition(":")[2])
-    for process in here.processes():
-        with suppress(psutil.Error):
-            sockets = process.net_connections("tcp")
-            if any(s.laddr.port == port and s.status == psutil.CONN_LISTEN for s in sockets):
-                return process
-    raise AssertionError(f"nobody listens on {address}")
+    return [process for process in here.processes() if listens(process, port)]
+
+
+def listens(process: psutil.Process, port: int) -> bool:
+    with suppress(psutil.Error):
+        sockets = process.net_connections("tcp")
+        return any(s.laddr.port == port and s.status == psutil.CONN_LISTEN for s in sockets)
+    return False
 
 
 def ask_both_faces(http: str, grpc: str) -> None:
@@ -116,9 +123,7 @@ def assert_nothing_is_left(here: Marked, *addresses: str) -> None:
     except TimeoutError:
         pytest.fail(f"left behind: {here.left_of_kvrelay()}")
     for address in addresses:
-        host, port = address.removeprefix("http://").split(":")
-        with socket.socket() as probe:
-            assert probe.connect_ex((host, int(port))) != 0, f"{address} still listens"
+        assert not listeners(here, address), f"{address} still listens"
 
 
 def title(process: psutil.Process) -> str:
