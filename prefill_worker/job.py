@@ -56,6 +56,7 @@ class PrefillJob:
     within_s: float | None = field(init=False)
     prompt: Sequence[int] = field(init=False)
     prompt_tokens: int = field(init=False)
+    is_resumed: bool = field(init=False)  # its client has tokens of it
     is_alone: bool = field(init=False)  # it may have killed a worker: no other is in its steps
 
     def __post_init__(self) -> None:
@@ -63,6 +64,7 @@ class PrefillJob:
         spec = self.message.spec
         self.key, self.tenant, self.qos_tier = spec.key, spec.tenant, spec.qos_tier
         self.within_s, self.is_alone = self.message.within_s, spec.alone_tokens > 0
+        self.is_resumed = bool(spec.emitted_ids or spec.resumed)
         self.prompt, self.prompt_tokens = spec.context_ids, spec.context_tokens
 
     @property

@@ -9,9 +9,9 @@ It is decided anew for each step, so a tier gets its lent share back with the ne
 The first kind always gets its share, so no prompt starves: it is computed after those that aged
 before it, at worst in AGED_SHARE of the time.
 
-Inside a tier (`Line`), prompts that can still meet their deadlines go first, by deadline. Then
-come all others: of the tenant that was served least of late, by its weight, the prompt with the
-least left to compute.
+Inside a tier (`Line`), those that are resumed go first: their clients wait for the next token. Then
+come prompts that can still meet their deadlines, by deadline, and then all others: of the tenant
+that was served least of late, by its weight, the prompt with the least left to compute.
 """
 
 from __future__ import annotations
@@ -44,6 +44,10 @@ class OrderedPrompt(Protocol):
 
     @property
     def qos_tier(self) -> str: ...
+
+    @property
+    def is_resumed(self) -> bool:
+        """Its client has tokens of it."""
 
     @property
     def within_s(self) -> float | None:
@@ -120,21 +124,27 @@ class Line(Generic[P]):
 
     weights: Mapping[str, float]
     served: Decaying
+    _resumed: Sorted[P] = field(default_factory=Sorted)  # in order of arrival
     _deadlines: Sorted[P] = field(default_factory=Sorted)
     _latest_starts: Sorted[P] = field(default_factory=Sorted)
     _tenants: dict[str, Sorted[P]] = field(default_factory=dict)
 
     def add(self, prompt: P) -> None:
-        if prompt.deadline_s is None:
+        if prompt.is_resumed:
+            self._resumed.add(prompt, 0.0)
+        elif prompt.deadline_s is None:
             self._add_to_tenant(prompt)
-            return
-        self._deadlines.add(prompt, prompt.deadline_s)
-        self._latest_starts.add(prompt, prompt.deadline_s - prompt.left_s)
+        else:
+            self._deadlines.add(prompt, prompt.deadline_s)
+            self._latest_starts.add(prompt, prompt.deadline_s - prompt.left_s)
 
     def _add_to_tenant(self, prompt: P) -> None:
         self._tenants.setdefault(prompt.tenant, Sorted()).add(prompt, prompt.remaining)
 
     def remove(self, prompt: P) -> None:
+        if prompt.is_resumed:
+            self._resumed.remove(prompt)
+            return
         self._deadlines.remove(prompt)
         self._latest_starts.remove(prompt)
         prompts = self._tenants.get(prompt.tenant)
@@ -148,6 +158,8 @@ class Line(Generic[P]):
             self._deadlines.remove(late)
             self._latest_starts.remove(late)
             self._add_to_tenant(late)
+        if self._resumed.entries:
+            yield from self._resumed
         yield from self._deadlines
         yield from self._fairly(now_s)
 
@@ -174,7 +186,8 @@ class Line(Generic[P]):
 
     def validate(self, prompts: Iterable[P]) -> None:
         """Each prompt is here once."""
-        here = [*self._deadlines, *(prompt for line in self._tenants.values() for prompt in line)]
+        lines = (self._resumed, self._deadlines, *self._tenants.values())
+        here = [prompt for line in lines for prompt in line]
         assert len({*map(id, here)}) == len(here), "a prompt is here twice"
         assert {*map(id, here)} == {*map(id, prompts)}, "a prompt ran away"
         assert len(self._latest_starts.entries) == len(self._deadlines.entries)

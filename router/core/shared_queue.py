@@ -61,6 +61,10 @@ class Queued:
         return self.spec.qos_tier
 
     @property
+    def is_resumed(self) -> bool:
+        return bool(self.spec.emitted_ids or self.spec.resumed)
+
+    @property
     def computed(self) -> int:
         return 0
 

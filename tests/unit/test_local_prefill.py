@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.messages import Counters, Generate, LinkState, WorkerHello
-from kvrelay.types import Incarnation, Role
+from kvrelay.messages import Counters, Generate, LinkState, PoolUpdate, WorkerHello
+from kvrelay.types import Incarnation, Role, Tier
 from router.core.core import RouterCore
 from router.core.events import Admit, Send, Submitted, WorkerJoined
 from router.core.load.decode_outlook import DecodeOutlook, Expected, Pauses
@@ -155,6 +155,22 @@ def test_a_request_that_goes_on_is_computed_where_most_of_it_lies(policy: Placem
     directory.changed(p.incarnation, holding(next(iter(names.values())).full(36).hashes()))
     again = replace(demand(prompt_tokens=40, directory=directory), displaced=True)
     assert first(p, d, d2, asked=again, policy=KvAware()).placement != placed("d2", None)
+
+
+def test_what_the_pool_has_is_not_what_a_prefill_worker_has() -> None:
+    """It would be read from the pool and sent on, behind all prompts that wait there."""
+    p, d = pair()
+    directory = with_cached("d", 9)
+    asked = replace(demand(prompt_tokens=40, directory=directory), displaced=True)
+    assert first(p, d, asked=asked, policy=KvAware()).placement == placed("d", None)
+    (names,) = asked.held.chains.values()
+    pooled = holding(names.full(36).hashes(), tier=Tier.HOST)
+    workers = (p.incarnation, d.incarnation)
+    node = PoolUpdate(sequence=0, node=Incarnation("n"), workers=workers, blocks=(pooled,))
+    directory.updated(node)
+    again = replace(demand(prompt_tokens=40, directory=directory), displaced=True)
+    assert again.held.tokens(p) == again.held.tokens(d) == 36
+    assert first(p, d, asked=again, policy=KvAware()).placement == placed("d", None)
 
 
 def test_a_long_rest_is_a_prefill_workers_also_if_it_goes_on() -> None:

@@ -63,10 +63,17 @@ class World:
         *,
         tenant: str = "",
         within_s: float | None = None,
+        emitted: int = 0,
     ) -> None:
         self.added += 1
-        ids = (1000 + self.added, *range(tokens - 1))  # nothing is shared
-        request = replace(spec(name, tokens), prompt_ids=ids, qos_tier=tier, tenant=tenant)
+        ids = (1000 + self.added, *range(tokens - emitted - 1))  # nothing is shared
+        request = replace(
+            spec(name, tokens),
+            prompt_ids=ids,
+            emitted_ids=(7,) * emitted,
+            qos_tier=tier,
+            tenant=tenant,
+        )
         message = replace(prefill_of(request), within_s=within_s)
         self.scheduler.handle(message, self.now_s)
 
@@ -129,6 +136,17 @@ def test_a_share_comes_back_as_time_passes() -> None:
     world.now_s += 0.19 * RECENT_S  # 0.6 -> 0.496 of 0.5; 0.4 -> 0.33 of 0.25
     world.add("free", CHUNK)
     assert world.finish_order() == ["standard", "premium", "free"]
+
+
+def test_what_is_resumed_goes_before_all_newcomers_of_its_tier() -> None:
+    world = World()
+    world.add("new", 2 * CHUNK)
+    world.add("in time", 2 * CHUNK, within_s=60)
+    assert world.step() == ["in time"]
+    for name in ("first", "second"):
+        world.add(name, 3 * CHUNK, emitted=2)
+    world.add("premium", CHUNK, "premium")
+    assert world.finish_order() == ["premium", "first", "second", "in time", "new"]
 
 
 def test_the_earliest_deadline_that_can_be_met_goes_first() -> None:
@@ -285,7 +303,14 @@ def test_everyone_is_computed_in_bounded_time_whatever_comes(seed: int) -> None:
         work_s += tokens * TOKEN_S
         aged_s = max(AGED_S, AGED_BY_OWN * tokens * TOKEN_S)
         arrived[f"r{i}"] = (world.now_s, world.now_s + aged_s + work_s / AGED_SHARE + RECENT_S)
-        world.add(f"r{i}", tokens, tier, tenant=rng.choice("xyz"), within_s=within_s)
+        world.add(
+            f"r{i}",
+            tokens,
+            tier,
+            tenant=rng.choice("xyz"),
+            within_s=within_s,
+            emitted=rng.choice([0, 0, 1]),
+        )
         for _ in range(rng.choice([0, 1, 1, 3])):
             if world.scheduler.has_work:
                 finish(world, arrived)

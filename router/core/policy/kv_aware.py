@@ -254,16 +254,16 @@ class LocalPrefill:
 
 
 def _where_it_lies(look: Look) -> Iterator[Candidate]:
-    """The decode worker with most of the request's KV, if it lacks less than each prefill worker
-    and who decodes there keeps his objectives. What a prefill worker would pull counts as lacking:
-    it would be sent there and back."""
+    """The decode worker with most of the request's KV, if it has more than each prefill worker and
+    who decodes there keeps his objectives. What a prefill worker would get from a peer or a pool
+    doesn't count: it would be sent there and back."""
     demand, choice, now_s = look.demand, look.choice, look.now_s
     if not choice.prefills:
         return
-    least = max(map(demand.held.tokens, choice.prefills))
+    most = max(map(demand.held.own_tokens, choice.prefills))
     for worker in holders(demand, choice)[:1]:
         local = local_way(demand, choice, worker, now_s)
-        if local is None or demand.held.tokens(worker) <= least:
+        if local is None or demand.held.own_tokens(worker) <= most:
             continue
         ((steps, _),) = cheapest(demand, [worker], choice, look.joins_in_s, now_s)
         if not hurts(choice, worker, local.prompt, steps.own_s, now_s):

@@ -75,6 +75,10 @@ class HeldPrefixes:
             found = self._tokens[worker.incarnation] = self._count(worker)
         return found
 
+    def own_tokens(self, worker: WorkerView) -> int:
+        """What is on the worker's device."""
+        return self.blocks(worker).get(worker.incarnation, 0) * worker.hello.block_size
+
     def _count(self, worker: WorkerView) -> int:
         own = self.blocks(worker).get(worker.incarnation, 0)
         if self.directory.pool_nodes:
