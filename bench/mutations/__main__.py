@@ -134,7 +134,10 @@ def _told(one: MutationTrial) -> str:
 
 def commit_of(tree: Path) -> str:
     told = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=tree, capture_output=True, text=True
+        ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"],
+        cwd=tree,
+        capture_output=True,
+        text=True,
     )
     return told.stdout.strip()
 
