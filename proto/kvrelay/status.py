@@ -17,6 +17,10 @@ LEDGER_KEY = "kvrelay-ledger"
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
+LOST_CONNECTION = "Stream removed"
+"""gRPC says UNKNOWN with this text when a ping of its connection has timed out, UNAVAILABLE for all
+other lost connections (github.com/grpc/grpc/issues/34076)."""
+
 
 def error_of(code: grpc.StatusCode, message: str, trailing: Metadata) -> KvrelayError:
     """The error that the server meant; RequestFailedError for an error of gRPC itself."""
@@ -25,7 +29,8 @@ def error_of(code: grpc.StatusCode, message: str, trailing: Metadata) -> Kvrelay
     for detail in _status(trailing).details:
         _ = detail.Unpack(info) or detail.Unpack(retry)
     if info.domain != ERROR_DOMAIN:
-        return RequestFailedError(code.name.lower(), message)
+        lost = code is grpc.StatusCode.UNKNOWN and message.startswith(LOST_CONNECTION)
+        return RequestFailedError("unavailable" if lost else code.name.lower(), message)
     param = info.metadata.get("param")
     match code:
         case grpc.StatusCode.NOT_FOUND:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import grpc
 import pytest
 
 from kvrelay.errors import InvalidRequest, KvrelayError, Refused, RequestFailedError
-from kvrelay.requests import Routers, addresses_of
+from kvrelay.requests import Routers, addresses_of, is_gone
+from kvrelay.status import error_of
 
 GONE = RequestFailedError("unavailable", "connection refused")
 
@@ -36,6 +38,12 @@ def test_what_a_router_says_itself_leads_to_no_other(error: KvrelayError) -> Non
     tour = Routers("ab").tour()
     assert not tour.try_next(error)
     assert tour.stub == "a"
+
+
+def test_a_connection_whose_ping_timed_out_is_a_lost_router() -> None:
+    unknown = grpc.StatusCode.UNKNOWN
+    assert is_gone(error_of(unknown, "Stream removed (ping timeout)", ()))
+    assert not is_gone(error_of(unknown, "Exception calling application", ()))
 
 
 def test_addresses() -> None:

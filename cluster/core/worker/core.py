@@ -43,7 +43,7 @@ from kvpool.core.transfer.commands import (
 from kvpool.core.transfer.copy_watch import CopyEnd, CopyWatch, PeerCopy
 from kvpool.core.transfer.messages import TO_PREFILL, BlocksDigested, PeerHello, PeerMessage
 from kvpool.core.transfer.pull import BlocksPulled, PullMessage
-from kvrelay.errors import RefusalReason
+from kvrelay.errors import FailureReason, RefusalReason
 from kvrelay.messages import (
     Abort,
     Counters,
@@ -229,10 +229,7 @@ class WorkerCore:
                 self._routers.end(event.key)
                 self._preloads.ended(event, now_s)
             elif isinstance(event, RequestFailed):
-                request_id = {"request_id": event.key.request_id}
-                log.warning(
-                    "a request failed: %s: %s", event.reason, event.message, extra=request_id
-                )
+                _log_failure(event)
 
     # --- routers --------------------------------------------------------------------------------
 
@@ -346,3 +343,11 @@ class WorkerCore:
         self.prefixes.validate()
         self.prefill.validate()
         self.decode.validate()
+
+
+def _log_failure(failed: RequestFailed) -> None:
+    """Where a client has gone away, its decode worker cancels the handoff: nothing is wrong."""
+    cancelled = failed.reason == FailureReason.TRANSFER_CANCELLED
+    level = logging.DEBUG if cancelled else logging.WARNING
+    request_id = {"request_id": failed.key.request_id}
+    log.log(level, "a request failed: %s: %s", failed.reason, failed.message, extra=request_id)
