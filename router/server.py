@@ -19,8 +19,8 @@ from router.grpc_api.server import (
     create_public_server,
 )
 from router.http.api import HttpApi
-from router.http.app import create_internal_app, create_public_app
 from router.http.event_stream import KEEP_ALIVE_S
+from router.http_apps import create_internal_app, create_public_app
 from router.live.listener import ListenAt, Listener, Ports
 from router.live.metrics import RouterMetrics
 from router.text.request_fields import ONE_FOR_ALL, TierRules
@@ -95,7 +95,10 @@ class RouterServers:
         """Public and internal ports. Raises ConfigError, and serves nothing, when one is busy."""
         api = self._http_api()
         inference = InferenceApi(
-            self.service, version=version("kvrelay"), cluster=self._options.cluster
+            self.service,
+            version=version("kvrelay"),
+            cluster=self._options.cluster,
+            most_characters=self._options.max_body_bytes,
         )
         public = create_public_server(inference, self._health, self._options.max_body_bytes)
         internal = create_internal_server(inference, self._health)

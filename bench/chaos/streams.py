@@ -11,8 +11,7 @@ from itertools import count, cycle
 from random import Random
 
 from bench.chaos.prompts import Answer, Asked
-from kvrelay import AsyncClient
-from kvrelay.aclient import AsyncStream
+from kvrelay import AsyncClient, AsyncStream
 from kvrelay.errors import KvrelayError, Refused
 
 HUNG_AFTER_S = 300.0

@@ -32,9 +32,10 @@ class WorkerPlan:
 
 @dataclass(slots=True, kw_only=True)
 class PlainCluster:
-    """`http_ports`, `metrics_ports`: of each router"""
+    """`http_ports`, `metrics_ports`: of each router; `grpc_port`: of the first"""
 
     http_ports: list[int]
+    grpc_port: int
     metrics_ports: list[int]
     processes: dict[str, psutil.Process] = field(default_factory=dict)
 
@@ -94,6 +95,7 @@ def plain_cluster(
         ports = [_ports(router) for router in started]
         cluster = PlainCluster(
             http_ports=[one["HTTP"] for one in ports],
+            grpc_port=ports[0]["gRPC"],
             metrics_ports=[one["internal HTTP"] for one in ports],
         )
         for number, router in enumerate(started):

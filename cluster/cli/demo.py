@@ -15,7 +15,7 @@ from rich.table import Table
 from cluster.config.load import Override, load_config
 from cluster.config.schema import Config
 from cluster.on_ray.connect import connected
-from kvrelay.client import Client
+from kvrelay import Client
 from kvrelay.errors import KvrelayError
 
 PROMPT = "It was"

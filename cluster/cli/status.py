@@ -24,9 +24,9 @@ from rich.table import Table
 from cluster.on_ray.actor import RouterAt
 from cluster.process.admin import ask
 from kvpool.core.layout.hashes import tenant_label
+from kvrelay.client.requests import server_info_of
 from kvrelay.errors import ConfigError, KvrelayError
 from kvrelay.messages import SHOWN, speed_text
-from kvrelay.requests import server_info_of
 from kvrelay.v1 import admin_pb2 as pb
 from kvrelay.v1.inference_pb2 import GetServerInfoRequest
 from kvrelay.v1.pool_node_pb2 import CachedBlocks, PoolReport

@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvrelay.aclient import AsyncClient, AsyncStream
-    from kvrelay.client import Client, Stream
+    from kvrelay.client.aio import AsyncClient, AsyncStream
+    from kvrelay.client.blocking import Client, Stream
     from kvrelay.errors import (
         InvalidRequest,
         KvrelayError,
@@ -37,10 +37,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncClient": "kvrelay.aclient",
-    "AsyncStream": "kvrelay.aclient",
-    "Client": "kvrelay.client",
-    "Stream": "kvrelay.client",
+    "AsyncClient": "kvrelay.client.aio",
+    "AsyncStream": "kvrelay.client.aio",
+    "Client": "kvrelay.client.blocking",
+    "Stream": "kvrelay.client.blocking",
     "InvalidRequest": "kvrelay.errors",
     "KvrelayError": "kvrelay.errors",
     "ModelNotFound": "kvrelay.errors",

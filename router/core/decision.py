@@ -13,14 +13,15 @@ from dataclasses import replace
 from kvrelay.errors import RefusalReason
 from kvrelay.qos import LadderRules, QosTier
 from kvrelay.types import Incarnation, Objectives, RequestSpec
-from router.core.policy.admission import Capacity, Deferred, Verdict
+from router.core.policy.admission import Admitted, Capacity, Deferred, Verdict
 from router.core.policy.placement import WorkerChoice
-from router.core.promises.refusal import BEHIND_DISPLACED, Refusal
+from router.core.promises.refusal import BEHIND_DISPLACED, NO_CAPACITY, Refusal
 from router.core.promises.work import NOTHING_PROMISED, Promised
-from router.core.request import Request, RequestState
+from router.core.request import Ledger, Request, RequestState
 from router.core.router_state import RouterState
 from router.core.state.candidate import Candidate
 from router.core.state.demand import Demand, HeldPrefixes, Known
+from router.core.state.generation import GenerationRequest
 from router.core.state.ladder import Ladder, LadderStep
 from router.core.state.quarantine import trusted
 
@@ -122,6 +123,24 @@ def decide(
     waited_s = state.waiting.waited_s(request.request_id, now_s)
     waits = deferred(refusal, tier, waited_s) or _held_for(request, refusal, waited_s)
     return demand, waits or refusal
+
+
+def appraise(state: RouterState, submitted: GenerationRequest, now_s: float) -> Refusal | None:
+    """Why it would be refused if it came now; None: it would not. It changes nothing."""
+    request = Request(
+        submitted=submitted,
+        tier=state.tiers[submitted.qos_tier],
+        ledger=Ledger(before_s=submitted.phases_s, submitted_s=now_s),
+        attempt=0,
+    )
+    _, verdict = decide(state, request, NO_CAPACITY, now_s)
+    match verdict:
+        case Admitted():
+            return None
+        case Deferred(refusal=refusal):
+            return refusal
+        case Refusal():
+            return verdict
 
 
 def _held_for(request: Request, refusal: Refusal, waited_s: float) -> Deferred | None:

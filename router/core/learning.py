@@ -25,7 +25,7 @@ distort the margin: it went behind all prompts that could still be in time."""
 
 def learn_ttft(state: RouterState, request: Request, now_s: float) -> None:
     """The first token of its first choice has come, and is not counted yet."""
-    if any(choice.delivered for choice in request.choices):
+    if request.submitted.is_ahead or any(choice.delivered for choice in request.choices):
         return
     if request.submitted.objectives.ttft_s is None:  # it is held to its tier's objective
         age_s = request.ledger.age_s(now_s)

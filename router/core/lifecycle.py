@@ -67,7 +67,8 @@ def submit(state: RouterState, submitted: GenerationRequest, now_s: float) -> li
         ledger=Ledger(before_s=submitted.phases_s, submitted_s=now_s),
         attempt=next(state.attempts),
     )
-    request.promise = state.promises.claim(request.digest, now_s, submitted.promise)
+    if not submitted.is_ahead:
+        request.promise = state.promises.claim(request.digest, now_s, submitted.promise)
     if request.promise is None and submitted.promise is not None:
         request.early = state.promises.early(submitted.promise, now_s)
     state.requests[request.request_id] = request
@@ -199,6 +200,8 @@ def rejection_for(state: RouterState, request: Request, refusal: Refusal, now_s:
         refusal = replace(refusal, retry_after_s=soonest_s)
     if refusal.work is None or soonest_s is None or not isfinite(refusal.work.prefill_s):
         return refusal
+    if request.submitted.is_ahead:
+        return refusal
     promise = state.promises.make(
         request.digest,
         refusal.work,
@@ -247,7 +250,8 @@ def take_slot(
 
 def _admit(state: RouterState, request: Request, now_s: float) -> Admit:
     request.admitted = True
-    state.forecast.prompts.saw(len(request.submitted.prompt_ids))
+    if not request.submitted.is_ahead:
+        state.forecast.prompts.saw(len(request.submitted.prompt_ids))
     if request.promise is not None:
         state.promises.settle(kept=True)
         request.promise = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from math import inf
 
@@ -13,6 +14,7 @@ from kvrelay.results import WorkerInfo
 from kvrelay.types import Objectives
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.wire import logprobs_to_wire
+from router.arriving.parts import PromptPart
 from router.core.state.generation import QuarantinedPair, WorkerStatus
 from router.text.continuation import Continuation, Delivered
 from router.text.request_fields import FIELDS, objectives_of
@@ -73,6 +75,46 @@ def prompt_of(request: pb.GenerateRequest) -> PromptInput:
             return _chat(request.chat)
         case _:
             raise InvalidRequest("set one of tokenized, text or chat", param="input")
+
+
+async def first_part(parts: AsyncIterator[pb.PromptPart]) -> pb.PromptPart:
+    """That of a request whose prompt arrives in parts. Raises InvalidRequest."""
+    async for part in parts:
+        if not part.HasField("request"):
+            break
+        return part
+    raise InvalidRequest("the first message must have the request", param="request")
+
+
+async def parts_of(
+    first: pb.PromptPart, others: AsyncIterator[pb.PromptPart]
+) -> AsyncIterator[PromptPart]:
+    """Raises InvalidRequest."""
+    if first.request.WhichOneof("input") is not None:
+        yield PromptPart(content=_part_content(prompt_of(first.request)))
+    if first.WhichOneof("part") is not None:
+        yield _part(first)
+    async for part in others:
+        if part.HasField("request"):
+            raise InvalidRequest("only the first message may have a request", param="request")
+        yield _part(part)
+
+
+def _part_content(prompt: PromptInput) -> str | tuple[int, ...]:
+    if isinstance(prompt, ChatPrompt):
+        raise InvalidRequest("a chat can't arrive in parts: send text or token ids", param="chat")
+    return prompt
+
+
+def _part(part: pb.PromptPart) -> PromptPart:
+    offset = part.offset if part.HasField("offset") else None
+    match part.WhichOneof("part"):
+        case "text":
+            return PromptPart(content=part.text, offset=offset)
+        case "tokenized":
+            return PromptPart(content=tuple(part.tokenized.input_ids), offset=offset)
+        case _:
+            raise InvalidRequest("a message has no part: set text or tokenized", param="part")
 
 
 def _chat(chat: pb.ChatInput) -> ChatPrompt:

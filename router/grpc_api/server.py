@@ -7,7 +7,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
 import grpc
@@ -17,12 +17,15 @@ from grpc_reflection.v1alpha import reflection
 from kvrelay.status import LEDGER_KEY
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc, worker_pb2
 from kvrelay.v1 import inference_pb2 as pb
+from router.arriving.prompt import Arriving, start_arriving
 from router.core.state.generation import Dispatcher
 from router.core.state.story import unknown
 from router.grpc_api.errors import abort_with
 from router.grpc_api.messages import (
     continuation_of,
+    first_part,
     objectives_in,
+    parts_of,
     prompt_of,
     prompt_told,
     quarantined_pair,
@@ -30,7 +33,7 @@ from router.grpc_api.messages import (
     sampling_of,
     worker_info,
 )
-from router.text.service import TextRequest, TextService
+from router.text.service import PromptInput, TextGeneration, TextRequest, TextService
 
 ADMIN_NAME = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 REGISTRY_NAME = worker_pb2.DESCRIPTOR.services_by_name["Registry"].full_name
@@ -39,8 +42,12 @@ STANDARD_NAMES = (health.SERVICE_NAME, reflection.SERVICE_NAME)
 
 
 class InferenceApi(inference_pb2_grpc.InferenceServicer):
-    def __init__(self, service: TextService, *, version: str, cluster: str) -> None:
+    def __init__(
+        self, service: TextService, *, version: str, cluster: str, most_characters: int
+    ) -> None:
+        """`most_characters`: of a prompt that arrives in parts."""
         self._service = service
+        self._most_characters = most_characters
         self._version = version
         self._cluster = cluster
         self._started_s = time.monotonic()
@@ -54,30 +61,53 @@ class InferenceApi(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         received_s = time.perf_counter()
         try:
-            generation = await self._service.start(self._text_request(request, context, received_s))
-            async with aclosing(generation.deltas()) as deltas:
-                is_first = True
-                async for delta in deltas:
-                    response = response_of(generation, delta)
-                    if is_first:
-                        response.input_logprobs.extend(prompt_told(generation))
-                        response.ticket = generation.ticket
-                        is_first = False
+            asked = self._text_request(request, prompt_of(request), context, received_s)
+            generation = await self._service.start(asked)
+            async with aclosing(_responses(generation)) as responses:
+                async for response in responses:
                     yield response
         except Exception as error:
             await abort_with(context, error, request.request_id or None)
         if request.ledger:
-            ledger = json.dumps(generation.ledger_ms())
-            context.set_trailing_metadata(((LEDGER_KEY, ledger),))
+            _tell_ledger(context, generation)
+
+    async def GenerateStream(  # noqa: N802
+        self, parts: AsyncIterator[pb.PromptPart], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        request = pb.GenerateRequest()
+        try:
+            first = await first_part(parts)
+            request = first.request
+            asked = self._text_request(request, "", context, time.perf_counter())
+            generation = await start_arriving(
+                self._service,
+                Arriving(
+                    request=asked,
+                    parts=parts_of(first, parts),
+                    most_characters=self._most_characters,
+                    expected_tokens=first.expected_tokens,
+                ),
+            )
+            async with aclosing(_responses(generation)) as responses:
+                async for response in responses:
+                    yield response
+        except Exception as error:
+            await abort_with(context, error, request.request_id or None)
+        if request.ledger:
+            _tell_ledger(context, generation)
 
     def _text_request(
-        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, received_s: float
+        self,
+        request: pb.GenerateRequest,
+        prompt: PromptInput,
+        context: grpc.aio.ServicerContext,
+        received_s: float,
     ) -> TextRequest:
         """Raises InvalidRequest."""
         metadata = {k: v for k, v in context.invocation_metadata() or () if isinstance(v, str)}
         return TextRequest(
             request_id=request.request_id or f"gen-{uuid.uuid4().hex}",
-            prompt=prompt_of(request),
+            prompt=prompt,
             sampling=sampling_of(request.sampling_params),
             continuation=continuation_of(request),
             promise=request.promise,
@@ -124,6 +154,22 @@ class InferenceApi(inference_pb2_grpc.InferenceServicer):
             workers=[worker_info(worker) for worker in dispatcher.workers()],
             quarantined=[quarantined_pair(pair) for pair in dispatcher.quarantined()],
         )
+
+
+async def _responses(generation: TextGeneration) -> AsyncGenerator[pb.GenerateResponse]:
+    async with aclosing(generation.deltas()) as deltas:
+        is_first = True
+        async for delta in deltas:
+            response = response_of(generation, delta)
+            if is_first:
+                response.input_logprobs.extend(prompt_told(generation))
+                response.ticket = generation.ticket
+                is_first = False
+            yield response
+
+
+def _tell_ledger(context: grpc.aio.ServicerContext, generation: TextGeneration) -> None:
+    context.set_trailing_metadata(((LEDGER_KEY, json.dumps(generation.ledger_ms())),))
 
 
 class AdminApi(admin_pb2_grpc.AdminServicer):

@@ -32,14 +32,18 @@ async def read_body(
 ) -> Body:
     """Raises InvalidRequest, of which BodyTooLarge and UnsupportedMediaType are kinds."""
     _check_media_type(request)
-    fields = _json_object(await _read(request, max_body_bytes))
+    return parsed(json_object(await _read(request, max_body_bytes)), kind, neutral)
+
+
+def parsed(fields: dict[str, Any], kind: type[Body], neutral: Mapping[str, Neutral]) -> Body:
+    """Raises InvalidRequest."""
     _drop_neutral(fields, neutral, "")
     for position, message in enumerate(_message_objects(fields)):
         _drop_neutral(message, MESSAGE_NEUTRAL, f"messages[{position}].")
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise _invalid(error) from None
+        raise invalid_fields(error) from None
 
 
 def _message_objects(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -78,7 +82,8 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _json_object(body: bytes) -> dict[str, Any]:
+def json_object(body: bytes) -> dict[str, Any]:
+    """Raises InvalidRequest for anything else."""
     try:
         value = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -113,7 +118,7 @@ EITHER = {
 """# field of several types |-> its types in words, because pydantic would name each type in turn"""
 
 
-def _invalid(error: ValidationError) -> InvalidRequest:
+def invalid_fields(error: ValidationError) -> InvalidRequest:
     first = error.errors(include_url=False, include_input=False)[0]
     where = first["loc"]
     for position, part in enumerate(where):
@@ -205,10 +210,15 @@ class GenerationBody(StrictBody):
     """For a stream that lost its router."""
 
 
-class CompletionBody(GenerationBody):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+class CompletionFields(GenerationBody):
+    """Those of a completion, but for its prompt."""
+
     logprobs: int | None = None
     echo: bool | None = None
+
+
+class CompletionBody(CompletionFields):
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
 
 
 class TextPart(BaseModel):

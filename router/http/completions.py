@@ -15,6 +15,7 @@ from kvrelay.errors import InvalidRequest
 from router.http.api import HttpApi, api_of, new_id
 from router.http.bodies import (
     CompletionBody,
+    CompletionFields,
     continuation_of,
     objectives_in,
     read_body,
@@ -51,7 +52,7 @@ async def completions(request: Request) -> Response:
         sampling=sampling_of(
             body,
             logprobs=body.logprobs,
-            prompt_logprobs=_prompt_logprobs(body),
+            prompt_logprobs=prompt_logprobs_asked(body),
             echo=bool(body.echo),
         ),
         model=body.model or "",
@@ -66,7 +67,7 @@ async def completions(request: Request) -> Response:
     return GenerationResponse(api, _one_each(asked, _prompts(body)), reply)
 
 
-def _prompt_logprobs(body: CompletionBody) -> int | None:
+def prompt_logprobs_asked(body: CompletionFields) -> int | None:
     """An echoed prompt has as many alternatives as the answer."""
     wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
     return max((top for top in wanted if top is not None), default=None)
@@ -99,7 +100,7 @@ def _prompts(body: CompletionBody) -> list[str | tuple[int, ...]]:
 
 class CompletionReply(Reply):
     def __init__(
-        self, api: HttpApi, body: CompletionBody, request_id: str, *, ledger: bool
+        self, api: HttpApi, body: CompletionFields, request_id: str, *, ledger: bool
     ) -> None:
         super().__init__(stream_flags(body), ledger=ledger, tickets=bool(body.return_token_ids))
         self.id = request_id

@@ -102,20 +102,35 @@ def _usage(prompt: int, completion: int) -> dict[str, object]:
 
 
 class GenerationResponse(Response):
-    """Runs the requests while it answers."""
+    """Runs the requests while it answers; those in `started` run already."""
 
-    def __init__(self, api: HttpApi, requests: Sequence[TextRequest], reply: Reply) -> None:
+    def __init__(
+        self,
+        api: HttpApi,
+        requests: Sequence[TextRequest],
+        reply: Reply,
+        *,
+        started: Sequence[TextGeneration] = (),
+    ) -> None:
         self._service = api.service
         self._keep_alive_s = api.keep_alive_s
         self._requests = requests
         self._reply = reply
+        self._started = started
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = self._stream(send) if self._reply.stream else self._whole(scope, receive, send)
-        await run_until_disconnect(receive, work)
+        try:
+            await run_until_disconnect(receive, work)
+        finally:
+            for generation in self._started:
+                generation.abort()
+
+    async def _start(self) -> Sequence[TextGeneration]:
+        return self._started or await start_all(self._service, self._requests)
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._reply.generations = await start_all(self._service, self._requests)
+        self._reply.generations = await self._start()
         sums: defaultdict[tuple[int, int], DeltaSum] = defaultdict(DeltaSum)
         async with aclosing(merged(self._reply.generations)) as deltas:
             async for position, delta in deltas:
@@ -129,7 +144,7 @@ class GenerationResponse(Response):
         After an error the stream has no end, so the server closes the connection: no client takes
         it for a whole answer."""
         reply = self._reply
-        reply.generations = await start_all(self._service, self._requests)
+        reply.generations = await self._start()
         async with (
             EventStream(send, self._stream_headers, self._keep_alive_s) as out,
             aclosing(merged(reply.generations)) as deltas,

@@ -19,6 +19,7 @@ from kvrelay.errors import InvalidRequest, Refused, RequestFailedError
 from kvrelay.messages import BlockChanges, Counters, WorkerEvent, WorkerHello
 from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import Incarnation, PromptLogprob, RequestSpec
+from router.core.decision import appraise
 from router.core.events import (
     Aborted,
     Admit,
@@ -297,6 +298,14 @@ class WorkerDispatcher(ClusterViews):
             generation.abort()
             raise
         return generation
+
+    def appraise(self, request: GenerationRequest) -> Refused | None:
+        refusal = appraise(self.core.state, request, time.monotonic())
+        return None if refusal is None else _error_of(refusal)
+
+    def block_size(self) -> int:
+        views = self.core.state.workers.values()
+        return max((view.hello.block_size for view in views), default=0)
 
     def _watch_deadline(self, generation: WorkerGeneration, request: GenerationRequest) -> None:
         deadline_s = request.objectives.deadline_s

@@ -259,6 +259,9 @@ class RouterMetrics:
         self.itl = self._histogram("inter_token_latency_seconds", "", ITL_BUCKETS_S)
         self.e2e = self._histogram("e2e_request_latency_seconds", "", E2E_BUCKETS_S)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens admitted.")
+        self.prompt_tokens_ahead = self._counter(
+            "prompt_tokens_ahead", "Prompt tokens computed before their prompt was complete."
+        )
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._success = Counter(
             "kvrelay:request_success",

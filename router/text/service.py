@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from kvrelay.errors import (
     FailureReason,
@@ -145,6 +145,8 @@ class ChoiceText:
         )
 
 
+Counted = TypeVar("Counted")
+
 INLINE_CHARACTERS = 20_000
 """Longer texts are tokenized on a thread: in the event loop they would delay every stream."""
 
@@ -202,8 +204,12 @@ class TextService:
 
     async def start(self, request: TextRequest) -> TextGeneration:
         """Raises InvalidRequest, ModelNotFound or Refused. When it returns, the request runs."""
+        return await self.counted(request, self._start(request))
+
+    async def counted(self, request: TextRequest, starting: Awaitable[Counted]) -> Counted:
+        """What it raises stands in the metrics."""
         try:
-            return await self._start(request)
+            return await starting
         except Refused as refusal:
             after_s = time.perf_counter() - request.received_s
             self.metrics.refused(refusal.reason, request.tier, after_s)
@@ -252,12 +258,16 @@ class TextService:
             self.tokenizer.encode, text, add_special_tokens=add_special_tokens
         )
 
-    async def _start(self, request: TextRequest) -> TextGeneration:
-        parsed_s = time.perf_counter()
+    def check_open(self, model: str) -> ModelFacts:
+        """Raises Refused or ModelNotFound where no request is taken."""
         if self.draining:
             raise Refused(RefusalReason.DRAINING, "this router is stopping", retry_after_s=1.0)
-        self.check_model(request.model)
-        facts = self.facts()
+        self.check_model(model)
+        return self.facts()
+
+    async def _start(self, request: TextRequest) -> TextGeneration:
+        parsed_s = time.perf_counter()
+        facts = self.check_open(request.model)
         if request.prompt == "":
             raise InvalidRequest("the prompt is empty: send some text", param="prompt")
         prompt_ids = await self.prompt_ids(

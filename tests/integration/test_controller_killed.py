@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from engine.bundled import checkpoint_path
-from kvrelay.client import Client
+from kvrelay import Client
 from tests.integration.ray_head import NOTHING_BUILT, Head, ray_head, until
 from tests.integration.test_serve_ray import (
     KVRELAY,

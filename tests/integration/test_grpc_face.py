@@ -24,8 +24,8 @@ from kvrelay import (
     RequestFailedError,
     Slo,
 )
+from kvrelay.client.requests import GenerateOptions
 from kvrelay.qos import QosTier, QosTiers
-from kvrelay.requests import GenerateOptions
 from kvrelay.results import Generated
 from kvrelay.types import FinishReason, Objectives
 from kvrelay.v1 import inference_pb2 as pb

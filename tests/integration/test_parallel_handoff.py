@@ -14,7 +14,7 @@ import pytest
 from cluster.cli import status
 from engine.model.checkpoint import open_checkpoint
 from engine.model.model import load_model
-from kvrelay.client import Client
+from kvrelay import Client
 from kvrelay.types import Role
 from tests.integration.ray_head import Marked, marked, until
 from tests.integration.split_kit import WorkerHost, running_cluster, worker_settings

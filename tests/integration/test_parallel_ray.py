@@ -18,7 +18,7 @@ import yaml
 
 from engine.model.checkpoint import open_checkpoint
 from engine.model.model import load_model
-from kvrelay.client import Client
+from kvrelay import Client
 from tests.integration.ray_head import Head, Marked, ray_head, until
 from tests.integration.test_handoff_exact import prompts
 from tests.integration.test_serve_ray import KVRELAY, PLAIN, addresses, assert_nothing_is_left

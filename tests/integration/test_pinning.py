@@ -14,7 +14,7 @@ from uuid import uuid4
 import pytest
 
 from cluster.process.host_cpus import ranges
-from kvrelay.client import Client
+from kvrelay import Client
 from tests.integration.ray_head import Marked, marked, until
 from tests.integration.test_plain_processes import KVRELAY, start_router
 

@@ -14,8 +14,8 @@ from uuid import uuid4
 import pytest
 
 from cluster.cli import status
-from kvrelay.client import Client, Stream
-from kvrelay.requests import GenerateOptions
+from kvrelay import Client, Stream
+from kvrelay.client.requests import GenerateOptions
 from kvrelay.results import Chunk
 from tests.integration.ray_head import BIN, Marked, marked, until
 

@@ -12,7 +12,7 @@ import pytest
 
 from engine.model.checkpoint import open_checkpoint
 from engine.model.model import load_model
-from kvrelay.client import Client
+from kvrelay import Client
 from kvrelay.errors import InvalidRequest
 from kvrelay.types import Role
 from tests.integration.split_kit import (

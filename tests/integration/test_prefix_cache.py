@@ -10,7 +10,7 @@ import pytest
 
 from engine.model.checkpoint import open_checkpoint
 from engine.model.model import load_model
-from kvrelay.client import Client
+from kvrelay import Client
 from kvrelay.types import Role
 from router.text.preload import PreloadText, preload_specs
 from router.text.tokenizer import TextTokenizer

@@ -15,7 +15,7 @@ import torch
 
 from engine.model.checkpoint import open_checkpoint
 from engine.model.model import Model, load_model
-from kvrelay.client import Client
+from kvrelay import Client
 from kvrelay.types import PromptLogprob, Role
 from router.core.policy.choice import Policies
 from router.text.tokenizer import TextTokenizer

@@ -17,7 +17,7 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from kvrelay.client import Client
+from kvrelay import Client
 from tests.integration.ray_head import BIN, NOTHING_BUILT, Head, Marked, free_ports, marked, until
 from tests.integration.test_serve_ray import (
     KVRELAY,

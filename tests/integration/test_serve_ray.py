@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from cluster.on_ray.launch import ONE_PRESS_S
-from kvrelay.client import Client
+from kvrelay import Client
 from kvrelay.errors import KvrelayError
 from tests.integration.manifests import DEPLOY, base_groups, cluster_file, group_resources, one
 from tests.integration.ray_head import BIN, Head, Marked, marked, ray_head, until

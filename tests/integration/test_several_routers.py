@@ -15,7 +15,7 @@ import pytest
 
 from cluster.cli import status
 from kvpool.core.layout.hashes import tenant_label
-from kvrelay.client import Client
+from kvrelay import Client
 from kvrelay.errors import ConfigError
 from kvrelay.qos import QosTier, QosTiers
 from kvrelay.types import Role

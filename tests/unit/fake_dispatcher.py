@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvrelay.errors import KvrelayError
+from kvrelay.errors import KvrelayError, Refused
 from kvrelay.gc_pauses import GcPauses
 from kvrelay.messages import Counters
 from kvrelay.types import FinishReason, PromptLogprob, TokenLogprobs
@@ -155,6 +155,7 @@ class FakeDispatcher:
     is_ready: bool = True
     refusal: KvrelayError | None = None
     refusals_left: int = -1
+    appraised: Refused | None = None
     failure: KvrelayError | Exception | None = None
     fail_after_tokens: int = -1
     gates: set[str] = field(default_factory=set)
@@ -200,6 +201,12 @@ class FakeDispatcher:
             generation.aborted.set()
             generation.go_on.set()
         self.aborted.put_nowait(request_id)
+
+    def appraise(self, request: GenerationRequest) -> Refused | None:
+        return self.appraised
+
+    def block_size(self) -> int:
+        return self.statuses[0].block_size
 
     def ready(self) -> bool:
         return self.is_ready

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from kvrelay.client.requests import RECONNECT_EVERY_S, RECONNECT_FOR_S, SoFar
 from kvrelay.errors import InvalidRequest, Refused, RequestFailedError
-from kvrelay.requests import RECONNECT_EVERY_S, RECONNECT_FOR_S, SoFar
 from kvrelay.v1 import inference_pb2 as pb
 from router.text.continuation import Continuation, Delivered, Ticket
 from router.text.signing import ClusterKey

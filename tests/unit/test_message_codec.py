@@ -20,6 +20,7 @@ from kvpool.core.transfer.messages import PeerMessage
 from kvpool.core.transfer.pool_map import KvFacts
 from kvpool.wire import peer, pool
 from kvrelay import wire
+from kvrelay.client.requests import model_info_of, server_info_of
 from kvrelay.codec import HASH_BYTES, EnvelopeCodec, MessageCodec
 from kvrelay.errors import PeerError
 from kvrelay.messages import (
@@ -32,7 +33,6 @@ from kvrelay.messages import (
     WorkerEvent,
     WorkerHello,
 )
-from kvrelay.requests import model_info_of, server_info_of
 from kvrelay.results import ModelInfo, ServerInfo
 from kvrelay.types import (
     WIRE_VERSION,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import grpc
 import pytest
 
+from kvrelay.client.requests import Routers, addresses_of, is_gone
 from kvrelay.errors import InvalidRequest, KvrelayError, Refused, RequestFailedError
-from kvrelay.requests import Routers, addresses_of, is_gone
 from kvrelay.status import error_of
 
 GONE = RequestFailedError("unavailable", "connection refused")

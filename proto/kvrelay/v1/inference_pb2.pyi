@@ -36,6 +36,20 @@ class GenerateRequest(_message.Message):
     promise: bytes
     def __init__(self, request_id: _Optional[str] = ..., tokenized: _Optional[_Union[TokenizedInput, _Mapping]] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., model: _Optional[str] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., tier: _Optional[str] = ..., tenant: _Optional[str] = ..., ledger: _Optional[bool] = ..., continuation: _Optional[_Union[Continuation, _Mapping]] = ..., promise: _Optional[bytes] = ...) -> None: ...
 
+class PromptPart(_message.Message):
+    __slots__ = ("request", "text", "tokenized", "offset", "expected_tokens")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZED_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request: GenerateRequest
+    text: str
+    tokenized: TokenizedInput
+    offset: int
+    expected_tokens: int
+    def __init__(self, request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., text: _Optional[str] = ..., tokenized: _Optional[_Union[TokenizedInput, _Mapping]] = ..., offset: _Optional[int] = ..., expected_tokens: _Optional[int] = ...) -> None: ...
+
 class Continuation(_message.Message):
     __slots__ = ("choices", "ticket")
     CHOICES_FIELD_NUMBER: _ClassVar[int]

@@ -41,6 +41,11 @@ class InferenceStub:
                 request_serializer=kvrelay_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateStream = channel.stream_stream(
+                '/kvrelay.v1.Inference/GenerateStream',
+                request_serializer=kvrelay_dot_v1_dot_inference__pb2.PromptPart.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/kvrelay.v1.Inference/Abort',
                 request_serializer=kvrelay_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
@@ -71,6 +76,14 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GenerateStream(self, request_iterator, context):
+        """The same for a prompt that arrives in parts: what has come is computed meanwhile. The
+        prompt ends where the client closes its half of the call.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Abort(self, request, context):
         """Stops the named requests; unknown ids are ignored.
         """
@@ -96,6 +109,11 @@ def add_InferenceServicer_to_server(servicer, server):
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
                     request_deserializer=kvrelay_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateStream': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateStream,
+                    request_deserializer=kvrelay_dot_v1_dot_inference__pb2.PromptPart.FromString,
                     response_serializer=kvrelay_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
@@ -142,6 +160,33 @@ class Inference:
             target,
             '/kvrelay.v1.Inference/Generate',
             kvrelay_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+            kvrelay_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateStream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvrelay.v1.Inference/GenerateStream',
+            kvrelay_dot_v1_dot_inference__pb2.PromptPart.SerializeToString,
             kvrelay_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,

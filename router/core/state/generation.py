@@ -31,7 +31,8 @@ from router.core.state.quarantine import Pair
 class GenerationRequest:
     """A validated request. Those of different `tenant`s share no cached KV. One that lost its
     router goes on behind what was `delivered`; `admitted`: that router had taken it. `promise`: any
-    router has refused it and told it to come now."""
+    router has refused it and told it to come now. `is_ahead`: its prompt is the beginning of one
+    that still arrives, so it is promised nothing, and nothing is learnt of it."""
 
     request_id: str
     prompt_ids: Sequence[int]
@@ -46,6 +47,7 @@ class GenerationRequest:
     finished: frozenset[int] = frozenset()
     admitted: bool = False
     promise: ToldPromise | None = None
+    is_ahead: bool = False
 
 
 class RefusedUntil(Refused):
@@ -209,6 +211,12 @@ class Dispatcher(Protocol):
 
     def abort(self, request_id: str) -> None:
         """Unknown ids are ignored."""
+
+    def appraise(self, request: GenerationRequest) -> Refused | None:
+        """Why it could not be taken now; None: it could. Nothing is changed."""
+
+    def block_size(self) -> int:
+        """Tokens of a KV block; 0 until the first worker has joined."""
 
     def ready(self) -> bool:
         """A pair of workers, or one alone, can serve."""

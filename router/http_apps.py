@@ -19,12 +19,14 @@ from router.http.api import HttpApi
 from router.http.chat import chat_completions
 from router.http.completions import completions
 from router.http.errors import on_bug, on_disconnect, on_http_exception, on_kvrelay_error
+from router.http.streamed_input.endpoint import streamed_completions
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 METRICS = Route("/metrics", info.metrics)
 PUBLIC_ROUTES = [
     Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/completions/stream", streamed_completions, methods=["POST"]),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/models", info.models),
     Route("/v1/models/{model:path}", info.model),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TypeVar, Unpack
 
 import grpc
 
-from kvrelay.errors import KvrelayError, RequestFailedError
-from kvrelay.requests import (
+from kvrelay.client.parts import AsyncParts, TextOrIds
+from kvrelay.client.requests import (
     CHANNEL_OPTIONS,
     GenerateOptions,
     Prompt,
@@ -30,6 +30,7 @@ from kvrelay.requests import (
     server_info_of,
     with_options,
 )
+from kvrelay.errors import KvrelayError, RequestFailedError
 from kvrelay.results import Chunk, Generated, ModelInfo, ServerInfo
 from kvrelay.status import meant_by, raise_for
 from kvrelay.v1 import inference_pb2 as pb
@@ -53,10 +54,10 @@ class AsyncStream:
         self._request = request
         self._timeout_s = timeout_s
         self._retries = retries_of(request, retries, time.monotonic())
-        self._call = tour.stub.Generate(request, timeout=timeout_s)
-        self._chunks = aiter(self._call)
         self._so_far = SoFar(routers=tour.routers)
         self._closed = False
+        self._call = self._begin()
+        self._chunks = aiter(self._call)
 
     def __aiter__(self) -> AsyncStream:
         return self
@@ -93,8 +94,11 @@ class AsyncStream:
         if self._closed:
             raise meant from error
         renew(self._request, self._retries, meant, time.monotonic())
-        self._call = self._tour.stub.Generate(self._request, timeout=self._timeout_s)
+        self._call = self._begin()
         self._chunks = aiter(self._call)
+
+    def _begin(self) -> grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]:
+        return self._tour.stub.Generate(self._request, timeout=self._timeout_s)
 
     def _delay_s(self, error: KvrelayError) -> float | None:
         if self._so_far.has_begun:
@@ -121,6 +125,38 @@ class AsyncStream:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class AsyncInputStream(AsyncStream):
+    """A stream whose prompt arrives in parts: all of them, or those so far, are sent again to the
+    next router."""
+
+    def __init__(
+        self,
+        tour: Tour[InferenceStub],
+        request: pb.GenerateRequest,
+        parts: AsyncParts,
+        timeout_s: float | None,
+        retries: int,
+    ) -> None:
+        self._parts = parts
+        super().__init__(tour, request, timeout_s, retries)
+
+    def _begin(self) -> grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]:
+        if self._parts.is_whole:
+            self._parts.complete(self._request)
+            return super()._begin()
+        self._parts.renew(self._request)
+        return self._tour.stub.GenerateStream(aiter(self._parts), timeout=self._timeout_s)
+
+    async def _next(self) -> Chunk:
+        """gRPC cancels the call where the user's own parts raise."""
+        try:
+            return await super()._next()
+        except (asyncio.CancelledError, KvrelayError):
+            if self._parts.error is not None:
+                raise self._parts.error from None
+            raise
 
 
 class AsyncClient:
@@ -156,6 +192,30 @@ class AsyncClient:
         async with self.stream(prompt, retries=retries, **options) as stream:
             chunks = [chunk async for chunk in stream]
             return generated_of(chunks, await stream.ledger_ms())
+
+    @with_options
+    def stream_input(
+        self,
+        parts: AsyncIterable[TextOrIds] | Iterable[TextOrIds],
+        *,
+        expected_tokens: int = 0,
+        retries: int = 0,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncStream:
+        """The answer to a prompt that comes in parts, all of them text or all token ids. What has
+        come is computed while the rest is on its way; the prompt ends where `parts` end.
+
+        `expected_tokens`: a prompt so long that it could never be served is refused at once.
+        """
+        request = generate_request("", options)
+        request.ClearField("input")
+        return AsyncInputStream(
+            self._routers.tour(),
+            request,
+            AsyncParts(request, parts, expected_tokens),
+            self._timeout_s,
+            retries,
+        )
 
     async def abort(self, *request_ids: str) -> None:
         """Aborts at every reachable router. Unknown ids are ignored."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TypeVar, Unpack
 
 import grpc
 
-from kvrelay.errors import KvrelayError
-from kvrelay.requests import (
+from kvrelay.client.parts import Parts, TextOrIds
+from kvrelay.client.requests import (
     CHANNEL_OPTIONS,
     GenerateOptions,
     Prompt,
@@ -30,6 +30,7 @@ from kvrelay.requests import (
     server_info_of,
     with_options,
 )
+from kvrelay.errors import KvrelayError
 from kvrelay.results import Chunk, Generated, ModelInfo, ServerInfo
 from kvrelay.status import meant_by, raise_for
 from kvrelay.v1 import inference_pb2 as pb
@@ -55,7 +56,7 @@ class Stream:
         self._retries = retries_of(request, retries, time.monotonic())
         self._closed = threading.Event()
         self._so_far = SoFar(routers=tour.routers)
-        self._call = tour.stub.Generate(request, timeout=timeout_s)
+        self._call = self._begin()
 
     def __iter__(self) -> Stream:
         return self
@@ -81,7 +82,10 @@ class Stream:
         if delay_s is None or self._closed.wait(delay_s):
             raise meant from error
         renew(self._request, self._retries, meant, time.monotonic())
-        self._call = self._tour.stub.Generate(self._request, timeout=self._timeout_s)
+        self._call = self._begin()
+
+    def _begin(self) -> grpc.CallIterator[pb.GenerateResponse]:
+        return self._tour.stub.Generate(self._request, timeout=self._timeout_s)
 
     def _delay_s(self, error: KvrelayError) -> float | None:
         if self._so_far.has_begun:
@@ -109,6 +113,34 @@ class Stream:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class InputStream(Stream):
+    """A stream whose prompt arrives in parts: all of them, or those so far, are sent again to the
+    next router."""
+
+    def __init__(
+        self,
+        tour: Tour[InferenceStub],
+        request: pb.GenerateRequest,
+        parts: Parts,
+        timeout_s: float | None,
+        retries: int,
+    ) -> None:
+        self._parts = parts
+        super().__init__(tour, request, timeout_s, retries)
+
+    def _begin(self) -> grpc.CallIterator[pb.GenerateResponse]:
+        if self._parts.is_whole:
+            self._parts.complete(self._request)
+            return super()._begin()
+        self._parts.renew(self._request)
+        return self._tour.stub.GenerateStream(iter(self._parts), timeout=self._timeout_s)
+
+    def _call_again(self, error: grpc.RpcError) -> None:
+        if self._parts.error is not None:
+            raise self._parts.error from None
+        super()._call_again(error)
 
 
 class Client:
@@ -145,6 +177,30 @@ class Client:
         with self.stream(prompt, retries=retries, **options) as stream:
             chunks = list(stream)
             return generated_of(chunks, stream.ledger_ms)
+
+    @with_options
+    def stream_input(
+        self,
+        parts: Iterable[TextOrIds],
+        *,
+        expected_tokens: int = 0,
+        retries: int = 0,
+        **options: Unpack[GenerateOptions],
+    ) -> Stream:
+        """The answer to a prompt that comes in parts, all of them text or all token ids. What has
+        come is computed while the rest is on its way; the prompt ends where `parts` end.
+
+        `expected_tokens`: a prompt so long that it could never be served is refused at once.
+        """
+        request = generate_request("", options)
+        request.ClearField("input")
+        return InputStream(
+            self._routers.tour(),
+            request,
+            Parts(request, parts, expected_tokens),
+            self._timeout_s,
+            retries,
+        )
 
     def abort(self, *request_ids: str) -> None:
         """Aborts at every reachable router. Unknown ids are ignored."""

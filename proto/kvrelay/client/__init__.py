@@ -1,0 +1,1 @@
+"""The clients for programs: with threads, and with an event loop."""

@@ -1,0 +1,1 @@
+"""Prompts that arrive in parts: what has come is computed while the rest is on its way."""

@@ -1,0 +1,1 @@
+"""POST /v1/completions/stream: a prompt that arrives in parts."""
