@@ -49,7 +49,7 @@ class ServerOptions:
     internal_grpc_port: int = 0
     public_metrics: bool = False
     tiers: TierRules = ONE_FOR_ALL
-    secret: str = field(default="", repr=False)
+    cluster_key: bytes = field(default=b"", repr=False)
     keep_alive_s: float = KEEP_ALIVE_S
 
     @property
@@ -82,7 +82,7 @@ class RouterServers:
             defaults=GenerationDefaults.load(checkpoint_dir),
             metrics=RouterMetrics(served_model_name),
             tiers=options.tiers,
-            key=ClusterKey(options.secret.encode()),
+            key=ClusterKey(options.cluster_key),
         )
         self._options = options
         self._add_internal = add_internal

@@ -153,7 +153,7 @@ class RouterProcess:
             max_body_bytes=settings.max_body_bytes,
             cluster=settings.name,
             tiers=TierRules(tiers=settings.qos, match=settings.tier_match),
-            secret=settings.secret,
+            cluster_key=settings.secret.encode(),
         )
         self._servers = RouterServers(
             self.dispatcher,

@@ -127,7 +127,7 @@ class Sampling:
     holds the model's end-of-sequence ids unless the request ignores them. `logprobs` is the
     number of top alternatives reported beside the chosen token, None for no logprobs at all;
     `prompt_logprobs` is the same for the tokens of the prompt. With `max_tokens` 0 only the prompt
-    is computed.
+    is computed. `grammar`, unless empty, is what the output must match, as llguidance writes it.
     """
 
     max_tokens: int
@@ -145,6 +145,7 @@ class Sampling:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: str = ""
 
 
 @value

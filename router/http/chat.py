@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -11,19 +12,17 @@ from starlette.responses import Response
 
 from kvrelay.errors import InvalidRequest
 from router.http.api import HttpApi, api_of, new_id
+from router.http.asking import text_request
 from router.http.bodies import (
     ChatBody,
     MessageBody,
     TokenizeBody,
-    continuation_of,
-    objectives_in,
     read_body,
     sampling_of,
     stop_reason,
     stream_flags,
     wants_ledger,
 )
-from router.http.errors import promise_in
 from router.http.neutral_fields import CHAT_NEUTRAL
 from router.http.reply import (
     ChoiceTotals,
@@ -32,28 +31,19 @@ from router.http.reply import (
     chat_logprobs,
     prompt_logprobs,
 )
-from router.text.service import ChatPrompt, TextDelta, TextRequest
+from router.text.service import ChatPrompt, TextDelta
 
 
 async def chat_completions(request: Request) -> Response:
     received_s = time.perf_counter()
     api = api_of(request)
-    objectives = objectives_in(request)
     body = await read_body(request, ChatBody, CHAT_NEUTRAL, api.max_body_bytes)
     request_id = new_id("chatcmpl", request)
     reply = ChatReply(api, body, request_id, ledger=wants_ledger(request))
-    asked = TextRequest(
-        request_id=reply.id,
-        prompt=chat_prompt(body.messages, body),
-        sampling=sampling_of(body, logprobs=_logprobs(body), prompt_logprobs=body.prompt_logprobs),
-        model=body.model or "",
-        tenant=body.cache_salt or "",
-        tier=api.service.tiers.tier_of(body.tier or "", request.headers),
-        objectives=objectives,
-        continuation=continuation_of(body),
-        promise=promise_in(request),
-        received_s=received_s,
-    )
+    sampling = sampling_of(body, logprobs=_logprobs(body), prompt_logprobs=body.prompt_logprobs)
+    asked = text_request(request, body, reply.id, sampling=sampling)
+    prompt = chat_prompt(body.messages, body)
+    asked = replace(asked, prompt=prompt, received_s=received_s)
     return GenerationResponse(api, [asked], reply)
 
 

@@ -13,18 +13,16 @@ from starlette.responses import Response
 
 from kvrelay.errors import InvalidRequest
 from router.http.api import HttpApi, api_of, new_id
+from router.http.asking import text_request
 from router.http.bodies import (
     CompletionBody,
     CompletionFields,
-    continuation_of,
-    objectives_in,
     read_body,
     sampling_of,
     stop_reason,
     stream_flags,
     wants_ledger,
 )
-from router.http.errors import promise_in
 from router.http.neutral_fields import COMPLETION_NEUTRAL
 from router.http.reply import (
     ChoiceTotals,
@@ -34,6 +32,7 @@ from router.http.reply import (
     Reply,
     prompt_logprobs,
 )
+from router.text.sampling import RequestedSampling
 from router.text.service import TextDelta, TextGeneration, TextRequest
 
 MAX_PROMPTS = 128
@@ -42,32 +41,26 @@ MAX_PROMPTS = 128
 async def completions(request: Request) -> Response:
     received_s = time.perf_counter()
     api = api_of(request)
-    objectives = objectives_in(request)
     body = await read_body(request, CompletionBody, COMPLETION_NEUTRAL, api.max_body_bytes)
     request_id = new_id("cmpl", request)
     reply = CompletionReply(api, body, request_id, ledger=wants_ledger(request))
-    asked = TextRequest(
-        request_id=reply.id,
-        prompt="",
-        sampling=sampling_of(
-            body,
-            logprobs=body.logprobs,
-            prompt_logprobs=prompt_logprobs_asked(body),
-            echo=bool(body.echo),
-        ),
-        model=body.model or "",
-        tenant=body.cache_salt or "",
-        tier=api.service.tiers.tier_of(body.tier or "", request.headers),
-        objectives=objectives,
-        continuation=continuation_of(body),
-        promise=promise_in(request),
-        add_special_tokens=body.add_special_tokens is not False,
-        received_s=received_s,
+    asked = text_request(request, body, reply.id, sampling=completion_sampling(body))
+    asked = replace(
+        asked, add_special_tokens=body.add_special_tokens is not False, received_s=received_s
     )
     return GenerationResponse(api, _one_each(asked, _prompts(body)), reply)
 
 
-def prompt_logprobs_asked(body: CompletionFields) -> int | None:
+def completion_sampling(body: CompletionFields) -> RequestedSampling:
+    return sampling_of(
+        body,
+        logprobs=body.logprobs,
+        prompt_logprobs=_prompt_logprobs_asked(body),
+        echo=bool(body.echo),
+    )
+
+
+def _prompt_logprobs_asked(body: CompletionFields) -> int | None:
     """An echoed prompt has as many alternatives as the answer."""
     wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
     return max((top for top in wanted if top is not None), default=None)

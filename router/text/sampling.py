@@ -30,7 +30,8 @@ MAX_PENALTY = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedSampling:
-    """The request's parameters; None where absent. `echo`: the answer repeats the prompt."""
+    """The request's parameters; None where absent. `echo`: the answer repeats the prompt.
+    `grammar`, unless empty, is what the output must match, as llguidance writes it."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -52,6 +53,7 @@ class RequestedSampling:
     echo: bool = False
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    grammar: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +120,7 @@ def resolve(
         logprobs=_logprobs("logprobs", asked.logprobs),
         prompt_logprobs=_logprobs("prompt_logprobs", asked.prompt_logprobs),
         logit_bias=_logit_bias(asked.logit_bias, facts.vocab_size),
+        grammar=asked.grammar,
     )
 
 

@@ -74,8 +74,8 @@ async def test_wherever_it_was_cut_the_text_is_that_of_the_whole(
 async def test_only_routers_with_the_same_secret_take_each_others_tickets(folder: Path) -> None:
     one, other = FakeDispatcher(script=rest), FakeDispatcher(script=rest)
     async with (
-        served(folder, one, secret="a") as first,
-        served(folder, other, secret="b") as second,
+        served(folder, one, cluster_key=b"a") as first,
+        served(folder, other, cluster_key=b"b") as second,
         first.http() as http,
         second.http() as elsewhere,
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -14,21 +15,17 @@ from kvrelay.errors import InvalidRequest
 from router.arriving.parts import PromptPart
 from router.arriving.prompt import Arriving, start_arriving
 from router.http.api import api_of, new_id
+from router.http.asking import text_request
 from router.http.bodies import (
     CompletionFields,
     TokenId,
-    continuation_of,
-    objectives_in,
     parsed,
-    sampling_of,
     wants_ledger,
 )
-from router.http.completions import CompletionReply, prompt_logprobs_asked
-from router.http.errors import promise_in
+from router.http.completions import CompletionReply, completion_sampling
 from router.http.neutral_fields import COMPLETION_NEUTRAL
 from router.http.reply import GenerationResponse
 from router.http.streamed_input.lines import json_lines, part_of
-from router.text.service import TextRequest
 
 MOST_LINE_BYTES = 1 << 20
 
@@ -48,7 +45,8 @@ async def streamed_completions(request: Request) -> Response:
     async with aclosing(json_lines(request.stream(), MOST_LINE_BYTES)) as lines:
         body = parsed(await _first(lines), StreamedInputBody, COMPLETION_NEUTRAL)
         reply = CompletionReply(api, body, new_id("cmpl", request), ledger=wants_ledger(request))
-        asked = _text_request(request, body, reply.id)
+        asked = text_request(request, body, reply.id, sampling=completion_sampling(body))
+        asked = replace(asked, add_special_tokens=body.add_special_tokens is not False)
         generation = await start_arriving(
             api.service,
             Arriving(
@@ -74,25 +72,3 @@ async def _parts(
         yield first
     async for fields in lines:
         yield part_of(fields)
-
-
-def _text_request(request: Request, body: StreamedInputBody, request_id: str) -> TextRequest:
-    """Raises InvalidRequest."""
-    api = api_of(request)
-    return TextRequest(
-        request_id=request_id,
-        prompt="",
-        sampling=sampling_of(
-            body,
-            logprobs=body.logprobs,
-            prompt_logprobs=prompt_logprobs_asked(body),
-            echo=bool(body.echo),
-        ),
-        model=body.model or "",
-        tenant=body.cache_salt or "",
-        tier=api.service.tiers.tier_of(body.tier or "", request.headers),
-        objectives=objectives_in(request),
-        continuation=continuation_of(body),
-        promise=promise_in(request),
-        add_special_tokens=body.add_special_tokens is not False,
-    )
