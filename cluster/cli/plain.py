@@ -23,6 +23,8 @@ from cluster.process.admin import NOT_INTERNAL
 from cluster.process.bars import DownloadBars
 from cluster.process.net import registration_options
 from engine.core.activity import Stage, StartActivity
+from kvrelay.access.tls import aio_channel
+from kvrelay.access.values import Access
 from kvrelay.errors import ConfigError
 from kvrelay.gc_pauses import freeze
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
@@ -79,7 +81,7 @@ async def run_worker(settings: WorkerSettings, *, join: Sequence[str], drain_s: 
     freeze()
     print(f"{settings.role} worker on {address}", flush=True)
     request = worker_pb2.RegisterRequest(address=address, routers=join)
-    registered = [stay_registered(router, request) for router in join]
+    registered = [stay_registered(router, request, settings.access) for router in join]
     await _first_of([stopping.wait(), worker.wait_closed(), *registered], worker, drain_s)
 
 
@@ -95,7 +97,7 @@ async def run_pool_node(settings: PoolNodeSettings, *, join: Sequence[str], drai
         print(f"pool node of {settings.name} on {address}", flush=True)
     print(f"internal gRPC on {addresses.reports}", flush=True)
     request = worker_pb2.RegisterRequest(address=addresses.reports, is_pool_node=True, routers=join)
-    registered = [stay_registered(router, request) for router in join]
+    registered = [stay_registered(router, request, settings.access) for router in join]
     await _first_of([stopping.wait(), node.wait_closed(), *registered], node, drain_s)
 
 
@@ -145,13 +147,13 @@ async def _first_of(
         task.result()
 
 
-async def stay_registered(join: str, request: worker_pb2.RegisterRequest) -> None:
+async def stay_registered(join: str, request: worker_pb2.RegisterRequest, access: Access) -> None:
     """Keeps the registration call open for ever; the router drops the process when the call ends.
     A router that is silent has ended it too: its host may have been started anew.
     Logs once why a router doesn't accept it, not at each try."""
     retry_s, told = FIRST_RETRY_S, ""
     while True:
-        joined, reason = await _register(join, request)
+        joined, reason = await _register(join, request, access)
         if reason and (joined or reason != told):
             log.warning("router %s: %s; trying again until it answers", join, reason)
         told = reason
@@ -159,7 +161,9 @@ async def stay_registered(join: str, request: worker_pb2.RegisterRequest) -> Non
         await asyncio.sleep(retry_s)
 
 
-async def _register(join: str, request: worker_pb2.RegisterRequest) -> tuple[bool, str]:
+async def _register(
+    join: str, request: worker_pb2.RegisterRequest, access: Access
+) -> tuple[bool, str]:
     """(whether the router accepted it, why the call has ended). Raises ConfigError when no worker
     can join at this address."""
     joined, ended, reason = asyncio.Event(), asyncio.Event(), ""
@@ -169,9 +173,10 @@ async def _register(join: str, request: worker_pb2.RegisterRequest) -> tuple[boo
         joined.set()
         await ended.wait()
 
-    async with grpc.aio.insecure_channel(join, options=registration_options()) as channel:
+    async with aio_channel(join, access.dials, registration_options()) as channel:
         try:
-            await worker_pb2_grpc.RegistryStub(channel).Register(registration())
+            stub = worker_pb2_grpc.RegistryStub(channel)
+            await stub.Register(registration(), metadata=access.metadata)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 raise ConfigError(f"--join {join}: {NOT_INTERNAL}") from None

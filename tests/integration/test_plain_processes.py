@@ -17,6 +17,7 @@ from cluster.cli import status
 from kvrelay import Client, Stream
 from kvrelay.client.requests import GenerateOptions
 from kvrelay.results import Chunk
+from tests.access import ACCESS
 from tests.integration.ray_head import BIN, Marked, marked, until
 
 POOL = f"plain-{uuid4().hex[:8]}"
@@ -74,7 +75,7 @@ def start_pool_node(here: Marked, router: RouterAddresses, log: Path) -> Process
 
 
 def pool_nodes_of(router: RouterAddresses) -> int:
-    return len(status.kv_of_router(router.internal).pool_nodes)
+    return len(status.kv_of_router(router.internal, ACCESS).pool_nodes)
 
 
 def workers_of(router: RouterAddresses) -> set[str]:
@@ -123,7 +124,7 @@ def test_workers_join_serve_and_join_again(here: Marked, tmp_path: Path) -> None
 
 def holds_nothing(router: RouterAddresses) -> bool:
     """As this router is told by every worker."""
-    workers = status.kv_of_router(router.internal).workers
+    workers = status.kv_of_router(router.internal, ACCESS).workers
     return len(workers) == len(ROLES) and all(
         not one.held and one.free_blocks + one.cached_blocks == one.total_blocks for one in workers
     )
