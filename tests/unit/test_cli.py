@@ -29,6 +29,7 @@ from cluster.core.resolve import Site, resolve
 from cluster.process.net import host_towards
 from kvrelay.access.values import Secrets
 from kvrelay.errors import ConfigError, KvrelayError
+from tests.access import TOKEN as TOKEN  # makes its file
 
 launch = pytest.importorskip("cluster.on_ray.launch", reason="no Ray here")
 

@@ -6,8 +6,6 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli.options import NameOption, given
-
 COSTS = """A new key for the cluster {name}, in {path}:
 - KV that tenants have in caches and pools is not found any more, and is computed again;
 - tickets of open streams are void: a stream whose router dies begins anew, if its client asks;
@@ -17,7 +15,7 @@ The token stays as it is: delete its file to get another one, then start every p
 
 
 def rotate_key(
-    name: NameOption = None,
+    name: Annotated[str | None, typer.Option(help="The cluster's name.")] = None,
     key_file: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="The key. Default: NAME.key in ~/.config/kvrelay."),
@@ -26,9 +24,11 @@ def rotate_key(
 ) -> None:
     """Replace the cluster's key, after telling what that costs."""
     from cluster.access import chosen, files
-    from cluster.config.load import load_config
+    from cluster.config.load import Override, load_config
 
-    config = load_config(None, given(name=name, network__key_file=key_file))
+    given = {("name",): name, ("network", "key_file"): key_file}
+    chosen_here = [Override(path, value) for path, value in given.items() if value is not None]
+    config = load_config(None, chosen_here)
     path = chosen.key_file(config)
     print(COSTS.format(name=config.name, path=path))
     if not yes:
