@@ -59,10 +59,12 @@ async def run_router(settings: RouterSettings, *, drain_s: float) -> None:
         address = await router.start()
     freeze()
     internal = settings.internal_host
-    print(f"HTTP on {settings.host}:{address.public.http}", flush=True)
-    print(f"gRPC on {settings.host}:{address.public.grpc}", flush=True)
-    print(f"internal HTTP on {internal}:{address.internal.http}", flush=True)
-    print(f"internal gRPC on {internal}:{address.internal.grpc}", flush=True)
+    tls = "" if settings.public_tls is None else ", with TLS"
+    internal_tls = "" if settings.access.serves is None else ", with TLS"
+    print(f"HTTP on {settings.host}:{address.public.http}{tls}", flush=True)
+    print(f"gRPC on {settings.host}:{address.public.grpc}{tls}", flush=True)
+    print(f"internal HTTP on {internal}:{address.internal.http}{internal_tls}", flush=True)
+    print(f"internal gRPC on {internal}:{address.internal.grpc}{internal_tls}", flush=True)
     await stopping.wait()
     await router.stop(drain_s=drain_s)
 

@@ -10,6 +10,8 @@ from typing import TypeVar, Unpack
 
 import grpc
 
+from kvrelay.access.tls import blocking_channel
+from kvrelay.access.values import Tls
 from kvrelay.client.parts import Parts, TextOrIds
 from kvrelay.client.requests import (
     CHANNEL_OPTIONS,
@@ -147,12 +149,17 @@ class Client:
     """Talks to a cluster's gRPC port. Safe to share between threads."""
 
     def __init__(
-        self, address: str | Sequence[str] = "localhost:50051", *, timeout_s: float | None = None
+        self,
+        address: str | Sequence[str] = "localhost:50051",
+        *,
+        timeout_s: float | None = None,
+        tls: Tls | None = None,
     ) -> None:
         """`address`: HOST:PORT of a router, or several: the first is used until it is gone, then
-        the next. `timeout_s`: limit for any one call; None for no limit."""
+        the next. `timeout_s`: limit for any one call; None for no limit. `tls`: how the routers'
+        certificates are checked; None: no TLS. Raises ConfigError for a file that can't be read."""
         self._channels = [
-            grpc.insecure_channel(one, options=CHANNEL_OPTIONS) for one in addresses_of(address)
+            blocking_channel(one, tls, CHANNEL_OPTIONS) for one in addresses_of(address)
         ]
         self._routers = Routers([InferenceStub(channel) for channel in self._channels])
         self._timeout_s = timeout_s
