@@ -144,17 +144,21 @@ async def test_a_new_certificate_counts_at_once_and_no_stream_ends(
     folder: Path, ours: Authority, strange: Authority, grpc: bool
 ) -> None:
     tls = ours.serves("router")
-    dispatcher = FakeDispatcher()
+    dispatcher = FakeDispatcher(gates={"second_token"})
     async with served(folder, dispatcher, public_tls=tls) as s:
         before = await serial(s, grpc=grpc)
         async with AsyncClient(s.grpc_address, tls=ours.dials()) as client:
             stream = client.stream(TEXT, max_tokens=20)
             first = await anext(aiter(stream))
+            await dispatcher.reached.get()
+            dispatcher.gates.clear()
             ours.pair("router")
             after = await serial(s, grpc=grpc)
             assert after != before
             assert await serial(s, grpc=grpc) == after
             assert await asked(s, ours.dials()), "the authority is the same"
+            (held,) = dispatcher.running.values()
+            held.go_on.set()
             rest = [chunk async for chunk in stream]
             assert first and rest[-1].finish_reason
 
