@@ -270,7 +270,7 @@ def test_every_pod_keeps_to_the_restricted_standard() -> None:
             assert not {"hostNetwork", "hostPID", "hostIPC"} & {*pod}, name
             allowed = {"configMap", "secret", "emptyDir"}
             assert all(allowed & {*volume} for volume in pod["volumes"]), name
-            for context in [sidecar, *(one["securityContext"] for one in pod["containers"])]:
+            for context in [sidecar, *(c["securityContext"] for c in pod["containers"])]:
                 assert context["allowPrivilegeEscalation"] is False, name
                 assert context["capabilities"] == {"drop": ["ALL"]}, name
 
@@ -308,21 +308,16 @@ def test_from_elsewhere_only_public_ports_metrics_and_the_dashboard(
     ours = {"matchLabels": {"ray.io/cluster": "kvrelay"}}
     assert inside["podSelector"] == ours
     assert inside["ingress"] == [{"from": [{"podSelector": ours}]}]
+    named = {n: one(overlay, "NetworkPolicy", n) for n in ("kvrelay-routers", "kvrelay-head")}
     open_ports = {
-        name: {
-            p["port"]
-            for rule in one(overlay, "NetworkPolicy", name)["spec"]["ingress"]
-            for p in rule["ports"]
-        }
-        for name in ("kvrelay-routers", "kvrelay-head")
+        name: {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
+        for name, policy in named.items()
     }
     assert open_ports == {
         "kvrelay-routers": {router.http_port, router.grpc_port, router.internal_http_port},
         "kvrelay-head": {8265},
     }
-    assert one(overlay, "NetworkPolicy", "kvrelay-routers")["spec"]["podSelector"] == {
-        "matchLabels": ROUTER_PODS
-    }
+    assert named["kvrelay-routers"]["spec"]["podSelector"] == {"matchLabels": ROUTER_PODS}
 
 
 def test_images_run_as_an_ordinary_user() -> None:
