@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -240,3 +241,31 @@ def test_a_shared_queue_is_one_routers(here: Marked, tmp_path: Path) -> None:
     for process in (of_both, of_one, *routers):
         process.terminate()
     assert [process.wait(30) for process in (of_both, of_one, *routers)] == [0] * 4
+
+
+def test_the_first_start_makes_the_token_that_commands_find(here: Marked, tmp_path: Path) -> None:
+    for name in ("KVRELAY_TOKEN_FILE", "XDG_CONFIG_HOME"):
+        del here.env[name]
+    router, address = start_router(here, tmp_path / "r")
+    folder = Path(here.env["HOME"], ".config", "kvrelay")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+    assert modes == {"kvrelay.token": 0o600, "kvrelay.key": 0o600}
+    asked = ("status", "--address", address.internal, "--format", "json")
+    assert json.loads(here.run(KVRELAY, *asked))["workers"] == []
+    token = (folder / "kvrelay.token").read_text()
+    (folder / "kvrelay.token").write_text("00" * 32)
+    done = subprocess.run([KVRELAY, *asked], env=here.env, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"kvrelay: {address.internal}: the token is of another cluster")
+    told = here.run(KVRELAY, *asked, "--token-file", str(_copy(tmp_path, token)))
+    assert json.loads(told)["workers"] == []
+    assert token.strip() not in (tmp_path / "r").read_text()
+    router.terminate()
+    assert router.wait(30) == 0, (tmp_path / "r").read_text()
+
+
+def _copy(folder: Path, token: str) -> Path:
+    path = folder / "copy"
+    path.write_text(token)
+    path.chmod(0o600)
+    return path
