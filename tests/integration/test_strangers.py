@@ -211,9 +211,11 @@ def _answer(key: Any) -> tuple[Any, ...]:
         choice=0,
         first_index=0,
         token_ids=(40, 41, 42),
+        at_s=time.monotonic(),
         finish_reason=FinishReason.LENGTH,
     )
-    return (Reserved(key=asked), tokens, Released(key=asked))
+    now_s = time.monotonic()
+    return (Reserved(key=asked, at_s=now_s), tokens, Released(key=asked, at_s=now_s))
 
 
 @asynccontextmanager
