@@ -31,17 +31,17 @@ _CHEAP_BYTES = 1 << 14
 """So short a body is parsed at once, whatever it holds."""
 
 
-async def read_bytes(request: Request, most_bytes: int, within_s: float = BODY_S) -> bytes:
+async def read_bytes(request: Request, most_bytes: int) -> bytes:
     """Raises BodyTooLarge or BodyTimeout."""
     declared = request.headers.get("content-length", "")
     if len(declared) > 15 or (declared.isdigit() and int(declared) > most_bytes):
         raise _too_large(most_bytes)
     try:
-        async with asyncio.timeout(within_s):
+        async with asyncio.timeout(BODY_S):
             return await _read(request, most_bytes)
     except TimeoutError:
         raise BodyTimeout(
-            f"the body has not come within {within_s:g} s: send it faster, or in parts to "
+            f"the body has not come within {BODY_S:g} s: send it faster, or in parts to "
             "/v1/completions/stream",
             code="body_timeout",
         ) from None

@@ -8,7 +8,6 @@ from contextlib import aclosing
 
 from router.text.service import TextDelta, TextGeneration, TextRequest, TextService
 
-
 WAITING_DELTAS = 64
 
 

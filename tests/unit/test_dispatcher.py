@@ -172,7 +172,7 @@ def test_a_request_whose_client_does_not_read_is_given_up(monkeypatch: pytest.Mo
         await asyncio.sleep(0)
         assert [m for m in s.link.sent if isinstance(m, Abort)], "its blocks are freed"
         assert s.dispatcher.running_requests() == 0
-        with pytest.raises(RequestFailedError, match="4 tokens were waiting .* at most 3") as slow:
+        with pytest.raises(RequestFailedError, match=r"4 tokens were waiting .* at most 3") as slow:
             await anext(read)
         assert slow.value.reason == "slow_reader"
 
