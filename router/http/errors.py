@@ -18,6 +18,8 @@ from kvrelay.errors import (
     InvalidRequest,
     KvrelayError,
     ModelNotFound,
+    NotAllowed,
+    NotAuthenticated,
     RefusalReason,
     Refused,
     RequestFailedError,
@@ -97,13 +99,20 @@ def reply_of(error: Exception) -> ErrorReply:
 
 
 def _invalid(error: InvalidRequest) -> ErrorReply:
-    statuses = {ModelNotFound: 404, BodyTooLarge: 413, UnsupportedMediaType: 415}
+    statuses = {
+        NotAuthenticated: 401,
+        NotAllowed: 403,
+        ModelNotFound: 404,
+        BodyTooLarge: 413,
+        UnsupportedMediaType: 415,
+    }
     return ErrorReply(
         status=statuses.get(type(error), 400),
         message=error.message,
         type="invalid_request_error",
         code=error.code,
         param=error.param,
+        headers={"www-authenticate": "Bearer"} if isinstance(error, NotAuthenticated) else {},
     )
 
 

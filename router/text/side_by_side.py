@@ -17,7 +17,7 @@ async def start_all(service: TextService, requests: Sequence[TextRequest]) -> li
             started.append(await service.start(request))
     except BaseException:
         for generation in started:
-            generation.abort()
+            generation.withdraw()
         raise
     return started
 
