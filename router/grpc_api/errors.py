@@ -17,6 +17,8 @@ from kvrelay.errors import (
     FailureReason,
     InvalidRequest,
     ModelNotFound,
+    NotAllowed,
+    NotAuthenticated,
     RefusalReason,
     Refused,
     RequestFailedError,
@@ -53,6 +55,10 @@ def grpc_error_of(error: Exception, request_id: str | None = None) -> GrpcError:
     match error:
         case ModelNotFound():
             return _invalid(grpc.StatusCode.NOT_FOUND, error)
+        case NotAuthenticated():
+            return _invalid(grpc.StatusCode.UNAUTHENTICATED, error)
+        case NotAllowed():
+            return _invalid(grpc.StatusCode.PERMISSION_DENIED, error)
         case InvalidRequest():
             return _invalid(grpc.StatusCode.INVALID_ARGUMENT, error)
         case Refused():

@@ -18,6 +18,8 @@ from kvrelay.errors import (
     InvalidRequest,
     KvrelayError,
     ModelNotFound,
+    NotAllowed,
+    NotAuthenticated,
     RefusalReason,
     Refused,
     RequestFailedError,
@@ -85,6 +87,8 @@ FAILURES: Mapping[str, int] = {
 
 
 INVALID: Mapping[type[InvalidRequest], int] = {
+    NotAuthenticated: 401,
+    NotAllowed: 403,
     ModelNotFound: 404,
     BodyTimeout: 408,
     BodyTooLarge: 413,
@@ -116,6 +120,7 @@ def _invalid(error: InvalidRequest) -> ErrorReply:
         type="invalid_request_error",
         code=error.code,
         param=error.param,
+        headers={"www-authenticate": "Bearer"} if isinstance(error, NotAuthenticated) else {},
     )
 
 

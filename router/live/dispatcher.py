@@ -50,6 +50,7 @@ from router.core.request import Request
 from router.core.start import Beginning, begin
 from router.core.state.directory import DIRECTORY_BYTES
 from router.core.state.generation import ChoiceTokens, GenerationRequest, RefusedUntil
+from router.core.state.story import bare_id
 from router.core.state.waiting import FAILOVER_PATIENCE_S
 from router.core.state.worker_view import check_joins
 from router.live import status
@@ -348,14 +349,15 @@ class WorkerDispatcher(ClusterViews):
 
     def _check(self, request: GenerationRequest) -> None:
         """Raises InvalidRequest for what no worker could take, even when idle."""
-        if len(request.request_id.encode()) > MAX_REQUEST_ID_BYTES:
+        sent = bare_id(request.request_id)
+        if len(sent.encode()) > MAX_REQUEST_ID_BYTES:
             raise InvalidRequest(
                 f"request_id has more than {MAX_REQUEST_ID_BYTES} bytes: choose a shorter one",
                 param="request_id",
             )
         if request.request_id in self.core.state.requests:
             raise InvalidRequest(
-                f"request id {request.request_id} is running already: choose another",
+                f"request id {sent} is running already: choose another",
                 code="duplicate_request_id",
                 param="request_id",
             )

@@ -17,6 +17,8 @@ from kvrelay.errors import (
     FailureReason,
     InvalidRequest,
     ModelNotFound,
+    NotAllowed,
+    NotAuthenticated,
     RefusalReason,
     Refused,
     RequestFailedError,
@@ -29,6 +31,9 @@ from kvrelay.types import (
     Sampling,
     TokenLogprobs,
 )
+from router.access.caller import ANYBODY, Caller
+from router.access.door import OPEN_DOOR, Door
+from router.access.limits import Booking
 from router.core.state.generation import (
     ChoiceTokens,
     Dispatcher,
@@ -168,20 +173,29 @@ PromptInput = str | tuple[int, ...] | ChatPrompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest:
-    """`tier` is the QoS tier. `received_s`: perf_counter at the request's first byte.
-    `continuation`: another router has begun with it. `promise`: what it was told with a refusal."""
+    """`tier` is the QoS tier. `tenant` names the part of the cache that it uses: what its caller's
+    `space` says. `received_s`: perf_counter at the request's first byte. `continuation`: another
+    router has begun with it. `promise`: what it was told with a refusal. `booking`: what its key
+    has paid for it already."""
 
     request_id: str
     prompt: PromptInput
     sampling: RequestedSampling
     model: str = ""
+    caller: Caller = ANYBODY
     tenant: str = ""
     tier: str = ""
     objectives: Objectives = NO_OBJECTIVES
     add_special_tokens: bool = True
     continuation: Continuation | None = None
     promise: bytes = b""
+    booking: Booking | None = None
     received_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def own_id(self) -> str:
+        """Its id inside the cluster."""
+        return self.caller.own_id(self.request_id)
 
 
 class TextService:
@@ -195,6 +209,7 @@ class TextService:
         metrics: RouterMetrics,
         tiers: TierRules = ONE_FOR_ALL,
         key: ClusterKey = UNSIGNED,
+        door: Door = OPEN_DOOR,
     ) -> None:
         self.dispatcher = dispatcher
         self.tokenizer = tokenizer
@@ -202,9 +217,28 @@ class TextService:
         self.defaults = defaults
         self.metrics = metrics
         self.tiers = tiers
+        self.door = door
         self._key = key
         self.draining = False
         self.refusals = RefusalLog()
+
+    def caller_of(self, headers: Mapping[str, str], request_id: str = "") -> Caller:
+        """By the key that the headers bring. Raises NotAuthenticated."""
+        try:
+            return self.door.caller(headers)
+        except NotAuthenticated as stranger:
+            self.metrics.invalid(stranger.code, "")
+            self.refusals.refused(stranger.code, "", request_id)
+            raise
+
+    def tier_of(self, asked: str, headers: Mapping[str, str], caller: Caller) -> str:
+        """The tier of a call. Raises InvalidRequest, and NotAllowed for one that its key may not
+        use."""
+        try:
+            return self.tiers.tier_of(asked, headers, caller.tiers)
+        except NotAllowed as denied:
+            self.metrics.invalid(denied.code, "")
+            raise
 
     async def start(self, request: TextRequest) -> TextGeneration:
         """Raises InvalidRequest, ModelNotFound or Refused. When it returns, the request runs."""
@@ -283,8 +317,20 @@ class TextService:
         return self.facts()
 
     async def _start(self, request: TextRequest) -> TextGeneration:
-        parsed_s = time.perf_counter()
         facts = self.check_open(request.model)
+        booking = request.booking or Booking(request.caller.meter)
+        if request.continuation is None:
+            booking.begin(time.monotonic())
+        try:
+            return await self._start_booked(request, facts, booking)
+        except BaseException:
+            booking.cancel(time.monotonic())
+            raise
+
+    async def _start_booked(
+        self, request: TextRequest, facts: ModelFacts, booking: Booking
+    ) -> TextGeneration:
+        parsed_s = time.perf_counter()
         if request.prompt == "":
             raise InvalidRequest("the prompt is empty: send some text", param="prompt")
         prompt_ids = await self.prompt_ids(
@@ -299,7 +345,7 @@ class TextService:
             "tokenize": time.perf_counter() - parsed_s,
         }
         asked = GenerationRequest(
-            request_id=request.request_id,
+            request_id=request.own_id,
             prompt_ids=prompt_ids,
             sampling=sampling,
             tenant=request.tenant,
@@ -309,12 +355,14 @@ class TextService:
         )
         if request.continuation is not None:
             request.continuation.check(sampling.n, sampling.max_tokens, facts.vocab_size)
-            asked = self._continued(asked, request.continuation, facts.fingerprint)
-            request = replace(request, request_id=asked.request_id)
+            request, asked = self._continued(request, asked, facts.fingerprint)
         choices = await self._choices(request, sampling.n)
+        booking.begin(time.monotonic(), goes_on=asked.admitted)
+        booking.pay(len(prompt_ids), time.monotonic())
         generation = await self._submit(asked, request.promise)
         timer = self.metrics.started(request.received_s, len(prompt_ids))
-        ticket = self._ticket(asked, facts.fingerprint, valid_s=VALID_S)
+        ticket = self._ticket(request, prompt_ids, facts.fingerprint, valid_s=VALID_S)
+        request = replace(request, booking=booking)
         return TextGeneration(
             self, request, prompt_ids, sampling, generation, timer, self._key.sign(ticket), choices
         )
@@ -344,26 +392,33 @@ class TextService:
             raise
 
     def _continued(
-        self, asked: GenerationRequest, behind: Continuation, fingerprint: str
-    ) -> GenerationRequest:
-        """With its ticket it is the admitted request again; without one it is like a new one to
-        admission."""
+        self, request: TextRequest, asked: GenerationRequest, fingerprint: str
+    ) -> tuple[TextRequest, GenerationRequest]:
+        """With its ticket it is the admitted request again, by its id; without one it is like a
+        new one to admission."""
+        behind = request.continuation
+        assert behind is not None, "it goes on"
         goes_on = replace(
             asked,
             delivered=tuple(one.token_ids for one in behind.choices),
             finished=frozenset(i for i, one in enumerate(behind.choices) if one.finished),
         )
         ticket = self._key.open(Ticket, behind.ticket)
-        if ticket is None or not ticket.admits(self._ticket(asked, fingerprint, valid_s=0.0)):
-            return goes_on
-        return replace(goes_on, request_id=ticket.request_id, admitted=True)
+        now = self._ticket(request, asked.prompt_ids, fingerprint, valid_s=0.0)
+        if ticket is None or not ticket.admits(now):
+            return request, goes_on
+        request = replace(request, request_id=ticket.request_id)
+        return request, replace(goes_on, request_id=request.own_id, admitted=True)
 
-    def _ticket(self, asked: GenerationRequest, fingerprint: str, *, valid_s: float) -> Ticket:
+    def _ticket(
+        self, request: TextRequest, prompt_ids: Sequence[int], fingerprint: str, *, valid_s: float
+    ) -> Ticket:
         return Ticket.of(
-            asked.request_id,
-            asked.prompt_ids,
-            asked.qos_tier,
+            request.request_id,
+            prompt_ids,
+            request.tier,
             fingerprint,
+            space=request.tenant,
             until_s=time.time() + valid_s,
         )
 
@@ -391,10 +446,12 @@ class TextGeneration:
         self._timer = timer
         self._metrics = service.metrics
         self._tier = request.tier
+        self._booking = request.booking
         self._last_token_s = request.received_s
         self._ended = False
         self._cut = False  # by a stop string: the dispatcher may have more to say
         self._choices = choices
+        self._delivered_tokens = self.completion_tokens
 
     @property
     def completion_tokens(self) -> int:
@@ -425,6 +482,12 @@ class TextGeneration:
         if not self._ended:
             self._generation.abort()
             self._end("abort")
+
+    def withdraw(self) -> None:
+        """As `abort`, and its key pays nothing: others of its call were refused."""
+        if self._booking is not None:
+            self._booking.cancel(time.monotonic())
+        self.abort()
 
     def ledger_ms(self) -> dict[str, float]:
         """# phase |-> milliseconds, in order, up to now"""
@@ -474,6 +537,9 @@ class TextGeneration:
     def _end(self, reason: str) -> None:
         if not self._ended:
             self._ended = True
+            if self._booking is not None:
+                generated = self.completion_tokens - self._delivered_tokens
+                self._booking.settle(generated, time.monotonic())
             log.debug(
                 "a request ended: %s, %d tokens in, %d out",
                 reason,

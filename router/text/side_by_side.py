@@ -20,7 +20,7 @@ async def start_all(service: TextService, requests: Sequence[TextRequest]) -> li
             await asyncio.sleep(0)  # others have their turn between two prompts
     except BaseException:
         for generation in started:
-            generation.abort()
+            generation.withdraw()
         raise
     return started
 
