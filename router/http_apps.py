@@ -1,10 +1,11 @@
-"""The public and the internal ASGI application: routes, error shapes, the echoed x-request-id."""
+"""The public and the internal ASGI application: routes, who may call them, error shapes, the echoed
+x-request-id."""
 
 from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -19,6 +20,7 @@ from kvrelay.access.values import AUTHORIZATION
 from kvrelay.errors import KvrelayError
 from router.http import info
 from router.http.api import HttpApi
+from router.http.asking import Authentication
 from router.http.chat import chat_completions
 from router.http.completions import completions
 from router.http.errors import (
@@ -47,24 +49,28 @@ PUBLIC_ROUTES = [
     Route("/ready", info.ready),
     Route("/version", info.version),
 ]
+OPEN_PATHS = ("/health", "/ping", "/ready", "/version", "/openapi.json", METRICS.path)
+"""Of the public application: for probes, which bring no API key. `/metrics` is there only where
+`router.public_metrics` says so."""
 INTERNAL_ROUTES = [METRICS, Route("/debug/kv", info.debug_kv)]
 
 
 def create_public_app(api: HttpApi, *, with_metrics: bool = False) -> Starlette:
     """The application for clients."""
-    return _app(api, [*PUBLIC_ROUTES, *([METRICS] if with_metrics else [])])
+    guard = Middleware(Authentication, api=api, open_paths=OPEN_PATHS)
+    return _app(api, [*PUBLIC_ROUTES, *([METRICS] if with_metrics else [])], guard)
 
 
 def create_internal_app(api: HttpApi, token: bytes, *, open_metrics: bool = False) -> Starlette:
     """The application for operators, who have the cluster's token."""
     open_paths = (METRICS.path,) if open_metrics else ()
-    return _app(api, INTERNAL_ROUTES, [Middleware(TokenAsked, token, open_paths)])
+    return _app(api, INTERNAL_ROUTES, Middleware(TokenAsked, token, open_paths))
 
 
-def _app(api: HttpApi, routes: list[Route], more: Sequence[Middleware] = ()) -> Starlette:
+def _app(api: HttpApi, routes: list[Route], *guards: Middleware) -> Starlette:
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(RequestIdEcho), *more],
+        middleware=[Middleware(RequestIdEcho), *guards],
         exception_handlers={
             KvrelayError: on_kvrelay_error,
             HTTPException: on_http_exception,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cluster.cli.options import (
+    ApiKeys,
     Format,
     FormatOption,
     GrpcPort,
@@ -22,6 +23,7 @@ from cluster.cli.options import (
     caller,
     devices,
     given,
+    key_hashes,
     parsed,
     replicas,
     served,
@@ -46,6 +48,7 @@ def serve(
     name: NameOption = None,
     ray_address: RayAddress = None,
     token_file: TokenFile = None,
+    api_key: ApiKeys = None,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return when the cluster serves; it keeps running.")
     ] = False,
@@ -64,6 +67,7 @@ def serve(
         router__host=host,
         router__http_port=http_port,
         router__grpc_port=grpc_port,
+        router__api_key_hashes=key_hashes(api_key),
         ray__address=ray_address,
         network__token_file=token_file,
     )

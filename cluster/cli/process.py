@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from cluster.cli.options import (
+    ApiKeys,
     GrpcPort,
     Host,
     HttpPort,
@@ -17,6 +18,7 @@ from cluster.cli.options import (
     SetOption,
     TokenFile,
     given,
+    key_hashes,
     only,
     parsed,
 )
@@ -79,6 +81,8 @@ ROUTER_KEYS = (
     "router.internal_grpc_port",
     "router.public_metrics",
     "router.open_metrics",
+    "router.api_keys",
+    "router.api_key_hashes",
     "router.max_body",
     "router.record",
     "router.record_size",
@@ -134,6 +138,7 @@ def router(
     host: Host = None,
     http_port: HttpPort = None,
     grpc_port: GrpcPort = None,
+    api_key: ApiKeys = None,
     name: NameOption = None,
     token_file: TokenFile = None,
     set_: SetOption = None,
@@ -146,6 +151,7 @@ def router(
         router__http_port=http_port,
         router__grpc_port=grpc_port,
         network__token_file=token_file,
+        router__api_key_hashes=key_hashes(api_key),
     )
     overrides += only(parsed(set_), ROUTER_KEYS)
 

@@ -22,6 +22,7 @@ from engine.core.options import CudaOptions
 from kvrelay.access.values import NO_ACCESS, NO_SECRETS, Access, Secrets, Tls, TlsFiles
 from kvrelay.errors import ConfigError
 from kvrelay.types import Role
+from router.access.caller import KeySources
 from router.core.policy.choice import Policies
 from router.text.preload import PreloadText
 
@@ -279,6 +280,7 @@ def router_settings(
         ),
         qos=router_tiers(config.qos, config.router.admission.policy),
         tier_match=tier_match(config.qos),
+        keys=KeySources(file=config.router.api_keys, digests=config.router.api_key_hashes),
         access=access_of(config, secrets.token),
         public_tls=_public_tls(config),
         cluster_key=secrets.key,

@@ -12,6 +12,7 @@ from engine.core.options import DEFAULT_OPTIONS, CudaOptions
 from kvrelay.access.values import NO_ACCESS, Access, TlsFiles
 from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import Role
+from router.access.caller import NO_KEYS, KeySources
 from router.core.faults.silence import DETECT_S
 from router.core.policy.choice import DEFAULT_POLICIES, Policies
 from router.core.state.directory import DIRECTORY_BYTES
@@ -104,7 +105,7 @@ class RouterSettings:
     directory takes up to `directory_bytes`. A request that lost its worker waits up to
     `failover_patience_s` for another one. A worker that is silent for `detect_s` is lost. Internal
     calls need the token of `access`, but for `open_metrics`; clients see `public_tls`. Routers with
-    the same `cluster_key` go on with each other's requests."""
+    the same `cluster_key` go on with each other's requests. `keys`: which clients may call."""
 
     name: str
     process: str
@@ -129,6 +130,7 @@ class RouterSettings:
     policies: Policies = DEFAULT_POLICIES
     qos: QosTiers = ONE_TIER
     tier_match: TierMatch = NO_MATCH
+    keys: KeySources = NO_KEYS
     access: Access = NO_ACCESS
     public_tls: TlsFiles | None = None
     cluster_key: bytes = field(default=b"", repr=False)

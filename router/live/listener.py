@@ -13,7 +13,7 @@ import math
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 import uvicorn
@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 from kvrelay.access.tls import HttpTls, add_port
 from kvrelay.access.values import TlsFiles
 from kvrelay.errors import ConfigError
+from router.live.http_protocol import HttpBounds, bounded_protocol
 
 BACKLOG = 2048
 
@@ -70,6 +71,7 @@ class ListenAt:
     ports: Ports
     kind: str = ""
     tls: TlsFiles | None = None
+    bounds: HttpBounds = field(default_factory=HttpBounds)
 
 
 class EmbeddedUvicorn(uvicorn.Server):
@@ -86,7 +88,7 @@ class Listener:
     def __init__(self, at: ListenAt, app: ASGIApp, server: grpc.aio.Server) -> None:
         self._at = at
         self._grpc = server
-        self._http = EmbeddedUvicorn(_uvicorn_config(app))
+        self._http = EmbeddedUvicorn(_uvicorn_config(app, at.bounds))
         self._http.config.load()
         self._http.config.ssl = None if at.tls is None else HttpTls(at.tls)
         self._socket: socket.socket | None = None
@@ -141,7 +143,7 @@ def _is_no_cut(record: logging.LogRecord) -> bool:
     return record.msg != "ASGI callable returned without completing response."
 
 
-def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, bounds: HttpBounds) -> uvicorn.Config:
     logging.getLogger("uvicorn.error").addFilter(_is_no_cut)
     return uvicorn.Config(
         app,
@@ -149,6 +151,6 @@ def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
         log_level="warning",
         access_log=False,
         lifespan="off",
-        http="httptools",
+        http=bounded_protocol(bounds),
         ws="none",
     )

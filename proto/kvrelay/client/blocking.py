@@ -21,6 +21,7 @@ from kvrelay.client.requests import (
     SoFar,
     Tour,
     addresses_of,
+    api_key_of,
     chunk_of,
     generate_request,
     generated_of,
@@ -30,6 +31,7 @@ from kvrelay.client.requests import (
     renew,
     retries_of,
     server_info_of,
+    with_key,
     with_options,
 )
 from kvrelay.errors import KvrelayError
@@ -154,14 +156,20 @@ class Client:
         *,
         timeout_s: float | None = None,
         tls: Tls | None = None,
+        api_key: str | None = None,
     ) -> None:
         """`address`: HOST:PORT of a router, or several: the first is used until it is gone, then
         the next. `timeout_s`: limit for any one call; None for no limit. `tls`: how the routers'
-        certificates are checked; None: no TLS. Raises ConfigError for a file that can't be read."""
+        certificates are checked; None: no TLS. `api_key`: goes with every call; None: the
+        environment's KVRELAY_API_KEY, if there is one. Raises ConfigError for a file that can't be
+        read."""
         self._channels = [
             blocking_channel(one, tls, CHANNEL_OPTIONS) for one in addresses_of(address)
         ]
-        self._routers = Routers([InferenceStub(channel) for channel in self._channels])
+        key = api_key_of(api_key)
+        self._routers = Routers(
+            [with_key(InferenceStub(channel), key) for channel in self._channels]
+        )
         self._timeout_s = timeout_s
 
     @with_options
