@@ -13,7 +13,7 @@ from typing import Protocol
 
 import grpc
 
-from kvrelay.access.tls import aio_channel
+from kvrelay.access.tls import LastingChannel
 from kvrelay.access.values import NO_ACCESS, Access
 from kvrelay.errors import PeerError
 from kvrelay.messages import BlockChanges, Counters, ToWorker, WorkerEvent, WorkerHello
@@ -79,8 +79,7 @@ class WorkerLink:
         self._outgoing: asyncio.Queue[pb.ToWorker | None] = asyncio.Queue()
         self._access = access
         self._told = ""
-        self._channel = aio_channel(address, access.dials, channel_options())
-        self._stub = worker_pb2_grpc.WorkerStub(self._channel)
+        self._channel = LastingChannel(address, access.dials, channel_options())
         self._task = asyncio.ensure_future(self._run())
 
     def send(self, message: ToWorker) -> None:
@@ -95,7 +94,8 @@ class WorkerLink:
 
     async def debug_kv(self) -> pb.DebugKvResponse:
         metadata = self._access.metadata
-        return await self._stub.DebugKv(pb.DebugKvRequest(), timeout=30, metadata=metadata)
+        stub = worker_pb2_grpc.WorkerStub(self._channel.latest())
+        return await stub.DebugKv(pb.DebugKvRequest(), timeout=30, metadata=metadata)
 
     async def close(self) -> None:
         self._task.cancel()
@@ -155,7 +155,8 @@ class WorkerLink:
     async def _attach(self) -> None:
         outgoing: asyncio.Queue[pb.ToWorker | None] = asyncio.Queue()
         self._outgoing = outgoing
-        stream = self._stub.Attach(self._requests(outgoing), metadata=self._access.metadata)
+        stub = worker_pb2_grpc.WorkerStub(self._channel.latest())
+        stream = stub.Attach(self._requests(outgoing), metadata=self._access.metadata)
         try:
             async for batch in stream:
                 if batch.HasField("hello"):

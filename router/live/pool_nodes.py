@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import grpc
 
-from kvrelay.access.tls import aio_channel
+from kvrelay.access.tls import LastingChannel
 from kvrelay.access.values import NO_ACCESS, Access
 from kvrelay.errors import PeerError
 from kvrelay.gc_pauses import GcPauses
@@ -42,14 +42,16 @@ class PoolNodeLink:
         self.latest: pb.PoolReport | None = None
         self._post = post
         self._metadata = access.metadata
-        self._channel = aio_channel(address, access.dials, channel_options())
-        self._stub = pool_node_pb2_grpc.PoolNodeStub(self._channel)
+        self._channel = LastingChannel(address, access.dials, channel_options())
         self._tasks = [asyncio.ensure_future(run) for run in (self._ask(), self._watch())]
 
     async def report(self) -> pb.PoolReport:
         """Raises grpc.aio.AioRpcError."""
         request = pb.PoolReportRequest()
-        return await self._stub.Report(request, timeout=PATIENCE_S, metadata=self._metadata)
+        return await self._stub().Report(request, timeout=PATIENCE_S, metadata=self._metadata)
+
+    def _stub(self) -> pool_node_pb2_grpc.PoolNodeStub:
+        return pool_node_pb2_grpc.PoolNodeStub(self._channel.latest())
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -72,7 +74,7 @@ class PoolNodeLink:
         then forgets the node's blocks."""
         nodes: set[Incarnation] = set()
         request = pb.WatchRequest(wire_version=WIRE_VERSION)
-        stream = self._stub.Watch(request, metadata=self._metadata)
+        stream = self._stub().Watch(request, metadata=self._metadata)
         try:
             async for message in stream:
                 nodes.add(Incarnation(message.node))

@@ -6,14 +6,16 @@ import asyncio
 import ssl
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 
 from cluster.process.admin import ask
 from kvrelay import AsyncClient, Client, Tls
-from kvrelay.access.tls import HttpTls, Reloaded
+from kvrelay.access.tls import HttpTls, LastingChannel, Reloaded
 from kvrelay.access.values import Access, TlsFiles
 from kvrelay.errors import ConfigError, RequestFailedError
+from kvrelay.v1.admin_pb2_grpc import AdminStub
 from kvrelay.v1.inference_pb2 import GetServerInfoRequest
 from tests.access import HEADERS, TOKEN
 from tests.integration.faces_kit import LIMIT_S, Served, in_loop, served
@@ -206,3 +208,29 @@ def test_files_are_read_only_when_they_change(ours: Authority) -> None:
     for _ in range(5):
         reloaded.latest()
     assert len(reads) == 2
+
+
+@in_loop
+async def test_who_calls_shows_its_new_certificate_too(
+    folder: Path, ours: Authority, strange: Authority
+) -> None:
+    """Its first one is of an authority that the server doesn't know."""
+    pair = strange.pair("caller")
+    tls = Tls(ca=ours.ca, certificate=pair.certificate, key=pair.key)
+    access = Access(token=TOKEN, serves=ours.serves("router", client_ca=ours.ca))
+    async with served(folder, access=access) as s:
+        channel = LastingChannel(s.internal_grpc, tls)
+
+        async def call() -> None:
+            stub = AdminStub(channel.latest())
+            await stub.GetServerInfo(GetServerInfoRequest(), metadata=access.metadata, timeout=5.0)
+
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call()
+        other = ours.pair("caller")
+        Path(pair.key).write_bytes(Path(other.key).read_bytes())
+        Path(pair.certificate).write_bytes(Path(other.certificate).read_bytes())
+        await call()
+        Path(pair.certificate).unlink()
+        await call()
+        await channel.close()

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 COSTS = """A new key for the cluster {name}, in {path}:
-- KV that tenants have in caches and pools is not found any more, and is computed again;
+- cached KV of tenants with API keys is not found any more, and is computed again;
 - tickets of open streams are void: a stream whose router dies begins anew, if its client asks;
 - promises to refused requests are void.
 It counts from the next start of the cluster on. Give all hosts with routers the new file.

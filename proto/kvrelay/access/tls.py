@@ -55,7 +55,11 @@ class Reloaded(Generic[Made]):
 
 
 def _stamp(files: TlsFiles) -> _Stamp:
-    paths = (files.certificate, files.key, files.client_ca)
+    return _stamp_of(files.certificate, files.key, files.client_ca)
+
+
+def _stamp_of(*paths: str | None) -> _Stamp:
+    """Another one once a file has changed. Raises ConfigError."""
     try:
         found = [os.stat(path) for path in paths if path is not None]
     except OSError as error:
@@ -138,6 +142,34 @@ def aio_channel(address: str, tls: Tls | None, options: ChannelOptions = ()) -> 
     if tls is None:
         return grpc.aio.insecure_channel(address, options=[*options])
     return grpc.aio.secure_channel(address, _credentials(tls), options=_named(tls, options))
+
+
+class LastingChannel:
+    """To HOST:PORT, for as long as a process lives: another channel once the files have changed.
+    Calls on an earlier one go on."""
+
+    def __init__(self, address: str, tls: Tls | None, options: ChannelOptions = ()) -> None:
+        """Raises ConfigError that names a file that can't be read."""
+        self._at = (address, tls, options)
+        self._stamp = self._stamp_now()
+        self._opened = [aio_channel(*self._at)]
+
+    def latest(self) -> grpc.aio.Channel:
+        try:
+            if (stamp := self._stamp_now()) != self._stamp:
+                self._stamp = stamp
+                self._opened.append(aio_channel(*self._at))
+        except ConfigError as error:
+            log.warning("calls to %s go on with the certificate as it was: %s", self._at[0], error)
+        return self._opened[-1]
+
+    async def close(self) -> None:
+        for channel in self._opened:
+            await channel.close()
+
+    def _stamp_now(self) -> _Stamp:
+        _, tls, _ = self._at
+        return () if tls is None else _stamp_of(tls.ca, tls.certificate, tls.key)
 
 
 def blocking_channel(address: str, tls: Tls | None, options: ChannelOptions = ()) -> grpc.Channel:

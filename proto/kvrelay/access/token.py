@@ -59,7 +59,9 @@ def _text(value: str | bytes) -> str:
 
 
 def _refuse(reason: str) -> grpc.RpcMethodHandler:
-    async def abort(request: object, context: grpc.aio.ServicerContext) -> None:
+    """Before a message is read: one may never come."""
+
+    async def abort(requests: object, context: grpc.aio.ServicerContext) -> None:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
 
-    return grpc.unary_unary_rpc_method_handler(abort)
+    return grpc.stream_stream_rpc_method_handler(abort)
