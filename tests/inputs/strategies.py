@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from base64 import b64encode
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
@@ -18,6 +18,14 @@ from router.http.bodies import ChatBody, CompletionBody, DetokenizeBody, Tokeniz
 from router.http.neutral_fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL
 from router.http.streamed_input.endpoint import StreamedInputBody
 from tests.integration.faces_kit import MODEL
+
+Of = TypeVar("Of")
+
+
+def mostly(common: st.SearchStrategy[Of], rare: st.SearchStrategy[Of]) -> st.SearchStrategy[Of]:
+    """One of ten is rare."""
+    return st.integers(0, 9).flatmap(lambda at: rare if at == 9 else common)
+
 
 texts = st.text(st.characters(exclude_categories=()), max_size=12)
 """Also halves of surrogate pairs, and control characters."""
@@ -32,17 +40,17 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
     max_leaves=12,
 )
-roles = st.sampled_from(["user", "system", "assistant", "tool", "skip", ""]) | texts
+roles = mostly(st.sampled_from(["user", "system", "assistant", "skip"]), texts | st.just("tool"))
 messages = st.lists(
     st.fixed_dictionaries(
-        {"role": roles, "content": texts | texts | texts | anything}, optional={"name": texts}
+        {"role": roles, "content": mostly(texts, anything)}, optional={"name": texts}
     ),
     max_size=3,
 )
-token_ids = st.lists(st.integers(0, 600), max_size=8) | st.lists(numbers, max_size=4)
+token_ids = mostly(st.lists(st.integers(0, 600), max_size=8), st.lists(numbers, max_size=4))
 
 LIKELY: dict[str, st.SearchStrategy[Any]] = {
-    "model": st.sampled_from([MODEL, MODEL, MODEL, "", "other"]),
+    "model": mostly(st.just(MODEL), texts),
     "prompt": texts | token_ids | st.lists(texts | token_ids, max_size=4),
     "messages": messages,
     "tokens": token_ids,
@@ -66,7 +74,7 @@ LIKELY: dict[str, st.SearchStrategy[Any]] = {
         optional={"ticket": texts},
     ),
     "chat_template_kwargs": st.dictionaries(texts, anything, max_size=3),
-    "tier": st.sampled_from(["premium", "free", "other"]),
+    "tier": mostly(st.just("free"), st.sampled_from(["premium", "other"])),
     "echo": st.booleans(),
 }
 
@@ -84,7 +92,7 @@ def _pairs(names: Iterable[str], *, odd: bool) -> st.SearchStrategy[tuple[str, A
     """Of a name and a value, most of which are of the right type."""
     likely = [(name, LIKELY.get(name, anything)) for name in names]
     return st.one_of(
-        *(st.tuples(st.just(n), v | anything if odd else v) for n, v in likely),
+        *(st.tuples(st.just(n), mostly(v, anything) if odd else v) for n, v in likely),
         *([st.tuples(texts, anything)] if odd else []),
     )
 
@@ -95,7 +103,7 @@ def _fields_for(path: str) -> st.SearchStrategy[dict[str, Any]]:
     plain = st.lists(_pairs(known, odd=False), max_size=5)
     odd = st.lists(_pairs([*kind.model_fields, *neutral], odd=True), max_size=2)
     must = st.fixed_dictionaries({name: LIKELY[name] for name in needed})
-    found = st.tuples(must, plain | plain | odd)
+    found = st.tuples(must, mostly(plain, odd))
     return found.map(lambda parts: {**parts[0], **dict(parts[1])})
 
 
@@ -114,8 +122,8 @@ FIELDS = {path: _fields_for(path) for path in KINDS}
 
 def _bodies(path: str) -> st.SearchStrategy[bytes]:
     """Whole, cut off, or not JSON at all."""
-    whole = st.one_of(*[FIELDS[path]] * 9, anything).map(_bytes_of)
-    return st.one_of(*[whole] * 9, whole.flatmap(_damaged))
+    whole = mostly(FIELDS[path], anything).map(_bytes_of)
+    return mostly(whole, whole.flatmap(_damaged))
 
 
 BODIES = {path: _bodies(path) for path in KINDS}
@@ -125,7 +133,7 @@ requests = st.sampled_from(sorted(KINDS)).flatmap(lambda p: st.tuples(st.just(p)
 _part = st.fixed_dictionaries(
     {}, optional={"text": texts, "token_ids": token_ids, "offset": st.integers(-1, 20)}
 )
-_line = st.one_of(_part, _part, _part, anything).map(_bytes_of)
+_line = mostly(_part, anything).map(_bytes_of)
 lines = st.tuples(BODIES["/v1/completions/stream"], st.lists(_line, max_size=4)).map(
     lambda parts: b"\n".join([parts[0], *parts[1]])
 )
@@ -141,16 +149,16 @@ _ms = (numbers | st.sampled_from(["nan", "inf", "-1", "1e400", ""])).map(lambda 
 headers = st.fixed_dictionaries(
     {},
     optional={
-        b"x-slo-ttft-ms": _ms,
-        b"x-slo-tpot-ms": _ms,
-        b"x-deadline-ms": _ms,
+        b"x-slo-ttft-ms": mostly(st.just(b"50"), _ms),
+        b"x-slo-tpot-ms": mostly(st.just(b"50"), _ms),
+        b"x-deadline-ms": mostly(st.just(b"20000"), _ms),
         b"x-customer-tier": _visible | st.just(b"gold"),
         b"authorization": _visible | st.sampled_from([b"Bearer sk-1", b"Bearer", b"Basic x"]),
         b"x-kvrelay-promise": _base64 | _visible,
         b"x-kvrelay-ledger": _visible | st.just(b"1"),
         b"x-request-id": _visible,
         b"traceparent": _visible,
-        b"content-type": st.one_of(*[st.just(b"application/json")] * 9, _visible),
+        b"content-type": mostly(st.just(b"application/json"), _visible),
     },
 )
 
