@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc
 from tests.inputs import cases
-from tests.inputs.serving import serving
 from tests.inputs.strategies import generate_requests, headers, lines, prompt_parts, requests
 from tests.integration.faces_kit import Served
 
@@ -21,12 +20,6 @@ FIXED = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-
-
-@pytest.fixture(scope="module", name="server")
-def a_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(tmp_path_factory.mktemp("checkpoint")) as server:
-        yield server
 
 
 @pytest.fixture(scope="module", name="client")
