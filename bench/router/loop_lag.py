@@ -3,7 +3,7 @@
     python -m bench.router.loop_lag [--repeats 5]
 
 A router in a process of its own, with its real core, HTTP and gRPC servers and the bundled model's
-tokenizer; one worker that answers at once. Of each kind of call the smallest of the repeats is
+tokenizer; one worker that never lets one wait. Of each kind of call the smallest of the repeats is
 shown: the machine may be busy. `wall` is the time between two turns of the loop, `own` is the CPU
 time of its thread within it.
 """
@@ -26,7 +26,7 @@ import uvloop
 
 from bench.report import Row, print_table
 from engine.bundled import checkpoint_path
-from kvrelay.messages import Counters, Generate, Reserved, Tokens, ToWorker, WorkerHello
+from kvrelay.messages import Counters, Generate, Released, Reserved, Tokens, ToWorker, WorkerHello
 from kvrelay.types import FinishReason, Incarnation, RequestKey, Role, StepCoefficients
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc
@@ -45,7 +45,7 @@ NAME = "model"
 
 
 class AnsweringLink:
-    """A worker that says every token of an answer at once."""
+    """A worker that decodes a step in each turn of the loop."""
 
     address = "bench:1"
 
@@ -64,11 +64,17 @@ class AnsweringLink:
         spec = message.spec
         self._said(Reserved(key=spec.key, at_s=time.monotonic()))
         first = spec.context_tokens - len(spec.prompt_ids)
+        self._step(message, first, spec.sampling.max_tokens)
+
+    def _step(self, message: Generate, index: int, most: int) -> None:
+        """A token of each choice; the next step is in the loop's next turn."""
+        spec, last = message.spec, index + 1 >= most
         for choice in range(spec.sampling.n):
-            count = spec.sampling.max_tokens - len(spec.resumed_by(choice)) - first
-            for index in range(count):
-                last = index + 1 == count
-                self._said(self._token(spec.key, choice, first + index, last))
+            self._said(self._token(spec.key, choice, index, last))
+        if last:
+            self._said(Released(key=spec.key, at_s=time.monotonic()))
+        else:
+            asyncio.get_running_loop().call_soon(self._step, message, index + 1, most)
 
     def _token(self, key: RequestKey, choice: int, index: int, last: bool) -> Tokens:
         return Tokens(
@@ -80,17 +86,17 @@ class AnsweringLink:
             finish_reason=FinishReason.LENGTH if last else None,
         )
 
-    def _said(self, event: Reserved | Tokens) -> None:
-        self._dispatcher.said(HELLO, (event,), Counters(), ())
+    def _said(self, event: Reserved | Tokens | Released) -> None:
+        self._dispatcher.said(WORKER, (event,), Counters(), ())
 
 
-HELLO = Incarnation("bench")
+WORKER = Incarnation("bench")
 
 
 def _hello(vocab_size: int) -> WorkerHello:
     return WorkerHello(
         name="bench",
-        incarnation=HELLO,
+        incarnation=WORKER,
         role=Role.BOTH,
         device="cpu",
         transport="loopback",
@@ -139,13 +145,21 @@ async def _serve(control: Connection) -> None:
     servers = RouterServers(dispatcher, checkpoint_path(), tokenizer, NAME, options)
     public, _ = await servers.start()
     probe = Probe()
-    probing = asyncio.create_task(probe.run())
+    tasks = asyncio.create_task(probe.run()), asyncio.create_task(_reporting(dispatcher))
     control.send((public.http, public.grpc))
     while await asyncio.to_thread(control.recv) is not None:
         control.send((probe.wall_s, probe.own_s))
         probe.wall_s = probe.own_s = 0.0
-    probing.cancel()
+    for task in tasks:
+        task.cancel()
     await servers.stop(0.0)
+
+
+async def _reporting(dispatcher: WorkerDispatcher) -> None:
+    """A worker that says nothing would be lost."""
+    while True:
+        dispatcher.said(WORKER, (), Counters(), ())
+        await asyncio.sleep(0.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +186,7 @@ def calls(tokenizer: TextTokenizer) -> Iterator[Call]:
     told = {"choices": [{"token_ids": [300] * (CONTEXT - TOKENS - 10)}]}
     yield Call(name="32,000 token ids", body=_json(prompt=ids))
     yield Call(name="a text of 32,000 tokens", body=_json(prompt=text))
-    yield Call(name="one word of 100,000 letters", body=_json(prompt="a" * 100_000))
+    yield Call(name="one word of 30,000 letters", body=_json(prompt="a" * 30_000))
     message = pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=ids))
     message.sampling_params.max_tokens = 4
     yield Call(name="gRPC: 32,000 token ids", message=message)
