@@ -23,6 +23,7 @@ from router.grpc_api.server import (
 from router.http.api import HttpApi
 from router.http.event_stream import KEEP_ALIVE_S
 from router.http_apps import create_internal_app, create_public_app
+from router.live.http_protocol import HttpBounds
 from router.live.listener import ListenAt, Listener, Ports
 from router.live.metrics import RouterMetrics
 from router.text.request_fields import ONE_FOR_ALL, TierRules
@@ -54,15 +55,18 @@ class ServerOptions:
     cluster_key: bytes = field(default=b"", repr=False)
     keys: KeySources = NO_KEYS
     keep_alive_s: float = KEEP_ALIVE_S
+    bounds: HttpBounds = field(default_factory=HttpBounds)
 
     @property
     def public(self) -> ListenAt:
-        return ListenAt(host=self.host, ports=Ports(http=self.http_port, grpc=self.grpc_port))
+        ports = Ports(http=self.http_port, grpc=self.grpc_port)
+        return ListenAt(host=self.host, ports=ports, bounds=self.bounds)
 
     @property
     def internal(self) -> ListenAt:
         ports = Ports(http=self.internal_http_port, grpc=self.internal_grpc_port)
-        return ListenAt(host=self.internal_host, ports=ports, kind="internal ")
+        bounds = self.bounds
+        return ListenAt(host=self.internal_host, ports=ports, kind="internal ", bounds=bounds)
 
 
 class RouterServers:

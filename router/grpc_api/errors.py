@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 FAILURES: Mapping[str, Any] = {
     FailureReason.ABORTED: grpc.StatusCode.ABORTED,
+    FailureReason.SLOW_READER: grpc.StatusCode.ABORTED,
     FailureReason.DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
     FailureReason.POISON: grpc.StatusCode.INVALID_ARGUMENT,
 }

@@ -261,11 +261,26 @@ class Health(health.aio.HealthServicer):
         return await super().Check(request, context)
 
 
+METADATA_BYTES = 64 * 1024
+STREAMS_PER_CONNECTION = 1024
+HANDSHAKE_S = 10
+PUBLIC = (
+    ("grpc.max_metadata_size", METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", METADATA_BYTES),
+    ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
+    ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_S),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+)
+"""What a client may send beside its messages. A call over the number of streams waits at its
+client. Pings find clients that have vanished."""
+
+
 def create_public_server(
     api: InferenceApi, watcher: Health, max_body_bytes: int
 ) -> grpc.aio.Server:
     """The server for clients."""
-    server = _server(watcher, (("grpc.max_receive_message_length", max_body_bytes),))
+    server = _server(watcher, (("grpc.max_receive_message_length", max_body_bytes), *PUBLIC))
     inference_pb2_grpc.add_InferenceServicer_to_server(api, server)
     reflection.enable_server_reflection((SERVICE_NAME, *STANDARD_NAMES), server)
     return server

@@ -37,6 +37,10 @@ class BodyTooLarge(InvalidRequest):
     """HTTP 413."""
 
 
+class BodyTimeout(InvalidRequest):
+    """HTTP 408."""
+
+
 class UnsupportedMediaType(InvalidRequest):
     """HTTP 415."""
 
@@ -82,6 +86,17 @@ FAILURES: Mapping[str, int] = {
 """# reason of a RequestFailedError |-> its status, where it isn't 503"""
 
 
+INVALID: Mapping[type[InvalidRequest], int] = {
+    NotAuthenticated: 401,
+    NotAllowed: 403,
+    ModelNotFound: 404,
+    BodyTimeout: 408,
+    BodyTooLarge: 413,
+    UnsupportedMediaType: 415,
+}
+"""# kind of an InvalidRequest |-> its status, where it isn't 400"""
+
+
 def reply_of(error: Exception) -> ErrorReply:
     match error:
         case InvalidRequest():
@@ -99,15 +114,8 @@ def reply_of(error: Exception) -> ErrorReply:
 
 
 def _invalid(error: InvalidRequest) -> ErrorReply:
-    statuses = {
-        NotAuthenticated: 401,
-        NotAllowed: 403,
-        ModelNotFound: 404,
-        BodyTooLarge: 413,
-        UnsupportedMediaType: 415,
-    }
     return ErrorReply(
-        status=statuses.get(type(error), 400),
+        status=INVALID.get(type(error), 400),
         message=error.message,
         type="invalid_request_error",
         code=error.code,

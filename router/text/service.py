@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from kvrelay.errors import (
@@ -43,13 +44,14 @@ from router.core.state.generation import (
 )
 from router.live.metrics import RequestTimer, RouterMetrics
 from router.live.refusal_log import RefusalLog
+from router.text.bounds import MAX_MESSAGES, check_characters, check_count, check_depth
 from router.text.continuation import VALID_S, Continuation, Delivered, Ticket
 from router.text.detokenizer import Delta, TextStream
 from router.text.promise_token import PromiseToken
 from router.text.request_fields import ONE_FOR_ALL, TierRules
 from router.text.sampling import GenerationDefaults, RequestedSampling, check_prompt, resolve
 from router.text.signing import UNSIGNED, ClusterKey
-from router.text.tokenizer import TextTokenizer
+from router.text.tokenizer import LONG_CHARACTERS, TextTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -152,8 +154,10 @@ class ChoiceText:
 
 Counted = TypeVar("Counted")
 
-INLINE_CHARACTERS = 20_000
-"""Longer texts are tokenized on a thread: in the event loop they would delay every stream."""
+INLINE_MESSAGES = 64
+"""A longer chat is rendered on a thread: in the event loop it would delay every stream."""
+INLINE_TOKENS = 64
+"""So many delivered tokens of a continuation become text at once; more of them on a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,18 +280,31 @@ class TextService:
             case tuple():
                 return prompt
             case ChatPrompt() as chat:
-                text = self.tokenizer.render_chat(
-                    chat.messages,
-                    add_generation_prompt=chat.add_generation_prompt,
-                    template_kwargs=chat.template_kwargs,
-                )
+                text = await self._rendered(chat)
                 return await self._encode(text, add_special_tokens=chat.add_special_tokens)
             case str():
                 return await self._encode(prompt, add_special_tokens=add_special_tokens)
 
+    async def _rendered(self, chat: ChatPrompt) -> str:
+        render = partial(
+            self.tokenizer.render_chat,
+            chat.messages,
+            add_generation_prompt=chat.add_generation_prompt,
+            template_kwargs=chat.template_kwargs,
+        )
+        check_count("messages", len(chat.messages), MAX_MESSAGES, "messages")
+        check_depth(chat.template_kwargs, "chat_template_kwargs")
+        characters = sum(len(message.get("content") or "") for message in chat.messages)
+        check_characters(characters, self.facts().max_model_len, "messages")
+        is_short = characters <= LONG_CHARACTERS and not chat.template_kwargs
+        if is_short and len(chat.messages) <= INLINE_MESSAGES:
+            return render()
+        return await asyncio.to_thread(render)
+
     async def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        if len(text) <= INLINE_CHARACTERS:
+        if len(text) <= LONG_CHARACTERS:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        check_characters(len(text), self.facts().max_model_len)
         return await asyncio.to_thread(
             self.tokenizer.encode, text, add_special_tokens=add_special_tokens
         )
@@ -339,6 +356,7 @@ class TextService:
         if request.continuation is not None:
             request.continuation.check(sampling.n, sampling.max_tokens, facts.vocab_size)
             request, asked = self._continued(request, asked, facts.fingerprint)
+        choices = await self._choices(request, sampling.n)
         booking.begin(time.monotonic(), goes_on=asked.admitted)
         booking.pay(len(prompt_ids), time.monotonic())
         generation = await self._submit(asked, request.promise)
@@ -346,8 +364,20 @@ class TextService:
         ticket = self._ticket(request, prompt_ids, facts.fingerprint, valid_s=VALID_S)
         request = replace(request, booking=booking)
         return TextGeneration(
-            self, request, prompt_ids, sampling, generation, timer, self._key.sign(ticket)
+            self, request, prompt_ids, sampling, generation, timer, self._key.sign(ticket), choices
         )
+
+    async def _choices(self, request: TextRequest, n: int) -> list[ChoiceText]:
+        """Behind what another router has delivered of them."""
+        choices = [_choice_text(self.tokenizer, request.sampling, index) for index in range(n)]
+        behind = request.continuation
+        if behind is not None:
+            go_on = partial(_go_on, choices, behind)
+            if sum(len(one.token_ids) for one in behind.choices) <= INLINE_TOKENS:
+                go_on()
+            else:
+                await asyncio.to_thread(go_on)
+        return choices
 
     async def _submit(self, asked: GenerationRequest, promise: bytes) -> Generation:
         """Raises InvalidRequest or Refused, with a signed promise if there is one."""
@@ -405,6 +435,7 @@ class TextGeneration:
         generation: Generation,
         timer: RequestTimer,
         ticket: bytes,
+        choices: list[ChoiceText],
     ) -> None:
         self.request_id = request.request_id
         self.ticket = ticket
@@ -419,15 +450,7 @@ class TextGeneration:
         self._last_token_s = request.received_s
         self._ended = False
         self._cut = False  # by a stop string: the dispatcher may have more to say
-        asked = request.sampling
-        keep = asked.include_stop_str_in_output
-        self._choices = [
-            ChoiceText(index, _text_stream(service.tokenizer, asked), keep_stop_token=keep)
-            for index in range(sampling.n)
-        ]
-        if request.continuation is not None:
-            for choice, delivered in zip(self._choices, request.continuation.choices, strict=True):
-                choice.go_on_behind(delivered)
+        self._choices = choices
         self._delivered_tokens = self.completion_tokens
 
     @property
@@ -526,6 +549,16 @@ class TextGeneration:
             )
             self._timer.finished(reason, self._generation.ledger())
             self._metrics.predicted(self._generation.prediction_errors())
+
+
+def _choice_text(tokenizer: TextTokenizer, asked: RequestedSampling, index: int) -> ChoiceText:
+    keep = asked.include_stop_str_in_output
+    return ChoiceText(index, _text_stream(tokenizer, asked), keep_stop_token=keep)
+
+
+def _go_on(choices: Sequence[ChoiceText], behind: Continuation) -> None:
+    for choice, delivered in zip(choices, behind.choices, strict=True):
+        choice.go_on_behind(delivered)
 
 
 def _text_stream(tokenizer: TextTokenizer, asked: RequestedSampling) -> TextStream:

@@ -29,9 +29,8 @@ REFUSED = {
     "workers.0.rol=2": "workers.0.rol: unknown key, did you mean role?",
     "router.zzz=1": "router.zzz: unknown key, expected one of admission, api_key_hashes, api_keys, "
     "directory_memory, dispatch, failover_patience, grpc_port, host, http_port, "
-    "internal_grpc_port, internal_host, internal_http_port, max_body, placement, public_metrics, "
-    "record, record_size, replicas, "
-    "resources, same_ports",
+    "internal_grpc_port, internal_host, internal_http_port, max_body, placement, "
+    "public_metrics, record, record_size, replicas, resources, same_ports",
     "engine.block_size=7": "engine.block_size: got 7, expected greater than or equal to 8",
     "engine.block_size=129": "engine.block_size: got 129, expected less than or equal to 128",
     "engine.block_size=16.0": "engine.block_size: got 16.0, expected a valid integer",
