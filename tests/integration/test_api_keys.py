@@ -4,7 +4,7 @@ requests, and each key to its limits."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -396,6 +396,36 @@ async def test_a_prompt_that_arrives_in_parts_counts_once(folder: Path, keys: Ke
         await mine.generate(TEXT)
         with pytest.raises(Refused):
             await anext(mine.stream_input([TEXT]))
+
+
+@in_loop
+async def test_what_is_computed_ahead_is_paid_though_the_rest_never_comes(
+    folder: Path, keys: Keys
+) -> None:
+    keys.set(key("k", "acme", tokens_per_minute=1000))
+    never = asyncio.Event()
+
+    async def parts() -> AsyncIterator[list[int]]:
+        yield [1, *range(5, 260)]
+        await never.wait()
+
+    async with (
+        served(folder, **keys.options()) as s,
+        AsyncClient(s.grpc_address, api_key="k") as mine,
+    ):
+        meter = s.servers.service.caller_of(bearer("k")).meter
+        stream = mine.stream_input(parts())
+
+        async def is_computed() -> bool:
+            return any(one.request.is_ahead for one in s.dispatcher.generations)
+
+        async def is_gone() -> bool:
+            return meter.running == 0 and not s.dispatcher.running
+
+        await eventually(is_computed)
+        stream.close()
+        await eventually(is_gone)
+        assert meter._tokens.level < 1000 - 256 + 100, "less what came back meanwhile"
 
 
 # --- without keys -----------------------------------------------------------------------------
