@@ -417,7 +417,7 @@ async def test_what_is_computed_ahead_is_paid_though_the_rest_never_comes(
         stream = mine.stream_input(parts())
 
         async def is_computed() -> bool:
-            return any(one.request.is_ahead for one in s.dispatcher.generations)
+            return bool(s.dispatcher.generations) and not s.dispatcher.running
 
         async def is_gone() -> bool:
             return meter.running == 0 and not s.dispatcher.running
