@@ -23,6 +23,7 @@ from router.http.event_stream import KEEP_ALIVE_S
 from router.http_apps import create_internal_app, create_public_app
 from router.live.listener import ListenAt, Listener, Ports
 from router.live.metrics import RouterMetrics
+from router.text.grammar.check import GrammarCheck
 from router.text.request_fields import ONE_FOR_ALL, TierRules
 from router.text.sampling import GenerationDefaults
 from router.text.service import TextService
@@ -83,6 +84,7 @@ class RouterServers:
             metrics=RouterMetrics(served_model_name),
             tiers=options.tiers,
             key=ClusterKey(options.cluster_key),
+            grammars=GrammarCheck(checkpoint_dir / "tokenizer.json"),
         )
         self._options = options
         self._add_internal = add_internal
@@ -121,6 +123,7 @@ class RouterServers:
             await self._public.stop(left_s)
             await self._internal.stop(INTERNAL_GRACE_S)
             self.service.refusals.close()
+        await self.service.close()
 
     async def _drain(self, grace_s: float) -> float:
         """The seconds left of `grace_s` once no request runs."""

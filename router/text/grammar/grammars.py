@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from llguidance import LLMatcher
 
 from kvrelay.errors import InvalidRequest
-
-Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 MAX_GRAMMAR_BYTES = 64 << 10
 """Of a grammar as the workers get it."""
@@ -26,22 +25,37 @@ JSON_OBJECT = '{"grammars":[{"json_schema":{"type":"object"}}]}'
 
 
 def grammar_of_schema(
-    schema: Mapping[str, Json] | bool,
+    schema: Mapping[str, Any] | bool,
     *,
     lenient: bool = False,
     compact: bool = False,
+    whitespace: str | None = None,
     param: str = "response_format",
 ) -> str:
     """The output is JSON that is valid for the schema.
 
     `lenient`: keywords that llguidance does not know are ignored, instead of refused. `compact`: no
-    white space between JSON's tokens. Raises InvalidRequest for `param` if it is too large.
+    white space between JSON's tokens; `whitespace`: the pattern of what may be there. Raises
+    InvalidRequest for `param` if it is too large.
     """
     _check_depth(schema, param)
-    options: dict[str, Json] = {"lenient": True} if lenient else {}
+    options: dict[str, Any] = {"lenient": True} if lenient else {}
+    if whitespace is not None:
+        options |= {"whitespace_pattern": whitespace}
     if compact:
         options |= {"whitespace_flexible": False}
     return bounded(_json_grammar(schema, options), param)
+
+
+def schema_of_text(text: str, param: str) -> dict[str, Any] | bool:
+    """Raises InvalidRequest for `param`."""
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{param} is not valid JSON: {error}", param=param) from None
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequest(f"{param} must be a JSON schema: an object", param=param)
+    return schema
 
 
 def grammar_of_regex(pattern: str, *, param: str = "structured_outputs") -> str:
@@ -81,7 +95,7 @@ def bounded(grammar: str, param: str) -> str:
     return grammar
 
 
-def _json_grammar(schema: Mapping[str, Json] | bool, options: dict[str, Json]) -> str:
+def _json_grammar(schema: Mapping[str, Any] | bool, options: dict[str, Any]) -> str:
     """Our options win over the schema's own `x-guidance`."""
     if options:
         body = dict(schema) if isinstance(schema, Mapping) else {} if schema else {"enum": []}
