@@ -48,7 +48,7 @@ def _node(rng: Random) -> Schema:
 
 def _value(rng: Random, depth: int) -> Schema:
     kinds: list[Callable[[], Schema]] = [lambda: _plain(rng)] * 4
-    if depth < 3:
+    if depth < 2:
         kinds += [
             lambda: _object(rng, depth + 1),
             lambda: _array(rng, depth + 1),
@@ -58,7 +58,7 @@ def _value(rng: Random, depth: int) -> Schema:
 
 
 def _object(rng: Random, depth: int) -> Schema:
-    names = rng.sample(NAMES, rng.randint(1, 4))
+    names = rng.sample(NAMES, rng.randint(1, 3))
     return {
         "type": "object",
         "properties": {name: _value(rng, depth) for name in names},
@@ -69,7 +69,7 @@ def _object(rng: Random, depth: int) -> Schema:
 
 def _array(rng: Random, depth: int) -> Schema:
     least = rng.randint(0, 2)
-    schema: Schema = {"type": "array", "minItems": least, "maxItems": least + rng.randint(0, 3)}
+    schema: Schema = {"type": "array", "minItems": least, "maxItems": least + rng.randint(0, 2)}
     if rng.random() < 0.2:
         first = [_plain(rng), _plain(rng)]
         return {"type": "array", "prefixItems": first, "items": False, "minItems": 2}
