@@ -315,10 +315,11 @@ def main() -> None:
     parser.add_argument("--schemas", type=int, default=10_000)
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 16])
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     if args.what == "valid":
-        torch.set_num_threads(1)
         engine = bundled_engine(sequences=32, tokens=400)
         seeds = range(args.first, args.first + args.schemas)
         counts = check_schemas(engine, seeds, sequences=32)
