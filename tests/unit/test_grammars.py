@@ -91,6 +91,8 @@ def test_bad_choices_are_refused(texts: list[str]) -> None:
 def test_too_much_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="at most 65536"):
         grammar_of_regex("a" * 70_000)
+    with pytest.raises(InvalidRequest, match="at most 65536"):
+        grammar_of_schema({"enum": list(range(70_000))})
     deep = json.loads('{"items":' * 70 + "{}" + "}" * 70)
     with pytest.raises(InvalidRequest, match="64 levels"):
         grammar_of_schema(deep)

@@ -39,7 +39,7 @@ def grammar_of_schema(
     white space between JSON's tokens; `whitespace`: the pattern of what may be there. Raises
     InvalidRequest for `param` if it is too large.
     """
-    _check_depth(schema, param)
+    _check_size(schema, param)
     options: dict[str, Any] = {"lenient": True} if lenient else {}
     if whitespace is not None:
         options |= {"whitespace_pattern": whitespace}
@@ -51,7 +51,7 @@ def grammar_of_schema(
 def schema_of_text(text: str, param: str) -> dict[str, Any] | bool:
     """Raises InvalidRequest for `param`."""
     try:
-        schema = json.loads(text)
+        schema = json.loads(bounded(text, param))
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{param} is not valid JSON: {error}", param=param) from None
     if not isinstance(schema, dict | bool):
@@ -64,7 +64,7 @@ def grammar_of_regex(pattern: str, *, param: str = "structured_outputs") -> str:
     look-around and back references. Raises InvalidRequest for `param` if it is too large."""
     if not pattern:
         raise InvalidRequest(f"{param} must not be empty", param=param)
-    return bounded(LLMatcher.grammar_from_regex(pattern), param)
+    return bounded(LLMatcher.grammar_from_regex(bounded(pattern, param)), param)
 
 
 def grammar_of_choices(choices: Sequence[str], *, param: str = "structured_outputs") -> str:
@@ -89,11 +89,14 @@ def grammar_of_lark(text: str, *, param: str = "structured_outputs") -> str:
 
 def bounded(grammar: str, param: str) -> str:
     """Raises InvalidRequest if the grammar is larger than workers take."""
-    size = len(grammar.encode(errors="replace"))
-    if size > MAX_GRAMMAR_BYTES:
-        told = f"{param} makes a grammar of {size} bytes; at most {MAX_GRAMMAR_BYTES} are taken"
-        raise InvalidRequest(told, code="grammar_too_large", param=param)
+    if len(grammar.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
+        raise _too_large(param)
     return grammar
+
+
+def _too_large(param: str) -> InvalidRequest:
+    told = f"{param} makes a grammar that is too large: at most {MAX_GRAMMAR_BYTES} bytes are taken"
+    return InvalidRequest(told, code="grammar_too_large", param=param)
 
 
 def _json_grammar(schema: Mapping[str, Any] | bool, options: dict[str, Any]) -> str:
@@ -109,12 +112,19 @@ def _json_grammar(schema: Mapping[str, Any] | bool, options: dict[str, Any]) -> 
     return json.dumps(grammars, ensure_ascii=False, separators=(",", ":"))
 
 
-def _check_depth(schema: object, param: str) -> None:
-    level: list[object] = [schema]
+def _check_size(schema: object, param: str) -> None:
+    """Looks at no more values than a grammar has bytes, so that it never holds the event loop."""
+    left, level = MAX_GRAMMAR_BYTES, [schema]
     for _ in range(MAX_SCHEMA_DEPTH):
-        level = [inner for one in level for inner in _inner(one)]
-        if not level:
+        inner: list[object] = []
+        for one in level:
+            left -= len(one) if isinstance(one, str | list | dict) else 1
+            if left < 0:
+                raise _too_large(param)
+            inner += _inner(one)
+        if not inner:
             return
+        level = inner
     told = f"{param} has a schema with more than {MAX_SCHEMA_DEPTH} levels: make it flatter"
     raise InvalidRequest(told, code="grammar_too_large", param=param)
 
@@ -122,7 +132,7 @@ def _check_depth(schema: object, param: str) -> None:
 def _inner(one: object) -> list[object]:
     match one:
         case dict():
-            return list(one.values())
+            return [*one.keys(), *one.values()]
         case list():
             return one
         case _:
