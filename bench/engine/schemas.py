@@ -103,7 +103,10 @@ def _number(rng: Random) -> Schema:
     if rng.random() < 0.8:
         schema[rng.choice(["minimum", "exclusiveMinimum"])] = low
     if rng.random() < 0.8:
-        schema[rng.choice(["maximum", "exclusiveMaximum"])] = low + rng.choice([0.5, 3, 1e4])
+        width = rng.choice([0.5, 3, 1e4])
+        # llguidance 1.9 takes the bound itself for valid in {"exclusiveMinimum": 18, "maximum": 18.5}
+        is_wrong = "exclusiveMinimum" in schema and width < 1 and low.is_integer()
+        schema[rng.choice(["maximum", "exclusiveMaximum"])] = low + (3 if is_wrong else width)
     return schema
 
 
