@@ -27,7 +27,13 @@ from router.http.chat import chat_completions
 from router.http.completions import completions
 from router.http.description import answers
 from router.http.description.document import document_of
-from router.http.description.operation import JSON_LINES, OF_BODIES, OF_GENERATION, Operation
+from router.http.description.operation import (
+    JSON_LINES,
+    OF_BODIES,
+    OF_GENERATION,
+    OF_GUARDED,
+    Operation,
+)
 from router.http.errors import (
     ErrorReply,
     on_bug,
@@ -81,13 +87,14 @@ PUBLIC = [
         endpoint=info.models,
         summary="The model that is served.",
         answer=answers.ModelList,
+        errors=OF_GUARDED,
     ),
     Operation(
         path="/v1/models/{model:path}",
         endpoint=info.model,
         summary="One model.",
         answer=answers.ModelCard,
-        errors=frozenset({404}),
+        errors=OF_GUARDED | {404},
     ),
     Operation(
         path="/tokenize",
@@ -125,6 +132,7 @@ PUBLIC = [
         endpoint=info.load,
         summary="The number of requests that run.",
         answer=answers.LoadAnswer,
+        errors=OF_GUARDED,
     ),
     Operation(
         path="/ready",

@@ -11,7 +11,7 @@ from pydantic.json_schema import models_json_schema
 
 from router.http.bodies import MessageBody
 from router.http.description.answers import ErrorAnswer
-from router.http.description.operation import JSON, OF_ANY, Operation
+from router.http.description.operation import JSON, OF_ANY, OF_GUARDED, Operation
 from router.http.errors import REASONS
 from router.http.neutral_fields import MESSAGE_NEUTRAL, Anything, Neutral
 
@@ -33,7 +33,10 @@ def document_of(operations: Sequence[Operation], version: str) -> Json:
         "openapi": "3.1.0",
         "info": {"title": "kvrelay", "version": version},
         "paths": paths,
-        "components": {"schemas": _schemas(operations)},
+        "components": {
+            "schemas": _schemas(operations),
+            "securitySchemes": {"api_key": {"type": "http", "scheme": "bearer"}},
+        },
     }
 
 
@@ -46,6 +49,8 @@ def _described(one: Operation, method: str) -> Json:
     if one.unready is not None:
         content = {JSON: {"schema": _ref(one.unready)}}
         found["responses"]["503"] = {"description": REASONS[503], "content": content}
+    if one.errors >= OF_GUARDED:
+        found["security"] = [{}, {"api_key": []}]
     if names := _PARAMETER.findall(one.path):
         found["parameters"] = [_parameter(name) for name, _ in names]
     if one.body is not None:
