@@ -25,7 +25,13 @@ from router.http.chat import chat_completions
 from router.http.completions import completions
 from router.http.description import answers
 from router.http.description.document import document_of
-from router.http.description.operation import JSON_LINES, OF_BODIES, OF_GENERATION, Operation
+from router.http.description.operation import (
+    JSON_LINES,
+    OF_BODIES,
+    OF_GENERATION,
+    OF_KEYS,
+    Operation,
+)
 from router.http.errors import on_bug, on_disconnect, on_http_exception, on_kvrelay_error
 from router.http.neutral_fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL, TEMPLATE_NEUTRAL
 from router.http.streamed_input.endpoint import StreamedInputBody, streamed_completions
@@ -73,13 +79,14 @@ PUBLIC = [
         endpoint=info.models,
         summary="The model that is served.",
         answer=answers.ModelList,
+        errors=OF_KEYS,
     ),
     Operation(
         path="/v1/models/{model:path}",
         endpoint=info.model,
         summary="One model.",
         answer=answers.ModelCard,
-        errors=frozenset({404}),
+        errors=OF_KEYS | {404},
     ),
     Operation(
         path="/tokenize",
@@ -117,6 +124,7 @@ PUBLIC = [
         endpoint=info.load,
         summary="The number of requests that run.",
         answer=answers.LoadAnswer,
+        errors=OF_KEYS,
     ),
     Operation(
         path="/ready",

@@ -92,6 +92,7 @@ async def test_every_endpoint_but_the_probes_asks_for_a_key(folder: Path, keys: 
     async with served(folder, **keys.options(public_metrics=True)) as s, s.http() as client:
         assert (await client.get("/openapi.json")).status_code == 200
         for route in PUBLIC:
+            assert (401 in route.errors) is (route.path not in OPEN_PATHS), route.path
             for method in route.methods:
                 for headers in STRANGERS:
                     path = route.path.replace("{model:path}", MODEL)

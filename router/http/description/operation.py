@@ -14,8 +14,10 @@ from router.http.neutral_fields import Neutral
 
 OF_ANY = frozenset({431})
 """Statuses of errors that every operation may answer with."""
-OF_BODIES = frozenset({400, 404, 408, 413, 415, 429, 503})
-OF_GENERATION = OF_BODIES | {422, 500, 504}
+OF_KEYS = frozenset({401})
+"""Of operations that want an API key, where the cluster has some."""
+OF_BODIES = OF_KEYS | frozenset({400, 404, 408, 413, 415, 429, 503})
+OF_GENERATION = OF_BODIES | {403, 422, 500, 504}
 
 JSON = "application/json"
 JSON_LINES = "application/x-ndjson"
