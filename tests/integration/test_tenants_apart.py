@@ -137,7 +137,7 @@ def serving(tier: str, folder: Path, model: Path, hosts: Sequence[WorkerHost]) -
     ]
     settings.append(worker_settings("decode-0", Role.DECODE, model, prefix_caching=False, **plain))
     workers = [*zip(hosts, settings, strict=False)]
-    router = {"keys": keys_in(folder), "secret": "of the cluster"}
+    router = {"keys": keys_in(folder), "cluster_key": b"of the cluster"}
     if tier != "pool":
         with running_cluster(model, workers, **router) as cluster:
             yield _primed(Tier(cluster), tier)
