@@ -31,7 +31,7 @@ from router.http.description.operation import (
     JSON_LINES,
     OF_BODIES,
     OF_GENERATION,
-    OF_GUARDED,
+    OF_KEYS,
     Operation,
 )
 from router.http.errors import (
@@ -87,14 +87,14 @@ PUBLIC = [
         endpoint=info.models,
         summary="The model that is served.",
         answer=answers.ModelList,
-        errors=OF_GUARDED,
+        errors=OF_KEYS,
     ),
     Operation(
         path="/v1/models/{model:path}",
         endpoint=info.model,
         summary="One model.",
         answer=answers.ModelCard,
-        errors=OF_GUARDED | {404},
+        errors=OF_KEYS | {404},
     ),
     Operation(
         path="/tokenize",
@@ -132,7 +132,7 @@ PUBLIC = [
         endpoint=info.load,
         summary="The number of requests that run.",
         answer=answers.LoadAnswer,
-        errors=OF_GUARDED,
+        errors=OF_KEYS,
     ),
     Operation(
         path="/ready",

@@ -89,7 +89,7 @@ FAILURES: Mapping[str, int] = {
 
 REASONS: Mapping[int, str] = {
     400: "The request can never be served as it is.",
-    401: "The call has no valid API key.",
+    401: "The call brings no valid API key.",
     403: "The API key does not allow this.",
     404: "The model does not exist.",
     408: "The body has not come in time.",

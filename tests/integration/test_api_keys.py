@@ -25,7 +25,7 @@ from router.access.caller import KeySources
 from router.access.key_file import changing
 from router.access.keys import ApiKey, key_digest
 from router.access.limits import Limits
-from router.http_apps import OPEN_PATHS, PUBLIC_ROUTES
+from router.http_apps import OPEN_PATHS, PUBLIC
 from router.text.request_fields import TierMatch, TierRules
 from tests.integration.faces_kit import MODEL, in_loop, served
 from tests.integration.http_kit import assert_error, checkpoint_folder, completion
@@ -90,8 +90,10 @@ async def eventually(found: Callable[[], Awaitable[bool]]) -> None:
 @in_loop
 async def test_every_endpoint_but_the_probes_asks_for_a_key(folder: Path, keys: Keys) -> None:
     async with served(folder, **keys.options(public_metrics=True)) as s, s.http() as client:
-        for route in PUBLIC_ROUTES:
-            for method in (route.methods or set()) - {"HEAD"}:
+        assert (await client.get("/openapi.json")).status_code == 200
+        for route in PUBLIC:
+            assert (401 in route.errors) is (route.path not in OPEN_PATHS), route.path
+            for method in route.methods:
                 for headers in STRANGERS:
                     path = route.path.replace("{model:path}", MODEL)
                     answer = await client.request(method, path, headers=headers)

@@ -11,7 +11,7 @@ from pydantic.json_schema import models_json_schema
 
 from router.http.bodies import MessageBody
 from router.http.description.answers import ErrorAnswer
-from router.http.description.operation import JSON, OF_ANY, OF_GUARDED, Operation
+from router.http.description.operation import JSON, OF_ANY, OF_KEYS, Operation
 from router.http.errors import REASONS
 from router.http.neutral_fields import MESSAGE_NEUTRAL, Anything, Neutral
 
@@ -49,7 +49,7 @@ def _described(one: Operation, method: str) -> Json:
     if one.unready is not None:
         content = {JSON: {"schema": _ref(one.unready)}}
         found["responses"]["503"] = {"description": REASONS[503], "content": content}
-    if one.errors >= OF_GUARDED:
+    if one.errors >= OF_KEYS:
         found["security"] = [{}, {"api_key": []}]
     if names := _PARAMETER.findall(one.path):
         found["parameters"] = [_parameter(name) for name, _ in names]

@@ -14,9 +14,9 @@ from router.http.neutral_fields import Neutral
 
 OF_ANY = frozenset({431})
 """Statuses of errors that every operation may answer with."""
-OF_GUARDED = frozenset({401})
-"""Where calls need an API key, if there are keys."""
-OF_BODIES = frozenset({400, 401, 404, 408, 413, 415, 429, 503})
+OF_KEYS = frozenset({401})
+"""Of operations that want an API key, where the cluster has some."""
+OF_BODIES = OF_KEYS | frozenset({400, 404, 408, 413, 415, 429, 503})
 OF_GENERATION = OF_BODIES | {403, 422, 500, 504}
 
 JSON = "application/json"
