@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 
+from router.chat.formats.choice import AUTO, formats_of
 from router.core.state.generation import Dispatcher
 from router.grpc_api.server import (
     Health,
@@ -51,6 +52,8 @@ class ServerOptions:
     tiers: TierRules = ONE_FOR_ALL
     cluster_key: bytes = field(default=b"", repr=False)
     keep_alive_s: float = KEEP_ALIVE_S
+    tool_format: str = AUTO
+    reasoning_format: str = AUTO
 
     @property
     def public(self) -> ListenAt:
@@ -83,6 +86,9 @@ class RouterServers:
             metrics=RouterMetrics(served_model_name),
             tiers=options.tiers,
             key=ClusterKey(options.cluster_key),
+            formats=formats_of(
+                tokenizer.tool_template, options.tool_format, options.reasoning_format
+            ),
         )
         self._options = options
         self._add_internal = add_internal

@@ -239,6 +239,8 @@ def router_settings(config: Config, number: int = 0) -> RouterSettings:
         qos=router_tiers(config.qos, config.router.admission.policy),
         tier_match=tier_match(config.qos),
         secret=config.network.secret or "",
+        tool_format=config.model.tool_format,
+        reasoning_format=config.model.reasoning_format,
     )
 
 

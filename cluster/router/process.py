@@ -154,6 +154,8 @@ class RouterProcess:
             cluster=settings.name,
             tiers=TierRules(tiers=settings.qos, match=settings.tier_match),
             cluster_key=settings.secret.encode(),
+            tool_format=settings.tool_format,
+            reasoning_format=settings.reasoning_format,
         )
         self._servers = RouterServers(
             self.dispatcher,
