@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvrelay.errors import KvrelayError
 from router.http import info
 from router.http.api import HttpApi
-from router.http.chat import chat_completions
+from router.http.chat.endpoint import chat_completions
 from router.http.completions import completions
 from router.http.errors import on_bug, on_disconnect, on_http_exception, on_kvrelay_error
 from router.http.streamed_input.endpoint import streamed_completions

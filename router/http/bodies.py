@@ -19,6 +19,7 @@ from kvrelay.errors import InvalidRequest
 from kvrelay.types import Objectives, value
 from router.http.errors import BodyTooLarge, UnsupportedMediaType
 from router.http.neutral_fields import MESSAGE_NEUTRAL, Neutral
+from router.http.tool_bodies import ToolBody, ToolCallBody, ToolChoiceBody
 from router.text.continuation import Continuation, Delivered
 from router.text.request_fields import HEADERS, objectives_of
 from router.text.sampling import RequestedSampling
@@ -114,6 +115,7 @@ EITHER = {
     "prompt": "a string, token ids (whole numbers from 0), or a list of strings or of token ids",
     "stop": "a string or a list of strings",
     "content": 'a string or a list of {"type": "text", "text": ...}',
+    "tool_choice": 'none, auto, required or {"type": "function", "function": {"name": ...}}',
 }
 """# field of several types |-> its types in words, because pydantic would name each type in turn"""
 
@@ -234,6 +236,11 @@ class MessageBody(BaseModel):
     role: str
     content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[ToolCallBody] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    """Another name of `reasoning`."""
 
 
 class ChatBody(GenerationBody):
@@ -242,6 +249,13 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[ToolBody] | None = None
+    tool_choice: str | ToolChoiceBody | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    """The prompt, if its template was rendered elsewhere. `messages` is not read then."""
 
 
 class TokenizeBody(StrictBody):
@@ -252,6 +266,7 @@ class TokenizeBody(StrictBody):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[ToolBody] | None = None
     return_token_strs: bool | None = None
 
 
