@@ -34,6 +34,7 @@ class FailureReason(StrEnum):
     WORKER_LOST = "worker_lost"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     POISON = "poison"
+    GRAMMAR = "grammar"
     ABORTED = "aborted"
     INTERNAL = "internal"
 

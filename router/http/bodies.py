@@ -19,6 +19,7 @@ from kvrelay.errors import InvalidRequest
 from kvrelay.types import Objectives, value
 from router.http.errors import BodyTooLarge, UnsupportedMediaType
 from router.http.neutral_fields import MESSAGE_NEUTRAL, Neutral
+from router.http.structured import ResponseFormat, StructuredOutputs, grammar_of
 from router.http.tool_bodies import ToolBody, ToolCallBody, ToolChoiceBody
 from router.text.continuation import Continuation, Delivered
 from router.text.request_fields import HEADERS, objectives_of
@@ -114,6 +115,8 @@ def _advice(neutral: Neutral) -> str:
 EITHER = {
     "prompt": "a string, token ids (whole numbers from 0), or a list of strings or of token ids",
     "stop": "a string or a list of strings",
+    "schema": "a JSON schema: an object",
+    "json": "a JSON schema: an object, or its text",
     "content": 'a string or a list of {"type": "text", "text": ...}',
     "tool_choice": 'none, auto, required or {"type": "function", "function": {"name": ...}}',
 }
@@ -202,6 +205,9 @@ class GenerationBody(StrictBody):
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    """From vLLM."""
     cache_salt: str | None = None
     """From vLLM: requests with different salts share no cached KV."""
     tier: str | None = None
@@ -315,6 +321,7 @@ def sampling_of(
         echo=echo,
         seed=body.seed,
         logit_bias=_logit_bias(body.logit_bias),
+        grammar=grammar_of(body.response_format, body.structured_outputs),
     )
 
 

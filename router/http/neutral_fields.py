@@ -32,7 +32,7 @@ class Anything(Neutral):
 
 ANYTHING = Anything()
 
-NO_FORMATS = "output can't be constrained yet"
+STRUCTURED = "send structured_outputs"
 NO_MEDIA = "only text is supported"
 NO_SEARCH = "only sampling is supported, no beam search"
 NO_EXTENSIONS = "there are no such extensions"
@@ -47,7 +47,6 @@ COMMON_NEUTRAL: Mapping[str, Neutral] = {
     "prompt_cache_retention": ANYTHING,
     "store": Neutral(values=(False,), instead="answers are not kept"),
     "service_tier": Neutral(values=("auto", "default"), instead="send tier"),
-    "response_format": Neutral(values=({"type": "text"},), instead=NO_FORMATS),
     "best_of": Neutral(values=(1,), instead=NO_SEARCH),
     # vLLM's
     "use_beam_search": Neutral(values=(False,), instead=NO_SEARCH),
@@ -60,13 +59,12 @@ COMMON_NEUTRAL: Mapping[str, Neutral] = {
     "bad_words": Neutral(values=([],), instead="send logit_bias"),
     "logprob_token_ids": Neutral(instead="send logprobs"),
     "detokenize": Neutral(values=(True,), instead="send return_token_ids"),
-    "structured_outputs": Neutral(instead=NO_FORMATS),
-    "guided_json": Neutral(instead=NO_FORMATS),
-    "guided_regex": Neutral(instead=NO_FORMATS),
-    "guided_choice": Neutral(instead=NO_FORMATS),
-    "guided_grammar": Neutral(instead=NO_FORMATS),
-    "guided_decoding_backend": Neutral(instead=NO_FORMATS),
-    "guided_whitespace_pattern": Neutral(instead=NO_FORMATS),
+    "guided_json": Neutral(instead=STRUCTURED),
+    "guided_regex": Neutral(instead=STRUCTURED),
+    "guided_choice": Neutral(instead=STRUCTURED),
+    "guided_grammar": Neutral(instead=STRUCTURED),
+    "guided_decoding_backend": Neutral(instead=STRUCTURED),
+    "guided_whitespace_pattern": Neutral(instead=STRUCTURED),
     "logits_processors": Neutral(values=([],), instead=NO_EXTENSIONS),
     "priority": Neutral(values=(0,), instead="send tier"),
     "request_id": Neutral(instead="send the header x-request-id"),

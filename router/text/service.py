@@ -41,6 +41,7 @@ from router.live.metrics import RequestTimer, RouterMetrics
 from router.live.refusal_log import RefusalLog
 from router.text.continuation import VALID_S, Continuation, Delivered, Ticket
 from router.text.detokenizer import Delta, TextStream
+from router.text.grammar.check import GrammarCheck
 from router.text.promise_token import PromiseToken
 from router.text.request_fields import ONE_FOR_ALL, TierRules
 from router.text.sampling import GenerationDefaults, RequestedSampling, check_prompt, resolve
@@ -195,7 +196,9 @@ class TextService:
         tiers: TierRules = ONE_FOR_ALL,
         key: ClusterKey = UNSIGNED,
         formats: ChatFormats = PLAIN,
+        grammars: GrammarCheck | None = None,
     ) -> None:
+        """`grammars` None: no output can be constrained."""
         self.dispatcher = dispatcher
         self.tokenizer = tokenizer
         self.model_name = model_name
@@ -204,6 +207,7 @@ class TextService:
         self.tiers = tiers
         self.formats = formats
         self._key = key
+        self._grammars = grammars
         self.draining = False
         self.refusals = RefusalLog()
 
@@ -280,6 +284,8 @@ class TextService:
             request.prompt, add_special_tokens=request.add_special_tokens
         )
         check_prompt(prompt_ids, facts)
+        if request.sampling.grammar:
+            await self._check_grammar(request.sampling.grammar)
         sampling = resolve(
             request.sampling, prompt_tokens=len(prompt_ids), defaults=self.defaults, facts=facts
         )
@@ -306,6 +312,17 @@ class TextService:
         return TextGeneration(
             self, request, prompt_ids, sampling, generation, timer, self._key.sign(ticket)
         )
+
+    async def close(self) -> None:
+        if self._grammars is not None:
+            await self._grammars.close()
+
+    async def _check_grammar(self, grammar: str) -> None:
+        """Raises InvalidRequest."""
+        if self._grammars is None:
+            told = "this router can't constrain outputs: leave response_format out"
+            raise InvalidRequest(told, code="unsupported_parameter")
+        await self._grammars.check(grammar)
 
     async def _submit(self, asked: GenerationRequest, promise: bytes) -> Generation:
         """Raises InvalidRequest or Refused, with a signed promise if there is one."""
