@@ -71,7 +71,9 @@ def service(name: str) -> TextService:
 
 @cache
 def token_tree(name: str) -> LLTokenizer:
-    return LLTokenizer((CHECKPOINTS[name] / "tokenizer.json").read_text(), eos_token=[0])
+    """Harmony's end of a message is not the end of an answer."""
+    eos = service(name).tokenizer.special_token_id("<|return|>") or 0
+    return LLTokenizer((CHECKPOINTS[name] / "tokenizer.json").read_text(), eos_token=[eos])
 
 
 def form(*tools: Tool, choice: ToolChoice = AUTO, **more: Any) -> ChatForm:
