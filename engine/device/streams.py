@@ -57,7 +57,9 @@ def _no_wait() -> None:
 _Numbers = NDArray[np.float32] | NDArray[np.int32]
 
 
-def send(values: Sequence[Any] | _Numbers, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def send(
+    values: Sequence[Any] | _Numbers, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """Sends numbers, or rows of numbers."""
     host = torch.tensor(values, dtype=dtype)
     if device.type != "cuda":

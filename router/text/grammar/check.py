@@ -65,7 +65,7 @@ class GrammarCheck:
             self._known.popitem(last=False)
 
     async def _asked(self, grammar: str) -> str:
-        if self._process is None:
+        if self._process is None or self._process.returncode is not None:
             self._process = await self._start()
         process = self._process
         assert process.stdin is not None and process.stdout is not None

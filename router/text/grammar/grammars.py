@@ -20,8 +20,9 @@ MAX_CHOICES = 1024
 MAX_SCHEMA_DEPTH = 64
 """Objects and lists within each other. llguidance's JSON parser ends at 128."""
 
-JSON_OBJECT = '{"grammars":[{"json_schema":{"type":"object"}}]}'
-"""Any JSON object."""
+WHITESPACE = r" |\n[ \t]{0,32}"
+"""Between the tokens of JSON: a space, or a new line with its indentation. llguidance's own default
+is any white space at all, in which small models go on for ever."""
 
 
 def grammar_of_schema(
@@ -96,12 +97,16 @@ def bounded(grammar: str, param: str) -> str:
 
 
 def _json_grammar(schema: Mapping[str, Any] | bool, options: dict[str, Any]) -> str:
-    """Our options win over the schema's own `x-guidance`."""
-    if options:
-        body = dict(schema) if isinstance(schema, Mapping) else {} if schema else {"enum": []}
-        own = body.get("x-guidance")
-        schema = {**body, "x-guidance": {**(own if isinstance(own, dict) else {}), **options}}
-    return json.dumps({"grammars": [{"json_schema": schema}]}, ensure_ascii=False)
+    """Our options win over the schema's own `x-guidance`, and that one over our default."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}
+    own = schema.get("x-guidance")
+    options = {"whitespace_pattern": WHITESPACE} | (own if isinstance(own, dict) else {}) | options
+    if options.get("whitespace_flexible") is False:
+        del options["whitespace_pattern"]
+    whole = {**schema, "x-guidance": options}
+    grammars = {"grammars": [{"json_schema": whole}]}
+    return json.dumps(grammars, ensure_ascii=False, separators=(",", ":"))
 
 
 def _check_depth(schema: object, param: str) -> None:
@@ -122,3 +127,7 @@ def _inner(one: object) -> list[object]:
             return one
         case _:
             return []
+
+
+JSON_OBJECT = grammar_of_schema({"type": "object"})
+"""Any JSON object."""
