@@ -76,7 +76,7 @@ def _reasoning(service: TextService, form: ChatForm, lark: Lark) -> str:
 
 
 def _special_tokens(service: TextService) -> dict[str, int]:
-    """Those that llguidance takes for special: the tokenizer's, and added ones in angle brackets."""
+    """Those that llguidance takes for special: the tokenizer's, and added ones in brackets < >."""
     added = service.tokenizer.backend.get_added_tokens_decoder()
     return {
         token.content: i

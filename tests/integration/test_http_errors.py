@@ -98,11 +98,11 @@ BAD_BODIES: list[tuple[str, dict[str, Any], int, str, str | None, str]] = [
     ),
     (
         "/v1/chat/completions",
-        {"messages": CHAT, "response_format": {"type": "json_object"}},
+        {"messages": CHAT, "response_format": {"type": "xml"}},
         400,
-        "unsupported_parameter",
-        "response_format",
-        "response_format is not supported",
+        "invalid_value",
+        "response_format.type",
+        "must be text, json_object or json_schema",
     ),
     (
         "/v1/chat/completions",
