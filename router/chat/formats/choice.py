@@ -45,11 +45,10 @@ THINKING_SIGNS = (("[/THINK]", "mistral"), ("</think>", "think"))
 @value
 class ChatFormats:
     """`tools` None: the model calls none. `reasoning` None: what it says is all content, unless its
-    tool format tells reasoning apart. `shows_tools`: the chat template shows tools to the model."""
+    tool format tells reasoning apart."""
 
     tools: ToolFormat | None = None
     reasoning: Thinking | None = None
-    shows_tools: bool = False
 
 
 PLAIN = ChatFormats()
@@ -65,7 +64,6 @@ def formats_of(template: str, tool_format: str = AUTO, reasoning_format: str = A
     return ChatFormats(
         tools=_named("tool_format", tools, TOOL_FORMATS),
         reasoning=_named("reasoning_format", reasoning, REASONING_FORMATS),
-        shows_tools="tools" in template,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
 from router.chat.formats.json_scan import JsonCall, State
@@ -61,8 +62,10 @@ class JsonCallMachine(ToolMachine):
             self._say_raw()
             self._state = self._content
 
+    @abstractmethod
     def _content(self) -> bool:
-        raise NotImplementedError
+        """Outside of calls."""
 
+    @abstractmethod
     def _after_call(self) -> bool:
-        raise NotImplementedError
+        """Behind the object of a call."""

@@ -229,7 +229,7 @@ def _string(text: str) -> str | None:
     """None for what isn't a JSON string."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, str) else None
 
