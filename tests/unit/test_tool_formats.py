@@ -375,3 +375,13 @@ def test_where_no_call_begins_no_text_is_lost(name: str, words: list[str]) -> No
     turn = turn_of(reading(name)(), [text])
     if not turn.calls and name != "harmony":
         assert turn.content == text
+
+
+def test_arguments_too_deep_for_json_are_told_as_they_are() -> None:
+    deep = "[" * 100_000
+    turn = turn_of(reading("hermes")(), [f'<tool_call>{{"name": "now", "arguments": "{deep}"}}'])
+    assert turn.calls[0].arguments == f'"{deep}"'
+    coder = f"<function=write_file><parameter=any>{deep}</parameter></function>"
+    assert json.loads(turn_of(reading("qwen3-coder")(), [coder]).calls[0].arguments) == {
+        "any": deep
+    }
