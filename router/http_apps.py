@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -16,6 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvrelay.access.token import refusal
+from kvrelay.access.values import AUTHORIZATION
 from kvrelay.errors import KvrelayError
 from router.http import info
 from router.http.api import HttpApi, json_bytes
@@ -26,7 +28,13 @@ from router.http.completions import completions
 from router.http.description import answers
 from router.http.description.document import document_of
 from router.http.description.operation import JSON_LINES, OF_BODIES, OF_GENERATION, Operation
-from router.http.errors import on_bug, on_disconnect, on_http_exception, on_kvrelay_error
+from router.http.errors import (
+    ErrorReply,
+    on_bug,
+    on_disconnect,
+    on_http_exception,
+    on_kvrelay_error,
+)
 from router.http.neutral_fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL, TEMPLATE_NEUTRAL
 from router.http.streamed_input.endpoint import StreamedInputBody, streamed_completions
 
@@ -156,9 +164,10 @@ def _description(version: str) -> Callable[[Request], Awaitable[Response]]:
     return openapi
 
 
-def create_internal_app(api: HttpApi) -> Starlette:
-    """The application for operators."""
-    return _app(api, INTERNAL_ROUTES)
+def create_internal_app(api: HttpApi, token: bytes, *, open_metrics: bool = False) -> Starlette:
+    """The application for operators, who have the cluster's token."""
+    open_paths = (METRICS.path,) if open_metrics else ()
+    return _app(api, INTERNAL_ROUTES, Middleware(TokenAsked, token, open_paths))
 
 
 def _app(api: HttpApi, routes: list[Route], *guards: Middleware) -> Starlette:
@@ -197,3 +206,29 @@ class RequestIdEcho:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+class TokenAsked:
+    """Every path but the open ones needs the cluster's token, also one that doesn't exist."""
+
+    def __init__(self, app: ASGIApp, token: bytes, open_paths: Collection[str]) -> None:
+        self._app = app
+        self._token = token
+        self._open = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reason = None
+        if scope["type"] == "http" and scope["path"] not in self._open:
+            reason = refusal(Headers(scope=scope).get(AUTHORIZATION, ""), self._token)
+        answer = self._app if reason is None else _unauthorized(reason)
+        await answer(scope, receive, send)
+
+
+def _unauthorized(reason: str) -> ASGIApp:
+    return ErrorReply(
+        status=401,
+        message=reason,
+        type="invalid_request_error",
+        code="no_cluster_token",
+        headers={"www-authenticate": "Bearer"},
+    ).response()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 
+from kvrelay.access.values import NO_ACCESS, Access, TlsFiles
 from router.access.caller import NO_KEYS, KeySources
 from router.access.door import Door
 from router.chat.formats.choice import AUTO, formats_of
@@ -42,7 +43,8 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """Port 0: the system chooses."""
+    """Port 0: the system chooses. The internal ports want the token of `access`, but for /metrics
+    where `open_metrics`. `cluster_key` signs what clients carry from router to router."""
 
     host: str
     http_port: int
@@ -53,6 +55,9 @@ class ServerOptions:
     internal_http_port: int = 0
     internal_grpc_port: int = 0
     public_metrics: bool = False
+    open_metrics: bool = False
+    access: Access = NO_ACCESS
+    public_tls: TlsFiles | None = None
     tiers: TierRules = ONE_FOR_ALL
     cluster_key: bytes = field(default=b"", repr=False)
     keys: KeySources = NO_KEYS
@@ -64,13 +69,18 @@ class ServerOptions:
     @property
     def public(self) -> ListenAt:
         ports = Ports(http=self.http_port, grpc=self.grpc_port)
-        return ListenAt(host=self.host, ports=ports, bounds=self.bounds)
+        return ListenAt(host=self.host, ports=ports, bounds=self.bounds, tls=self.public_tls)
 
     @property
     def internal(self) -> ListenAt:
         ports = Ports(http=self.internal_http_port, grpc=self.internal_grpc_port)
-        bounds = self.bounds
-        return ListenAt(host=self.internal_host, ports=ports, kind="internal ", bounds=bounds)
+        return ListenAt(
+            host=self.internal_host,
+            ports=ports,
+            kind="internal ",
+            bounds=self.bounds,
+            tls=self.access.serves,
+        )
 
 
 class RouterServers:
@@ -118,11 +128,13 @@ class RouterServers:
             most_characters=self._options.max_body_bytes,
         )
         public = create_public_server(inference, self._health, self._options.max_body_bytes)
-        internal = create_internal_server(inference, self._health)
+        token, open_metrics = self._options.access.token, self._options.open_metrics
+        internal = create_internal_server(inference, self._health, token)
         self._add_internal(internal)
         public_app = create_public_app(api, with_metrics=self._options.public_metrics)
         self._public = Listener(self._options.public, public_app, public)
-        self._internal = Listener(self._options.internal, create_internal_app(api), internal)
+        internal_app = create_internal_app(api, token, open_metrics=open_metrics)
+        self._internal = Listener(self._options.internal, internal_app, internal)
         return await self._start(self._public, self._internal)
 
     async def stop(self, grace_s: float) -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from bench.access import HEADERS
+
 PATIENCE_S = 120.0
 
 
@@ -69,7 +71,8 @@ class PlainCluster:
 
 
 def _metrics(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=HEADERS)
+    with urllib.request.urlopen(request) as answer:
         return str(answer.read().decode())
 
 

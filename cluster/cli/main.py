@@ -19,6 +19,7 @@ from cluster.cli import process as cli_process
 from cluster.cli import simulate as cli_simulate
 from cluster.cli import trace as cli_trace
 from cluster.cli.access import keys as cli_keys
+from cluster.cli.access import rotate as cli_rotate
 from cluster.cli.options import ConfigFile, SetOption, parsed
 from kvrelay.errors import KvrelayError
 
@@ -80,6 +81,7 @@ app.command("demo")(cli_cluster.demo)
 app.command("status")(cli_cluster.status)
 app.command("trace")(cli_trace.trace)
 app.command("doctor")(cli_doctor.doctor)
+app.command("rotate-key")(cli_rotate.rotate_key)
 app.command("simulate")(cli_simulate.simulate)
 app.command("plan")(cli_plan.plan)
 app.command("router", rich_help_panel="Single processes, without Ray")(cli_process.router)

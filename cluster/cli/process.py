@@ -16,6 +16,7 @@ from cluster.cli.options import (
     ModelOption,
     NameOption,
     SetOption,
+    TokenFile,
     given,
     key_hashes,
     only,
@@ -59,7 +60,8 @@ WORKER_KEYS = (
     "transfer.lease_ttl",
     "network.host",
     "network.port_range",
-    "network.secret",
+    "network.token_file",
+    "network.tls.internal",
     "observability.trace_dir",
     "pool.enabled",
     "qos.tiers",
@@ -80,6 +82,7 @@ ROUTER_KEYS = (
     "router.internal_http_port",
     "router.internal_grpc_port",
     "router.public_metrics",
+    "router.open_metrics",
     "router.api_keys",
     "router.api_key_hashes",
     "router.max_body",
@@ -105,7 +108,10 @@ ROUTER_KEYS = (
     "qos.tiers",
     "failure.detect",
     "preload",
-    "network.secret",
+    "network.token_file",
+    "network.key_file",
+    "network.tls.public",
+    "network.tls.internal",
     "drain_timeout",
 )
 POOL_KEYS = (
@@ -123,7 +129,8 @@ POOL_KEYS = (
     "transfer.lease_ttl",
     "network.host",
     "network.port_range",
-    "network.secret",
+    "network.token_file",
+    "network.tls.internal",
     "drain_timeout",
 )
 
@@ -135,6 +142,7 @@ def router(
     grpc_port: GrpcPort = None,
     api_key: ApiKeys = None,
     name: NameOption = None,
+    token_file: TokenFile = None,
     set_: SetOption = None,
 ) -> None:
     """Run a router; workers join it with kvrelay worker --join."""
@@ -144,10 +152,12 @@ def router(
         router__host=host,
         router__http_port=http_port,
         router__grpc_port=grpc_port,
+        network__token_file=token_file,
         router__api_key_hashes=key_hashes(api_key),
     )
     overrides += only(parsed(set_), ROUTER_KEYS)
 
+    from cluster.access.chosen import secrets_of
     from cluster.config.load import load_config
     from cluster.core.plan import router_settings
     from cluster.core.resolve import resolve
@@ -161,7 +171,8 @@ def router(
 
     from cluster.cli.plain import run_router
 
-    uvloop.run(run_router(router_settings(config), drain_s=config.drain_timeout))
+    settings = router_settings(config, secrets_of(config))
+    uvloop.run(run_router(settings, drain_s=config.drain_timeout))
 
 
 def worker(
@@ -192,6 +203,7 @@ def worker(
         str | None,
         typer.Option(metavar="CLUSTER", help="Use this host's pool node of this name."),
     ] = None,
+    token_file: TokenFile = None,
     set_: SetOption = None,
 ) -> None:
     """Run one worker and join it to one or more routers."""
@@ -202,10 +214,12 @@ def worker(
         *only(parsed(set_), WORKER_KEYS),
         *given(workers=[_pool(device, cpu_threads, cpu_pinning, tensor)]),
         *given(name=pool, pool__enabled=None if pool is None else "on"),
+        *given(network__token_file=token_file),
     ]
 
+    from cluster.access.chosen import token_of
     from cluster.config.load import load_config
-    from cluster.core.plan import worker_settings
+    from cluster.core.plan import access_of, worker_settings
     from cluster.core.resolve import resolve
     from cluster.process.logs import configure_logging
     from cluster.process.site import site_with_gpus
@@ -214,7 +228,8 @@ def worker(
     site = replace(site_with_gpus(), host=_host(loaded.network.host, join))
     config = resolve(loaded, site)
     process_name = name or f"{role}-{os.getpid()}"
-    settings = worker_settings(config, config.workers[0], process_name)
+    access = access_of(config, token_of(config))
+    settings = worker_settings(config, config.workers[0], process_name, access)
     settings = replace(settings, role=role, device_share=device_share, gpus=None)
     configure_logging(process_name)
     from cluster.cli.plain import run_worker
@@ -248,6 +263,7 @@ def pool_node(
         ),
     ] = None,
     name: NameOption = None,
+    token_file: TokenFile = None,
     set_: SetOption = None,
 ) -> None:
     """Run this host's pool node: it keeps KV in memory and on disk when workers are gone."""
@@ -258,11 +274,13 @@ def pool_node(
         pool__disk_size=disk_size,
         pool__policy=policy,
         pool__transports=transport,
+        network__token_file=token_file,
     )
     overrides += only(parsed(set_), POOL_KEYS)
 
+    from cluster.access.chosen import token_of
     from cluster.config.load import load_config
-    from cluster.core.plan import pool_node_settings
+    from cluster.core.plan import access_of, pool_node_settings
     from cluster.core.resolve import resolve
     from cluster.process.logs import configure_logging
     from cluster.process.site import local_site
@@ -275,7 +293,7 @@ def pool_node(
     configure_logging("pool-node")
     from cluster.cli.plain import run_pool_node
 
-    settings = pool_node_settings(config)
+    settings = pool_node_settings(config, access_of(config, token_of(config)))
     asyncio.run(run_pool_node(settings, join=join or (), drain_s=config.drain_timeout))
 
 

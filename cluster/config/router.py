@@ -91,6 +91,8 @@ class RouterSection(Section):
     """For kvrelay worker --join and kvrelay status. auto: 900 above grpc_port, so 50951."""
     public_metrics: bool = False
     """true: /metrics is on the public HTTP port too."""
+    open_metrics: bool = False
+    """true: the internal /metrics needs no token, for a Prometheus without credentials."""
     same_ports: bool = False
     """true: all routers have the same ports, because each has a host of its own, such as a pod."""
     api_keys: str | None = None

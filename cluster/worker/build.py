@@ -89,7 +89,7 @@ def endpoint_options(settings: WorkerSettings) -> EndpointOptions:
     return EndpointOptions(
         host=settings.host,
         port_range=settings.port_range,
-        secret=settings.secret.encode(),
+        secret=settings.access.token,
         ucx=UcxOptions(**dict(settings.ucx)),  # type: ignore[arg-type]
         device=settings.device,
     )
