@@ -23,7 +23,7 @@ from router.http import info
 from router.http.api import HttpApi, json_bytes
 from router.http.asking import Authentication
 from router.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from router.http.chat import chat_completions
+from router.http.chat.endpoint import chat_completions
 from router.http.completions import completions
 from router.http.description import answers
 from router.http.description.document import document_of

@@ -14,6 +14,7 @@ import grpc
 from kvrelay.access.values import NO_ACCESS, Access, TlsFiles
 from router.access.caller import NO_KEYS, KeySources
 from router.access.door import Door
+from router.chat.formats.choice import AUTO, formats_of
 from router.core.state.generation import Dispatcher
 from router.grpc_api.server import (
     Health,
@@ -61,6 +62,8 @@ class ServerOptions:
     cluster_key: bytes = field(default=b"", repr=False)
     keys: KeySources = NO_KEYS
     keep_alive_s: float = KEEP_ALIVE_S
+    tool_format: str = AUTO
+    reasoning_format: str = AUTO
     bounds: HttpBounds = field(default_factory=HttpBounds)
 
     @property
@@ -101,6 +104,9 @@ class RouterServers:
             metrics=RouterMetrics(served_model_name),
             tiers=options.tiers,
             key=ClusterKey(options.cluster_key),
+            formats=formats_of(
+                tokenizer.tool_template, options.tool_format, options.reasoning_format
+            ),
             grammars=GrammarCheck(checkpoint_dir / "tokenizer.json"),
             door=Door(options.keys, cluster_key=options.cluster_key, tiers=options.tiers.tiers),
         )

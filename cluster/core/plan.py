@@ -284,6 +284,8 @@ def router_settings(
         access=access_of(config, secrets.token),
         public_tls=_public_tls(config),
         cluster_key=secrets.key,
+        tool_format=config.model.tool_format,
+        reasoning_format=config.model.reasoning_format,
     )
 
 

@@ -105,7 +105,9 @@ class RouterSettings:
     directory takes up to `directory_bytes`. A request that lost its worker waits up to
     `failover_patience_s` for another one. A worker that is silent for `detect_s` is lost. Internal
     calls need the token of `access`, but for `open_metrics`; clients see `public_tls`. Routers with
-    the same `cluster_key` go on with each other's requests. `keys`: which clients may call."""
+    the same `cluster_key` go on with each other's requests. `keys`: which clients may call.
+    `tool_format` and `reasoning_format` name how the model writes tool calls and reasoning; "auto":
+    as its chat template shows."""
 
     name: str
     process: str
@@ -134,6 +136,8 @@ class RouterSettings:
     access: Access = NO_ACCESS
     public_tls: TlsFiles | None = None
     cluster_key: bytes = field(default=b"", repr=False)
+    tool_format: str = "auto"
+    reasoning_format: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from router.http.errors import UnsupportedMediaType
 from router.http.json_body import json_object, read_bytes
 from router.http.neutral_fields import MESSAGE_NEUTRAL, Neutral
 from router.http.structured import ResponseFormat, StructuredOutputs, grammar_of
+from router.http.tool_bodies import ToolBody, ToolCallBody, ToolChoiceBody
 from router.text.continuation import Continuation, Delivered
 from router.text.request_fields import HEADERS, objectives_of
 from router.text.sampling import RequestedSampling
@@ -85,6 +86,7 @@ EITHER = {
     "schema": "a JSON schema: an object",
     "json": "a JSON schema: an object, or its text",
     "content": 'a string or a list of {"type": "text", "text": ...}',
+    "tool_choice": 'none, auto, required or {"type": "function", "function": {"name": ...}}',
 }
 """# field of several types |-> its types in words, because pydantic would name each type in turn"""
 
@@ -231,9 +233,17 @@ class MessageBody(BaseModel):
     role: str
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Annotated[list[ToolCallBody], Field(fail_fast=True)] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    """Another name of `reasoning`."""
 
 
 Messages = Annotated[list[MessageBody], Field(fail_fast=True)]
+
+
+Tools = Annotated[list[ToolBody], Field(fail_fast=True)]
 
 
 class ChatBody(GenerationBody):
@@ -242,6 +252,13 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+    tool_choice: str | ToolChoiceBody | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    prompt_token_ids: TokenIds | None = None
+    """The prompt, if its template was rendered elsewhere. `messages` is not read then."""
 
 
 class TokenizeBody(StrictBody):
@@ -252,6 +269,7 @@ class TokenizeBody(StrictBody):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
     return_token_strs: bool | None = None
 
 

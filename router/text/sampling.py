@@ -37,7 +37,8 @@ MAX_PENALTY = 2.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedSampling:
     """The request's parameters; None where absent. `echo`: the answer repeats the prompt.
-    `grammar`, unless empty, is what the output must match, as llguidance writes it."""
+    `grammar`, unless empty, is what the output must match, as llguidance writes it.
+    `shown_special` are special tokens that are text though others are skipped."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -51,6 +52,7 @@ class RequestedSampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
+    shown_special: frozenset[int] = frozenset()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     n: int = 1

@@ -90,11 +90,11 @@ BAD_BODIES: list[tuple[str, dict[str, Any], int, str, str | None, str]] = [
     ("/v1/chat/completions", {"messages": []}, 400, "invalid_value", "messages", "is empty"),
     (
         "/v1/chat/completions",
-        {"messages": CHAT, "tools": [{"type": "function"}]},
+        {"messages": CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]},
         400,
         "unsupported_parameter",
         "tools",
-        "tools is not supported: tool calls are not supported; leave it out or send null or []",
+        "this model calls no tools",
     ),
     (
         "/v1/chat/completions",
@@ -108,9 +108,9 @@ BAD_BODIES: list[tuple[str, dict[str, Any], int, str, str | None, str]] = [
         "/v1/chat/completions",
         {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
         400,
-        "unsupported_parameter",
-        "messages[0].tool_calls",
-        "not supported",
+        "missing_parameter",
+        "messages[0].tool_calls[0].id",
+        "is missing",
     ),
     (
         "/v1/chat/completions",

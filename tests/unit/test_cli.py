@@ -274,6 +274,8 @@ SAMPLES: dict[str, object] = {
     "model.served_name": "other",
     "model.dtype": "float16",
     "model.max_model_len": 99,
+    "model.tool_format": "hermes",
+    "model.reasoning_format": "none",
     "engine.rank_timeout": "9s",
     "engine.block_size": 32,
     "engine.memory_fraction": 0.5,
