@@ -19,6 +19,12 @@ from router.http.api import HttpApi
 from router.http.chat import chat_completions
 from router.http.completions import completions
 from router.http.errors import on_bug, on_disconnect, on_http_exception, on_kvrelay_error
+from router.http.responses.endpoint import (
+    count_input_tokens,
+    create_response,
+    delete_response,
+    get_response,
+)
 from router.http.streamed_input.endpoint import streamed_completions
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
@@ -28,6 +34,10 @@ PUBLIC_ROUTES = [
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/completions/stream", streamed_completions, methods=["POST"]),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/responses", create_response, methods=["POST"]),
+    Route("/v1/responses/input_tokens", count_input_tokens, methods=["POST"]),
+    Route("/v1/responses/{id}", get_response, methods=["GET"]),
+    Route("/v1/responses/{id}", delete_response, methods=["DELETE"]),
     Route("/v1/models", info.models),
     Route("/v1/models/{model:path}", info.model),
     Route("/tokenize", info.tokenize, methods=["POST"]),
