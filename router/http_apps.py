@@ -19,6 +19,8 @@ from router.http.api import HttpApi
 from router.http.chat import chat_completions
 from router.http.completions import completions
 from router.http.errors import on_bug, on_disconnect, on_http_exception, on_kvrelay_error
+from router.http.messages import errors as anthropic_errors
+from router.http.messages.endpoint import count_tokens, create_message
 from router.http.responses.endpoint import (
     count_input_tokens,
     create_response,
@@ -38,6 +40,8 @@ PUBLIC_ROUTES = [
     Route("/v1/responses/input_tokens", count_input_tokens, methods=["POST"]),
     Route("/v1/responses/{id}", get_response, methods=["GET"]),
     Route("/v1/responses/{id}", delete_response, methods=["DELETE"]),
+    Route("/v1/messages", create_message, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/v1/models", info.models),
     Route("/v1/models/{model:path}", info.model),
     Route("/tokenize", info.tokenize, methods=["POST"]),
@@ -73,6 +77,7 @@ def _app(api: HttpApi, routes: list[Route]) -> Starlette:
         },
     )
     app.state.api = api
+    app.state.error_shapes = {"/v1/messages": anthropic_errors.respond}
     return app
 
 

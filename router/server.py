@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 
+from router.chat.conversations import DEFAULT_KEPT, KeptBounds, KeptConversations
 from router.core.state.generation import Dispatcher
 from router.grpc_api.server import (
     Health,
@@ -51,6 +52,7 @@ class ServerOptions:
     tiers: TierRules = ONE_FOR_ALL
     cluster_key: bytes = field(default=b"", repr=False)
     keep_alive_s: float = KEEP_ALIVE_S
+    conversations: KeptBounds = DEFAULT_KEPT
 
     @property
     def public(self) -> ListenAt:
@@ -149,6 +151,7 @@ class RouterServers:
             version=version("kvrelay"),
             started_s=time.time(),
             keep_alive_s=self._options.keep_alive_s,
+            conversations=KeptConversations(self._options.conversations),
         )
 
     async def _watch_health(self) -> None:

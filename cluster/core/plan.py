@@ -20,6 +20,7 @@ from cluster.core.resolve import device_share, router_names, worker_names
 from cluster.core.settings import PoolNodeSettings, RouterSettings, WorkerSettings
 from engine.core.options import CudaOptions
 from kvrelay.types import Role
+from router.chat.conversations import KeptBounds
 from router.core.policy.choice import Policies
 from router.text.preload import PreloadText
 
@@ -238,6 +239,11 @@ def router_settings(config: Config, number: int = 0) -> RouterSettings:
         ),
         qos=router_tiers(config.qos, config.router.admission.policy),
         tier_match=tier_match(config.qos),
+        conversations=KeptBounds(
+            answers=config.router.conversations.answers,
+            size_bytes=config.router.conversations.memory,
+            age_s=config.router.conversations.age,
+        ),
         secret=config.network.secret or "",
     )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from engine.core.options import DEFAULT_OPTIONS, CudaOptions
 from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import Role
+from router.chat.conversations import DEFAULT_KEPT, KeptBounds
 from router.core.faults.silence import DETECT_S
 from router.core.policy.choice import DEFAULT_POLICIES, Policies
 from router.core.state.directory import DIRECTORY_BYTES
@@ -126,6 +127,7 @@ class RouterSettings:
     policies: Policies = DEFAULT_POLICIES
     qos: QosTiers = ONE_TIER
     tier_match: TierMatch = NO_MATCH
+    conversations: KeptBounds = DEFAULT_KEPT
     secret: str = field(default="", repr=False)
 
 

@@ -154,6 +154,7 @@ class RouterProcess:
             cluster=settings.name,
             tiers=TierRules(tiers=settings.qos, match=settings.tier_match),
             cluster_key=settings.secret.encode(),
+            conversations=settings.conversations,
         )
         self._servers = RouterServers(
             self.dispatcher,

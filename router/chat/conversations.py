@@ -22,6 +22,9 @@ class KeptBounds:
     age_s: float = 3600.0
 
 
+DEFAULT_KEPT = KeptBounds()
+
+
 @dataclass(slots=True, eq=False)
 class Turn:
     """`items` are what the turn added, `answer` is what its client got; both are JSON."""

@@ -7,14 +7,14 @@ import asyncio
 import json
 import uuid
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from router.chat.conversations import KeptBounds, KeptConversations
+from router.chat.conversations import KeptConversations
 from router.core.state.story import ID_LENGTH
 from router.http.event_stream import KEEP_ALIVE_S
 from router.text.service import TextService
@@ -27,9 +27,7 @@ class HttpApi:
     version: str
     started_s: float
     """Unix time."""
-    conversations: KeptConversations = field(
-        default_factory=lambda: KeptConversations(KeptBounds())
-    )
+    conversations: KeptConversations
     keep_alive_s: float = KEEP_ALIVE_S
     """A stream without a token for this long gets a comment."""
 
