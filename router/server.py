@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 
 from router.chat.conversations import DEFAULT_KEPT, KeptBounds, KeptConversations
+from router.chat.formats.choice import AUTO, formats_of
 from router.core.state.generation import Dispatcher
 from router.grpc_api.server import (
     Health,
@@ -53,6 +54,8 @@ class ServerOptions:
     cluster_key: bytes = field(default=b"", repr=False)
     keep_alive_s: float = KEEP_ALIVE_S
     conversations: KeptBounds = DEFAULT_KEPT
+    tool_format: str = AUTO
+    reasoning_format: str = AUTO
 
     @property
     def public(self) -> ListenAt:
@@ -85,6 +88,9 @@ class RouterServers:
             metrics=RouterMetrics(served_model_name),
             tiers=options.tiers,
             key=ClusterKey(options.cluster_key),
+            formats=formats_of(
+                tokenizer.tool_template, options.tool_format, options.reasoning_format
+            ),
         )
         self._options = options
         self._add_internal = add_internal

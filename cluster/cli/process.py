@@ -69,6 +69,8 @@ ROUTER_KEYS = (
     "model.path",
     "model.revision",
     "model.served_name",
+    "model.tool_format",
+    "model.reasoning_format",
     "router.host",
     "router.http_port",
     "router.grpc_port",

@@ -245,6 +245,8 @@ def router_settings(config: Config, number: int = 0) -> RouterSettings:
             age_s=config.router.conversations.age,
         ),
         secret=config.network.secret or "",
+        tool_format=config.model.tool_format,
+        reasoning_format=config.model.reasoning_format,
     )
 
 

@@ -103,7 +103,8 @@ class RouterSettings:
     core's events and decisions are recorded, up to `record_bytes`; None: no record. The core's
     directory takes up to `directory_bytes`. A request that lost its worker waits up to
     `failover_patience_s` for another one. A worker that is silent for `detect_s` is lost. Routers
-    with the same `secret` go on with each other's requests."""
+    with the same `secret` go on with each other's requests. `tool_format` and `reasoning_format`
+    name how the model writes tool calls and reasoning; "auto": as its chat template shows."""
 
     name: str
     process: str
@@ -129,6 +130,8 @@ class RouterSettings:
     tier_match: TierMatch = NO_MATCH
     conversations: KeptBounds = DEFAULT_KEPT
     secret: str = field(default="", repr=False)
+    tool_format: str = "auto"
+    reasoning_format: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

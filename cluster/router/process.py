@@ -155,6 +155,8 @@ class RouterProcess:
             tiers=TierRules(tiers=settings.qos, match=settings.tier_match),
             cluster_key=settings.secret.encode(),
             conversations=settings.conversations,
+            tool_format=settings.tool_format,
+            reasoning_format=settings.reasoning_format,
         )
         self._servers = RouterServers(
             self.dispatcher,

@@ -32,7 +32,8 @@ MAX_PENALTY = 2.0
 class RequestedSampling:
     """The request's parameters; None where absent. `echo`: the answer repeats the prompt.
     `grammar`, unless empty, is what the output must match, as llguidance writes it.
-    `cut_to_context`: of `max_tokens` those count that fit into the model's context."""
+    `cut_to_context`: of `max_tokens` those count that fit into the model's context.
+    `shown_special` are special tokens that are text though others are skipped."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -46,6 +47,7 @@ class RequestedSampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
+    shown_special: frozenset[int] = frozenset()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     n: int = 1

@@ -28,6 +28,7 @@ from kvrelay.types import (
     Sampling,
     TokenLogprobs,
 )
+from router.chat.formats.choice import PLAIN, ChatFormats
 from router.core.state.generation import (
     ChoiceTokens,
     Dispatcher,
@@ -89,6 +90,7 @@ class ChoiceText:
         self.index = index
         self.finished = False
         self.completion_tokens = 0
+        self.delivered_text = ""
         self._stream = stream
         self._keep_stop_token = keep_stop_token
 
@@ -96,7 +98,7 @@ class ChoiceText:
         """Its text up to there was delivered by another router."""
         self.finished = delivered.finished
         if not delivered.finished:
-            self._stream.push(delivered.token_ids)
+            self.delivered_text = self._stream.push(delivered.token_ids).text
         self.completion_tokens = len(delivered.token_ids)
 
     def push(self, tokens: ChoiceTokens) -> TextDelta:
@@ -157,6 +159,7 @@ class ChatPrompt:
     add_generation_prompt: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_special_tokens: bool = False
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 PromptInput = str | tuple[int, ...] | ChatPrompt
@@ -191,6 +194,7 @@ class TextService:
         metrics: RouterMetrics,
         tiers: TierRules = ONE_FOR_ALL,
         key: ClusterKey = UNSIGNED,
+        formats: ChatFormats = PLAIN,
     ) -> None:
         self.dispatcher = dispatcher
         self.tokenizer = tokenizer
@@ -198,6 +202,7 @@ class TextService:
         self.defaults = defaults
         self.metrics = metrics
         self.tiers = tiers
+        self.formats = formats
         self._key = key
         self.draining = False
         self.refusals = RefusalLog()
@@ -246,6 +251,7 @@ class TextService:
                     chat.messages,
                     add_generation_prompt=chat.add_generation_prompt,
                     template_kwargs=chat.template_kwargs,
+                    tools=chat.tools,
                 )
                 return await self._encode(text, add_special_tokens=chat.add_special_tokens)
             case str():
@@ -374,6 +380,11 @@ class TextGeneration:
                 choice.go_on_behind(delivered)
 
     @property
+    def delivered_texts(self) -> list[str]:
+        """What another router delivered of each choice."""
+        return [choice.delivered_text for choice in self._choices]
+
+    @property
     def completion_tokens(self) -> int:
         return sum(choice.completion_tokens for choice in self._choices)
 
@@ -467,6 +478,7 @@ def _text_stream(tokenizer: TextTokenizer, asked: RequestedSampling) -> TextStre
         tokenizer,
         stop_strings=asked.stop,
         skip_special_tokens=asked.skip_special_tokens,
+        shown_special=asked.shown_special,
         include_stop_str_in_output=asked.include_stop_str_in_output,
         min_tokens=asked.min_tokens,
     )
