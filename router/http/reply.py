@@ -61,6 +61,10 @@ class Answer(ABC):
     def failed(self, error: ErrorReply) -> bytes:
         """The last events of a stream that failed."""
 
+    def heard(self, position: int, delta: TextDelta) -> None:
+        """Hears of each delta of an answer that isn't streamed."""
+        return
+
     @abstractmethod
     def whole(self, totals: ChoiceTotals) -> dict[str, object]:
         """The body of an answer that isn't streamed."""
@@ -168,6 +172,7 @@ class GenerationResponse(Response):
         sums: defaultdict[tuple[int, int], DeltaSum] = defaultdict(DeltaSum)
         async with aclosing(merged(self._reply.generations)) as deltas:
             async for position, delta in deltas:
+                self._reply.heard(position, delta)
                 sums[position, delta.choice].add(delta)
         totals = {key: sums[key].total() for key in sorted(sums)}
         body = self._reply.whole(totals) | self._reply.ledger_extra()

@@ -235,7 +235,7 @@ class PromptFields(StrictPart):
 
 
 class MessagesBody(PromptFields, AskingBody):
-    max_tokens: int
+    max_tokens: int = Field(ge=1)
     """The thinking counts too. What exceeds the model's context is cut."""
     stop_sequences: list[str] | None = None
     temperature: float | None = None

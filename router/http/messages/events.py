@@ -81,7 +81,7 @@ class MessageEvents:
         self._open.texts.append(event.text)
         return [self._event("content_block_delta", delta=delta)]
 
-    def _event(self, name: str, **fields: object) -> Event:
+    def _event(self, name: str, /, **fields: object) -> Event:
         return {"type": name, "index": len(self.content), **fields}
 
 

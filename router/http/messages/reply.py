@@ -63,9 +63,10 @@ class MessagesReply(Answer):
     def failed(self, error: ErrorReply) -> bytes:
         return named_event("error", error_body(error, self._request_id))
 
+    def heard(self, position: int, delta: TextDelta) -> None:
+        self._read(delta)
+
     def whole(self, totals: ChoiceTotals) -> dict[str, object]:
-        for delta in totals.values():
-            self._read(delta)
         self._events.close()
         ended = {"content": self._events.content, **self._stop(), "usage": self._usage()}
         return {**self._message, **ended}

@@ -279,7 +279,8 @@ class PromptFields(StrictPart):
 
 
 class ResponsesBody(PromptFields, AskingBody):
-    max_output_tokens: int | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    """What exceeds the model's context is cut."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

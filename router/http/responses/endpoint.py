@@ -110,6 +110,7 @@ def _sampling(body: ResponsesBody) -> RequestedSampling:
         top_p=body.top_p,
         top_k=body.top_k,
         max_tokens=body.max_output_tokens,
+        cut_to_context=True,
         seed=body.seed,
     )
 

@@ -113,14 +113,14 @@ class ResponseEvents:
             self._part_event("content_part.done", item, part=_part(kind, text)),
         ]
 
-    def _part_event(self, name: str, item: Item, **fields: object) -> Event:
+    def _part_event(self, name: str, item: Item, /, **fields: object) -> Event:
         return self._item_event(name, item, content_index=0, **fields)
 
-    def _item_event(self, name: str, item: Item, **fields: object) -> Event:
+    def _item_event(self, name: str, item: Item, /, **fields: object) -> Event:
         at = len(self.output)
         return self._event(f"response.{name}", item_id=item["id"], output_index=at, **fields)
 
-    def _event(self, name: str, **fields: object) -> Event:
+    def _event(self, name: str, /, **fields: object) -> Event:
         number, self._sequence = self._sequence, self._sequence + 1
         return {"type": name, "sequence_number": number, **fields}
 

@@ -59,9 +59,10 @@ class ResponsesReply(Answer):
         response = {**self._response, "status": "failed", "error": failure, "output": output}
         return _encoded([*beginning, self._events.lifecycle("failed", response)])
 
+    def heard(self, position: int, delta: TextDelta) -> None:
+        self._read(delta)
+
     def whole(self, totals: ChoiceTotals) -> dict[str, object]:
-        for delta in totals.values():
-            self._read(delta)
         self._events.close(self._status())
         response = self._final()
         self._keep(response)
