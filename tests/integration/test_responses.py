@@ -8,7 +8,8 @@ from typing import Any
 
 import openai
 import pytest
-from pydantic import BaseModel
+from openai.types.responses import ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
 
 from kvrelay.errors import FailureReason, RequestFailedError
 from router.chat.conversations import KeptBounds
@@ -35,8 +36,13 @@ class City(BaseModel):
     city: str
 
 
+STREAMED: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+
 def kinds(events: list[Any]) -> list[str]:
-    """Their types in order, many deltas in a row as one."""
+    """Their types in order, many deltas in a row as one. Each has the fields of its type."""
+    for event in events:
+        STREAMED.validate_python(event.to_dict())
     names = [event.type for event in events]
     return [name for i, name in enumerate(names) if names[i - 1 : i] != [name]]
 
@@ -72,10 +78,10 @@ async def test_reasoning_and_parallel_calls(folder: Path) -> None:
     async with agent(folder, said) as (s, _), s.openai() as client:
         asked: dict[str, Any] = {"model": MODEL, "input": "Rome or Oslo?", "tools": [WEATHER]}
         whole = await client.responses.create(**asked)
+        events = [event async for event in await client.responses.create(**asked, stream=True)]
         async with client.responses.stream(**asked) as stream:
-            events: list[Any] = [event async for event in stream]
             streamed = await stream.get_final_response()
-        for response in (whole, streamed):
+        for response in (whole, streamed, events[-1].response):
             kind = [item.type for item in response.output]
             assert kind == ["reasoning", "message", "function_call", "function_call"]
             reasoning, message, *calls = response.output
