@@ -16,8 +16,14 @@ from router.http.api import json_response
 from router.http.errors import ErrorReply
 
 OVERLOADED = 529
-OF_CLUSTER = frozenset(RefusalReason) - {RefusalReason.NO_CAPACITY}
-"""Refusals for want of room."""
+OF_KEY = frozenset(
+    {
+        RefusalReason.KEY_REQUESTS,
+        RefusalReason.KEY_TOKENS,
+        RefusalReason.KEY_CONCURRENCY,
+    }
+)
+"""Refusals for the limits of a key. All others with status 429 are for want of room."""
 
 TYPES: Mapping[int, str] = {
     401: "authentication_error",
@@ -55,4 +61,4 @@ def _type(error: ErrorReply) -> str:
 
 
 def _status(error: ErrorReply) -> int:
-    return OVERLOADED if error.status == 429 and error.code in OF_CLUSTER else error.status
+    return OVERLOADED if error.status == 429 and error.code not in OF_KEY else error.status
