@@ -220,6 +220,9 @@ async def test_errors_have_anthropics_shape(folder: Path) -> None:
         assert (error.status_code, error.response.headers["retry-after"]) == (529, "2")
         assert isinstance(error.body, dict)
         assert error.body["error"]["type"] == "overloaded_error"
+        s.dispatcher.refusal = Refused(RefusalReason.KEY_TOKENS, "too much", retry_after_s=1.0)
+        with pytest.raises(anthropic.RateLimitError, match="rate_limit_error"):
+            await client.messages.create(**ASKED)
         s.dispatcher.refusal = Refused(RefusalReason.NO_CAPACITY, "none", retry_after_s=1.0)
         with pytest.raises(anthropic.InternalServerError) as nobody:
             await client.messages.create(**ASKED)

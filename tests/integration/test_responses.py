@@ -12,6 +12,9 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from kvrelay.errors import FailureReason, RequestFailedError
+from router.access.caller import KeySources
+from router.access.key_file import changing
+from router.access.keys import ApiKey, key_digest
 from router.chat.conversations import KeptBounds
 from tests.integration.agents_kit import CALLS, PARAMETERS, THOUGHT, agent
 from tests.integration.agents_kit import agent_folder as agent_folder
@@ -166,6 +169,34 @@ async def test_another_tenant_does_not_know_the_id(folder: Path) -> None:
                 await client.responses.create(model=MODEL, **goes_on, **other)
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(given.id)
+
+
+@in_loop
+async def test_another_key_s_tenant_does_not_know_the_id(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    with changing(path) as listed:
+        for tenant in ("acme", "other"):
+            listed.append(ApiKey(id=tenant, digest=key_digest(f"of-{tenant}"), tenant=tenant))
+    options: dict[str, Any] = {"keys": KeySources(file=str(path)), "cluster_key": b"cluster"}
+    async with (
+        agent(folder, "Good morning", **options) as (s, _),
+        s.openai() as nobody,
+        nobody.with_options(api_key="of-acme") as acme,
+        nobody.with_options(api_key="of-other") as other,
+    ):
+        given = await acme.responses.create(model=MODEL, input="Hello")
+        assert await acme.responses.retrieve(given.id) == given
+        for stranger in (nobody, other):
+            wrong = openai.AuthenticationError if stranger is nobody else openai.NotFoundError
+            with pytest.raises(wrong):
+                await stranger.responses.retrieve(given.id)
+            with pytest.raises(wrong):
+                await stranger.responses.delete(given.id)
+            with pytest.raises(wrong):
+                await stranger.responses.create(
+                    model=MODEL, input="Hi", previous_response_id=given.id
+                )
+        assert await acme.responses.create(model=MODEL, input="Hi", previous_response_id=given.id)
 
 
 @in_loop
