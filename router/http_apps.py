@@ -18,7 +18,7 @@ from kvrelay.errors import KvrelayError
 from router.http import info
 from router.http.api import HttpApi
 from router.http.asking import Authentication
-from router.http.chat import chat_completions
+from router.http.chat.endpoint import chat_completions
 from router.http.completions import completions
 from router.http.errors import on_bug, on_disconnect, on_http_exception, on_kvrelay_error
 from router.http.messages import errors as anthropic_errors

@@ -28,6 +28,7 @@ from router.http_apps import create_internal_app, create_public_app
 from router.live.http_protocol import HttpBounds
 from router.live.listener import ListenAt, Listener, Ports
 from router.live.metrics import RouterMetrics
+from router.text.grammar.check import GrammarCheck
 from router.text.request_fields import ONE_FOR_ALL, TierRules
 from router.text.sampling import GenerationDefaults
 from router.text.service import TextService
@@ -98,6 +99,7 @@ class RouterServers:
             formats=formats_of(
                 tokenizer.tool_template, options.tool_format, options.reasoning_format
             ),
+            grammars=GrammarCheck(checkpoint_dir / "tokenizer.json"),
             door=Door(options.keys, cluster_key=options.cluster_key, tiers=options.tiers.tiers),
         )
         self._options = options
@@ -140,6 +142,7 @@ class RouterServers:
             await self._public.stop(left_s)
             await self._internal.stop(INTERNAL_GRACE_S)
             self.service.refusals.close()
+        await self.service.close()
 
     async def _drain(self, grace_s: float) -> float:
         """The seconds left of `grace_s` once no request runs."""

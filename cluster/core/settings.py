@@ -104,9 +104,9 @@ class RouterSettings:
     core's events and decisions are recorded, up to `record_bytes`; None: no record. The core's
     directory takes up to `directory_bytes`. A request that lost its worker waits up to
     `failover_patience_s` for another one. A worker that is silent for `detect_s` is lost. Routers
-    with the same `secret` go on with each other's requests. `tool_format` and `reasoning_format`
-    name how the model writes tool calls and reasoning; "auto": as its chat template shows.
-    `keys`: who may call."""
+    with the same `secret` go on with each other's requests. `keys`: who may call. `tool_format` and
+    `reasoning_format` name how the model writes tool calls and reasoning; "auto": as its chat
+    template shows."""
 
     name: str
     process: str

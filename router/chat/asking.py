@@ -18,14 +18,14 @@ TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 def chat_request(service: TextService, form: ChatForm, asked: TextRequest) -> TextRequest:
     """`asked` with the prompt and the grammar of `form`. Raises InvalidRequest."""
-    _check(service, form)
+    prompt = chat_prompt(service, form)
     content = form.grammar or asked.sampling.grammar
     sampling = replace(
         asked.sampling,
         grammar=answer_grammar(service, form, content),
         shown_special=_shown_special(service, form),
     )
-    return replace(asked, prompt=_prompt(service, form), sampling=sampling)
+    return replace(asked, prompt=prompt, sampling=sampling)
 
 
 def _check(service: TextService, form: ChatForm) -> None:
@@ -71,7 +71,9 @@ def _check_choice(form: ChatForm) -> None:
         )
 
 
-def _prompt(service: TextService, form: ChatForm) -> PromptInput:
+def chat_prompt(service: TextService, form: ChatForm) -> PromptInput:
+    """Raises InvalidRequest."""
+    _check(service, form)
     if form.prompt_ids:
         return form.prompt_ids
     template = service.tokenizer.tool_template

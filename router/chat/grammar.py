@@ -76,9 +76,13 @@ def _reasoning(service: TextService, form: ChatForm, lark: Lark) -> str:
 
 
 def _special_tokens(service: TextService) -> dict[str, int]:
-    backend = service.tokenizer.backend
-    ids = service.tokenizer.special_ids
-    return {token.content: i for i, token in backend.get_added_tokens_decoder().items() if i in ids}
+    """Those that llguidance takes for special: the tokenizer's, and added ones in brackets < >."""
+    added = service.tokenizer.backend.get_added_tokens_decoder()
+    return {
+        token.content: i
+        for i, token in added.items()
+        if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+    }
 
 
 def _grammar(lark: str, content: str) -> str:

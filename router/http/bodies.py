@@ -20,6 +20,8 @@ from kvrelay.types import Objectives, value
 from router.http.errors import UnsupportedMediaType
 from router.http.json_body import json_object, read_bytes
 from router.http.neutral_fields import MESSAGE_NEUTRAL, Neutral
+from router.http.structured import ResponseFormat, StructuredOutputs, grammar_of
+from router.http.tool_bodies import ToolBody, ToolCallBody, ToolChoiceBody
 from router.text.continuation import Continuation, Delivered
 from router.text.request_fields import HEADERS, objectives_of
 from router.text.sampling import RequestedSampling
@@ -80,7 +82,10 @@ def _drop_neutral(fields: dict[str, Any], neutral: Mapping[str, Neutral], prefix
 EITHER = {
     "prompt": "a string, token ids (whole numbers from 0), or a list of strings or of token ids",
     "stop": "a string or a list of strings",
+    "schema": "a JSON schema: an object",
+    "json": "a JSON schema: an object, or its text",
     "content": 'a string or a list of {"type": "text", "text": ...}',
+    "tool_choice": 'none, auto, required or {"type": "function", "function": {"name": ...}}',
 }
 """# field of several types |-> its types in words, because pydantic would name each type in turn"""
 
@@ -220,6 +225,9 @@ class GenerationBody(AskingBody):
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    """From vLLM."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     continuation: ContinuationBody | None = None
@@ -250,9 +258,17 @@ class MessageBody(BaseModel):
     role: str
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Annotated[list[ToolCallBody], Field(fail_fast=True)] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    """Another name of `reasoning`."""
 
 
 Messages = Annotated[list[MessageBody], Field(fail_fast=True)]
+
+
+Tools = Annotated[list[ToolBody], Field(fail_fast=True)]
 
 
 class ChatBody(GenerationBody):
@@ -261,6 +277,13 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+    tool_choice: str | ToolChoiceBody | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    prompt_token_ids: TokenIds | None = None
+    """The prompt, if its template was rendered elsewhere. `messages` is not read then."""
 
 
 class TokenizeBody(StrictBody):
@@ -271,6 +294,7 @@ class TokenizeBody(StrictBody):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
     return_token_strs: bool | None = None
 
 
@@ -319,6 +343,7 @@ def sampling_of(
         echo=echo,
         seed=body.seed,
         logit_bias=_logit_bias(body.logit_bias),
+        grammar=grammar_of(body.response_format, body.structured_outputs),
     )
 
 

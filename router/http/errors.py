@@ -99,6 +99,7 @@ FAILURES: Mapping[str, int] = {
     FailureReason.INTERNAL: 500,
     FailureReason.DEADLINE_EXCEEDED: 504,
     FailureReason.POISON: 422,
+    FailureReason.GRAMMAR: 422,
 }
 """# reason of a RequestFailedError |-> its status, where it isn't 503"""
 

@@ -10,8 +10,9 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from engine.model.checkpoint import eos_token_ids
 from kvrelay.errors import InvalidRequest, ModelError
 from kvrelay.types import Sampling
 from router.core.state.generation import ModelFacts
@@ -80,23 +81,12 @@ class GenerationDefaults:
     def load(cls, folder: Path) -> GenerationDefaults:
         """Raises ModelError when a value has the wrong type."""
         generation = read_json(folder / "generation_config.json")
-        eos = generation.get("eos_token_id", read_json(folder / "config.json").get("eos_token_id"))
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         given = {name: generation[name] for name in names if generation.get(name) is not None}
         for name, value in given.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ModelError(f"{folder}/generation_config.json: {name} must be a number")
-        return cls(**given, eos_token_ids=_id_tuple(eos))
-
-
-def _id_tuple(value: Any) -> tuple[int, ...]:
-    match value:
-        case None:
-            return ()
-        case int():
-            return (value,)
-        case _:
-            return tuple(value)
+        return cls(**given, eos_token_ids=eos_token_ids(folder))
 
 
 def resolve(

@@ -48,6 +48,7 @@ from router.live.refusal_log import RefusalLog
 from router.text.bounds import MAX_MESSAGES, check_characters, check_count, check_depth
 from router.text.continuation import VALID_S, Continuation, Delivered, Ticket
 from router.text.detokenizer import Delta, TextStream
+from router.text.grammar.check import GrammarCheck
 from router.text.promise_token import PromiseToken
 from router.text.request_fields import ONE_FOR_ALL, TierRules
 from router.text.sampling import GenerationDefaults, RequestedSampling, check_prompt, resolve
@@ -213,8 +214,10 @@ class TextService:
         tiers: TierRules = ONE_FOR_ALL,
         key: ClusterKey = UNSIGNED,
         formats: ChatFormats = PLAIN,
+        grammars: GrammarCheck | None = None,
         door: Door = OPEN_DOOR,
     ) -> None:
+        """`grammars` None: no output can be constrained."""
         self.dispatcher = dispatcher
         self.tokenizer = tokenizer
         self.model_name = model_name
@@ -224,6 +227,7 @@ class TextService:
         self.formats = formats
         self.door = door
         self._key = key
+        self._grammars = grammars
         self.draining = False
         self.refusals = RefusalLog()
 
@@ -300,9 +304,11 @@ class TextService:
         )
         check_count("messages", len(chat.messages), MAX_MESSAGES, "messages")
         check_depth(chat.template_kwargs, "chat_template_kwargs")
-        characters = sum(len(message.get("content") or "") for message in chat.messages)
+        check_depth(chat.tools, "tools")
+        characters = sum(_characters(message) for message in chat.messages)
         check_characters(characters, self.facts().max_model_len, "messages")
-        is_short = characters <= LONG_CHARACTERS and not chat.template_kwargs and not chat.tools
+        has_more = chat.template_kwargs or chat.tools
+        is_short = characters <= LONG_CHARACTERS and not has_more
         if is_short and len(chat.messages) <= INLINE_MESSAGES:
             return render()
         return await asyncio.to_thread(render)
@@ -343,6 +349,8 @@ class TextService:
             request.prompt, add_special_tokens=request.add_special_tokens
         )
         check_prompt(prompt_ids, facts)
+        if request.sampling.grammar:
+            await self._check_grammar(request.sampling.grammar)
         sampling = resolve(
             request.sampling, prompt_tokens=len(prompt_ids), defaults=self.defaults, facts=facts
         )
@@ -372,6 +380,17 @@ class TextService:
         return TextGeneration(
             self, request, prompt_ids, sampling, generation, timer, self._key.sign(ticket), choices
         )
+
+    async def close(self) -> None:
+        if self._grammars is not None:
+            await self._grammars.close()
+
+    async def _check_grammar(self, grammar: str) -> None:
+        """Raises InvalidRequest."""
+        if self._grammars is None:
+            told = "this router can't constrain outputs: leave response_format out"
+            raise InvalidRequest(told, code="unsupported_parameter")
+        await self._grammars.check(grammar)
 
     async def _choices(self, request: TextRequest, n: int) -> list[ChoiceText]:
         """Behind what another router has delivered of them."""
@@ -560,6 +579,14 @@ class TextGeneration:
             )
             self._timer.finished(reason, self._generation.ledger())
             self._metrics.predicted(self._generation.prediction_errors())
+
+
+def _characters(message: Mapping[str, Any]) -> int:
+    """Of its text and of the arguments of its calls."""
+    calls = message.get("tool_calls") or ()
+    texts = [message.get("content"), message.get("reasoning_content")]
+    texts += [call["function"]["arguments"] for call in calls]
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def _choice_text(tokenizer: TextTokenizer, asked: RequestedSampling, index: int) -> ChoiceText:

@@ -20,8 +20,8 @@ from openai.types.shared_params import Reasoning, ResponseFormatJSONObject, Resp
 from pydantic import BaseModel
 
 from router.http.messages import bodies as messages
+from router.http.parts.strict import StrictPart
 from router.http.responses import bodies as responses
-from router.http.strict import StrictPart
 
 OURS_TO_THEIRS: list[tuple[type[StrictPart], tuple[Any, ...]]] = [
     (

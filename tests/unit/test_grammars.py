@@ -58,6 +58,17 @@ def test_white_space_between_tokens_can_be_forbidden() -> None:
     assert matches(grammar_of_schema(schema, compact=True), "[1,2]")
 
 
+def test_white_space_is_bounded_unless_asked_otherwise() -> None:
+    schema = {"type": "array", "items": {"type": "integer"}}
+    assert matches(grammar_of_schema(schema), "[\n    1,\n    2\n]")
+    assert not matches(grammar_of_schema(schema), "[  1]")
+    assert not matches(JSON_OBJECT, "{\n\n}")
+    assert matches(grammar_of_schema(schema, whitespace="[ \n]*"), "[  1\n\n]")
+    own = {**schema, "x-guidance": {"whitespace_pattern": "\t"}}
+    assert matches(grammar_of_schema(own), "[\t1]") and not matches(grammar_of_schema(own), "[ 1]")
+    assert matches(grammar_of_schema(True), "17") and not matches(grammar_of_schema(True), "x")
+
+
 def test_our_options_win_over_the_schemas_own() -> None:
     schema = {"x-guidance": {"whitespace_flexible": True}, "type": "array"}
     assert not matches(grammar_of_schema(schema, compact=True), "[ ]")

@@ -7,6 +7,7 @@ It finds ends and does not judge: arguments are handed on as the model wrote the
 from __future__ import annotations
 
 import json
+import re
 from enum import Enum, auto
 
 SPACE = frozenset(" \t\r\n")
@@ -32,13 +33,18 @@ class JsonValue:
 
     def feed(self, text: str) -> int:
         """How many characters were part of it or before it. The others are not."""
-        begin = 0 if self.first else len(text) - len(text.lstrip())
-        for position in range(begin, len(text)):
+        begin = position = 0 if self.first else len(text) - len(text.lstrip())
+        while position < len(text):
+            if self._in_string and not self._escaped:
+                position = _string_mark(text, position)
+                if position == len(text):
+                    break
             if not self._takes(text[position]):
                 return self._taken(text, begin, position)
+            position += 1
             if self.state is State.DONE:
-                return self._taken(text, begin, position + 1)
-        return self._taken(text, begin, len(text))
+                break
+        return self._taken(text, begin, position)
 
     def take(self) -> str:
         """Its text since the last call."""
@@ -99,6 +105,15 @@ class JsonValue:
     def _done_at(self, depth: int) -> None:
         if self._depth == depth:
             self.state = State.DONE
+
+
+STRING_MARK = re.compile(r'["\\]')
+
+
+def _string_mark(text: str, position: int) -> int:
+    """Where the next quote or backslash is; the end of the text without one."""
+    found = STRING_MARK.search(text, position)
+    return len(text) if found is None else found.start()
 
 
 class Next(Enum):

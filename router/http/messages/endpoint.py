@@ -17,8 +17,8 @@ from router.http.bodies import read_fields, wants_ledger
 from router.http.messages.bodies import CountTokensBody, MessagesBody
 from router.http.messages.form import check_last, form_of
 from router.http.messages.reply import MessagesReply
+from router.http.parts.strict import strict
 from router.http.reply import GenerationResponse
-from router.http.strict import strict
 from router.text.sampling import RequestedSampling
 
 

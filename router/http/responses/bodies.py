@@ -12,7 +12,7 @@ from pydantic import Field, Tag
 
 from router.http.bodies import AskingBody
 from router.http.neutral_fields import ANYTHING, NO_EXTENSIONS, NO_MEDIA, Neutral
-from router.http.strict import JsonObject, StrictPart, by_type, text_or_list
+from router.http.parts.strict import JsonObject, StrictPart, by_type, text_or_list
 
 NO_HOSTED = "only function tools are supported: kvrelay runs no tools itself"
 Status = Literal["in_progress", "completed", "incomplete"]

@@ -19,11 +19,11 @@ from router.http.api import api_of, json_bytes, json_response, new_id
 from router.http.asking import text_request
 from router.http.bodies import read_fields, wants_ledger
 from router.http.errors import NotKept
+from router.http.parts.strict import strict
 from router.http.reply import GenerationResponse
 from router.http.responses import reply as replies
 from router.http.responses.bodies import InputTokensBody, Item, PromptFields, ResponsesBody
 from router.http.responses.form import form_of, items_of
-from router.http.strict import strict
 from router.text.sampling import RequestedSampling
 
 ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])

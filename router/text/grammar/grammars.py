@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from llguidance import LLMatcher
 
 from kvrelay.errors import InvalidRequest
-
-Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 MAX_GRAMMAR_BYTES = 64 << 10
 """Of a grammar as the workers get it."""
@@ -21,27 +20,43 @@ MAX_CHOICES = 1024
 MAX_SCHEMA_DEPTH = 64
 """Objects and lists within each other. llguidance's JSON parser ends at 128."""
 
-JSON_OBJECT = '{"grammars":[{"json_schema":{"type":"object"}}]}'
-"""Any JSON object."""
+WHITESPACE = r" |\n[ \t]{0,32}"
+"""Between the tokens of JSON: a space, or a new line with its indentation. llguidance's own default
+is any white space at all, in which small models go on for ever."""
 
 
 def grammar_of_schema(
-    schema: Mapping[str, Json] | bool,
+    schema: Mapping[str, Any] | bool,
     *,
     lenient: bool = False,
     compact: bool = False,
+    whitespace: str | None = None,
     param: str = "response_format",
 ) -> str:
     """The output is JSON that is valid for the schema.
 
     `lenient`: keywords that llguidance does not know are ignored, instead of refused. `compact`: no
-    white space between JSON's tokens. Raises InvalidRequest for `param` if it is too large.
+    white space between JSON's tokens; `whitespace`: the pattern of what may be there. Raises
+    InvalidRequest for `param` if it is too large.
     """
     _check_depth(schema, param)
-    options: dict[str, Json] = {"lenient": True} if lenient else {}
+    options: dict[str, Any] = {"lenient": True} if lenient else {}
+    if whitespace is not None:
+        options |= {"whitespace_pattern": whitespace}
     if compact:
         options |= {"whitespace_flexible": False}
     return bounded(_json_grammar(schema, options), param)
+
+
+def schema_of_text(text: str, param: str) -> dict[str, Any] | bool:
+    """Raises InvalidRequest for `param`."""
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{param} is not valid JSON: {error}", param=param) from None
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequest(f"{param} must be a JSON schema: an object", param=param)
+    return schema
 
 
 def grammar_of_regex(pattern: str, *, param: str = "structured_outputs") -> str:
@@ -81,13 +96,17 @@ def bounded(grammar: str, param: str) -> str:
     return grammar
 
 
-def _json_grammar(schema: Mapping[str, Json] | bool, options: dict[str, Json]) -> str:
-    """Our options win over the schema's own `x-guidance`."""
-    if options:
-        body = dict(schema) if isinstance(schema, Mapping) else {} if schema else {"enum": []}
-        own = body.get("x-guidance")
-        schema = {**body, "x-guidance": {**(own if isinstance(own, dict) else {}), **options}}
-    return json.dumps({"grammars": [{"json_schema": schema}]}, ensure_ascii=False)
+def _json_grammar(schema: Mapping[str, Any] | bool, options: dict[str, Any]) -> str:
+    """Our options win over the schema's own `x-guidance`, and that one over our default."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}
+    own = schema.get("x-guidance")
+    options = {"whitespace_pattern": WHITESPACE} | (own if isinstance(own, dict) else {}) | options
+    if options.get("whitespace_flexible") is False:
+        del options["whitespace_pattern"]
+    whole = {**schema, "x-guidance": options}
+    grammars = {"grammars": [{"json_schema": whole}]}
+    return json.dumps(grammars, ensure_ascii=False, separators=(",", ":"))
 
 
 def _check_depth(schema: object, param: str) -> None:
@@ -108,3 +127,7 @@ def _inner(one: object) -> list[object]:
             return one
         case _:
             return []
+
+
+JSON_OBJECT = grammar_of_schema({"type": "object"})
+"""Any JSON object."""
