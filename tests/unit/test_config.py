@@ -477,6 +477,8 @@ CHANGES = {
     "model.served_name": "s",
     "model.dtype": "float16",
     "model.max_model_len": 77,
+    "model.tool_format": "hermes",
+    "model.reasoning_format": "none",
     "engine.block_size": 64,
     "engine.memory_fraction": 0.5,
     "engine.kv_memory": "3MiB",

@@ -47,8 +47,16 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+WHITE_SPACE = r" |\n[ \t]{0,32}"
+"""Between JSON's tokens: a space, or a new line with its indentation. Without a bound a model may
+write white space until its tokens end."""
+
+
 def json_rule(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps(schema, ensure_ascii=False)
+    """The schema's own `x-guidance` comes before ours."""
+    own = schema.get("x-guidance")
+    options = {"whitespace_pattern": WHITE_SPACE, **(own if isinstance(own, dict) else {})}
+    return "%json " + json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
 
 
 def either(alternatives: list[str]) -> str:
