@@ -137,6 +137,6 @@ def _call_with_object(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return dict(call)
     return {**call, "function": {**function, "arguments": arguments}}
