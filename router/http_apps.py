@@ -41,7 +41,17 @@ from router.http.errors import (
     on_http_exception,
     on_kvrelay_error,
 )
+from router.http.messages import errors as anthropic_errors
+from router.http.messages.bodies import CountTokensBody, MessagesBody
+from router.http.messages.endpoint import count_tokens, create_message
 from router.http.neutral_fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL, TEMPLATE_NEUTRAL
+from router.http.responses.bodies import InputTokensBody, ResponsesBody
+from router.http.responses.endpoint import (
+    count_input_tokens,
+    create_response,
+    delete_response,
+    get_response,
+)
 from router.http.streamed_input.endpoint import StreamedInputBody, streamed_completions
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
@@ -81,6 +91,67 @@ PUBLIC = [
         answer=answers.ChatAnswer,
         event=answers.ChatEvent,
         errors=OF_GENERATION,
+    ),
+    Operation(
+        path="/v1/responses",
+        endpoint=create_response,
+        methods=("POST",),
+        summary="Answers, as OpenAI's Responses API does.",
+        body=ResponsesBody,
+        neutral=ResponsesBody.neutral,
+        answer=answers.ResponseAnswer,
+        event=answers.ResponseEvent,
+        has_done=False,
+        errors=OF_GENERATION,
+    ),
+    Operation(
+        path="/v1/responses/input_tokens",
+        endpoint=count_input_tokens,
+        methods=("POST",),
+        summary="The number of tokens of a response's prompt.",
+        body=InputTokensBody,
+        neutral=InputTokensBody.neutral,
+        answer=answers.InputTokens,
+        errors=OF_BODIES,
+    ),
+    Operation(
+        path="/v1/responses/{id}",
+        endpoint=get_response,
+        summary="A response that is kept.",
+        answer=answers.ResponseAnswer,
+        errors=frozenset({400, 404}),
+    ),
+    Operation(
+        path="/v1/responses/{id}",
+        endpoint=delete_response,
+        methods=("DELETE",),
+        summary="Forgets a response.",
+        answer=answers.DeletedResponse,
+        errors=frozenset({404}),
+    ),
+    Operation(
+        path="/v1/messages",
+        endpoint=create_message,
+        methods=("POST",),
+        summary="Answers, as Anthropic's Messages API does.",
+        body=MessagesBody,
+        neutral=MessagesBody.neutral,
+        answer=answers.MessageAnswer,
+        event=answers.MessageEvent,
+        has_done=False,
+        errors=OF_GENERATION | {529},
+        error=answers.MessageError,
+    ),
+    Operation(
+        path="/v1/messages/count_tokens",
+        endpoint=count_tokens,
+        methods=("POST",),
+        summary="The number of tokens of a message's prompt.",
+        body=CountTokensBody,
+        neutral=CountTokensBody.neutral,
+        answer=answers.MessageTokens,
+        errors=OF_BODIES | {529},
+        error=answers.MessageError,
     ),
     Operation(
         path="/v1/models",
@@ -190,6 +261,8 @@ def _app(api: HttpApi, routes: list[Route], *guards: Middleware) -> Starlette:
         },
     )
     app.state.api = api
+    app.state.error_shapes = {"/v1/messages": anthropic_errors.respond}
+    app.state.error_shapes = {"/v1/messages": anthropic_errors.respond}
     return app
 
 

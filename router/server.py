@@ -14,6 +14,7 @@ import grpc
 from kvrelay.access.values import NO_ACCESS, Access, TlsFiles
 from router.access.caller import NO_KEYS, KeySources
 from router.access.door import Door
+from router.chat.conversations import DEFAULT_KEPT, KeptBounds, KeptConversations
 from router.chat.formats.choice import AUTO, formats_of
 from router.core.state.generation import Dispatcher
 from router.grpc_api.server import (
@@ -62,6 +63,7 @@ class ServerOptions:
     cluster_key: bytes = field(default=b"", repr=False)
     keys: KeySources = NO_KEYS
     keep_alive_s: float = KEEP_ALIVE_S
+    conversations: KeptBounds = DEFAULT_KEPT
     tool_format: str = AUTO
     reasoning_format: str = AUTO
     bounds: HttpBounds = field(default_factory=HttpBounds)
@@ -182,6 +184,7 @@ class RouterServers:
             version=version("kvrelay"),
             started_s=time.time(),
             keep_alive_s=self._options.keep_alive_s,
+            conversations=KeptConversations(self._options.conversations),
         )
 
     async def _watch_health(self) -> None:

@@ -23,6 +23,7 @@ from kvrelay.access.values import NO_ACCESS, NO_SECRETS, Access, Secrets, Tls, T
 from kvrelay.errors import ConfigError
 from kvrelay.types import Role
 from router.access.caller import KeySources
+from router.chat.conversations import KeptBounds
 from router.core.policy.choice import Policies
 from router.text.preload import PreloadText
 
@@ -280,6 +281,11 @@ def router_settings(
         ),
         qos=router_tiers(config.qos, config.router.admission.policy),
         tier_match=tier_match(config.qos),
+        conversations=KeptBounds(
+            answers=config.router.conversations.answers,
+            size_bytes=config.router.conversations.memory,
+            age_s=config.router.conversations.age,
+        ),
         keys=KeySources(file=config.router.api_keys, digests=config.router.api_key_hashes),
         access=access_of(config, secrets.token),
         public_tls=_public_tls(config),

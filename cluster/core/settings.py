@@ -13,6 +13,7 @@ from kvrelay.access.values import NO_ACCESS, Access, TlsFiles
 from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import Role
 from router.access.caller import NO_KEYS, KeySources
+from router.chat.conversations import DEFAULT_KEPT, KeptBounds
 from router.core.faults.silence import DETECT_S
 from router.core.policy.choice import DEFAULT_POLICIES, Policies
 from router.core.state.directory import DIRECTORY_BYTES
@@ -132,6 +133,7 @@ class RouterSettings:
     policies: Policies = DEFAULT_POLICIES
     qos: QosTiers = ONE_TIER
     tier_match: TierMatch = NO_MATCH
+    conversations: KeptBounds = DEFAULT_KEPT
     keys: KeySources = NO_KEYS
     access: Access = NO_ACCESS
     public_tls: TlsFiles | None = None

@@ -5,6 +5,7 @@ null is neutral for each of them. Any other value would change the answer, so it
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,6 +21,12 @@ class Neutral:
         """True doesn't equal 1."""
         kinds = ((one, type(one) is bool) for one in (None, *self.values))
         return any(given == one and is_bool == (type(given) is bool) for one, is_bool in kinds)
+
+    def advice(self) -> str:
+        """What to do where the value is not accepted."""
+        instead = f"{self.instead}; " if self.instead else ""
+        accepted = " or ".join(json.dumps(value) for value in (None, *self.values))
+        return f"{instead}leave it out or send {accepted}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

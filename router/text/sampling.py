@@ -38,6 +38,7 @@ MAX_PENALTY = 2.0
 class RequestedSampling:
     """The request's parameters; None where absent. `echo`: the answer repeats the prompt.
     `grammar`, unless empty, is what the output must match, as llguidance writes it.
+    `cut_to_context`: of `max_tokens` those count that fit into the model's context.
     `shown_special` are special tokens that are text though others are skipped."""
 
     temperature: float | None = None
@@ -62,6 +63,7 @@ class RequestedSampling:
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     grammar: str = ""
+    cut_to_context: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,13 +155,13 @@ def _max_tokens(asked: RequestedSampling, prompt_tokens: int, max_model_len: int
     if most is None:
         return room
     least = 0 if asked.echo or asked.prompt_logprobs is not None else 1
-    if _whole("max_tokens", most, least) > room:
+    if _whole("max_tokens", most, least) > room and not asked.cut_to_context:
         raise _context_exceeded(
             f"the prompt's {prompt_tokens} tokens and max_tokens {most} together exceed the "
             f"model's context of {max_model_len} tokens: at most {room} fit after this prompt",
             "max_tokens",
         )
-    return most
+    return min(most, room)
 
 
 def _default(asked: T | None, otherwise: T) -> T:

@@ -10,7 +10,6 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from router.http.bodies import MessageBody
-from router.http.description.answers import ErrorAnswer
 from router.http.description.operation import JSON, OF_ANY, OF_KEYS, Operation
 from router.http.errors import REASONS
 from router.http.neutral_fields import MESSAGE_NEUTRAL, Anything, Neutral
@@ -44,7 +43,7 @@ def _described(one: Operation, method: str) -> Json:
     found: Json = {
         "operationId": f"{one.endpoint.__name__}_{method.lower()}",
         "summary": one.summary,
-        "responses": {"200": _answer(one)} | {str(s): _error(s) for s in _errors(one)},
+        "responses": {"200": _answer(one)} | {str(s): _error(one, s) for s in _errors(one)},
     }
     if one.unready is not None:
         content = {JSON: {"schema": _ref(one.unready)}}
@@ -74,13 +73,14 @@ def _answer(one: Operation) -> Json:
         content[JSON] = {"schema": _ref(one.answer)}
     if one.event is not None:
         name = one.event.__name__
-        told = f"With `stream`: events whose data are a {name}, and at the end `[DONE]`."
+        done = ", and at the end `[DONE]`" if one.has_done else ""
+        told = f"With `stream`: events whose data are a {name}{done}."
         content[_EVENTS] = {"schema": {"type": "string", "description": told}}
     return {"description": "The answer."} | ({"content": content} if content else {})
 
 
-def _error(status: int) -> Json:
-    content = {JSON: {"schema": _ref(ErrorAnswer)}}
+def _error(one: Operation, status: int) -> Json:
+    content = {JSON: {"schema": _ref(one.error)}}
     return {"description": REASONS[status], "content": content}
 
 
@@ -107,7 +107,7 @@ def _schemas(operations: Sequence[Operation]) -> Json:
 
 
 def _models(one: Operation) -> Iterator[type[BaseModel]]:
-    yield ErrorAnswer
+    yield one.error
     yield from (
         model for model in (one.body, one.answer, one.event, one.unready) if model is not None
     )

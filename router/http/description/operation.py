@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from router.http.description.answers import ErrorAnswer
 from router.http.neutral_fields import Neutral
 
 OF_ANY = frozenset({431})
@@ -28,7 +29,8 @@ class Operation:
     """`path` is as Starlette writes it. `answer` is the body of status 200, None: it has none.
     `event`: with `stream` the answer is a stream of these. `neutral`: fields that the body may have
     beside those of its model. `errors`: the statuses that it may answer with beside 200.
-    `unready`: what status 503 says, if it is no error."""
+    `unready`: what status 503 says, if it is no error. `error`: the body of an error. `has_done`: a
+    stream ends with `[DONE]`."""
 
     path: str
     endpoint: Callable[[Request], Awaitable[Response]]
@@ -41,6 +43,8 @@ class Operation:
     event: type[BaseModel] | None = None
     errors: frozenset[int] = frozenset()
     unready: type[BaseModel] | None = None
+    error: type[BaseModel] = ErrorAnswer
+    has_done: bool = True
 
     def route(self) -> Route:
         return Route(self.path, self.endpoint, methods=list(self.methods))
