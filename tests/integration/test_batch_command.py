@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from kvrelay.errors import Refused
 from tests.integration.faces_kit import in_loop, served
 from tests.integration.http_kit import checkpoint_folder as checkpoint_folder
 from tests.integration.split_kit import Cluster, wait_until
+from tests.integration.test_promises_brought_back import refusing
 from tests.unit.fake_dispatcher import FakeDispatcher
 
 COMMAND = [sys.executable, "-m", "cluster", "batch"]
@@ -81,20 +81,16 @@ async def test_good_and_bad_lines(folder: Path, tmp_path: Path) -> None:
 
 @in_loop
 async def test_a_refused_line_comes_back_with_its_promise(folder: Path, tmp_path: Path) -> None:
-    dispatcher = FakeDispatcher()
-    dispatcher.refusal = Refused("draining", "not now", retry_after_s=0.05, promise=b"ticket")
     source = write(tmp_path / "in", [line(str(i), max_tokens=1) for i in range(3)])
-    async with served(folder, dispatcher) as s:
-        running = asyncio.create_task(run(s.url, source, tmp_path / "out", "--format", "json"))
-        while len(dispatcher.requests) < 6:
-            await asyncio.sleep(0.01)
-        dispatcher.refusal = None
-        summary = json.loads((await running)[0])
-    assert (summary["answered"], summary["failed"]) == (3, 0)
-    assert summary["refusals"] >= 3
-    by_promise = Counter(request.promise for request in dispatcher.requests)
-    assert by_promise[b""] == 3
-    assert by_promise[b"ticket"] >= 3
+    async with served(folder, refusing(4)) as s:
+        out, _ = await run(s.url, source, tmp_path / "out", "--format", "json")
+        summary = json.loads(out)
+        brought = [request.promise for request in s.dispatcher.requests]
+    assert (summary["answered"], summary["failed"], summary["refusals"]) == (3, 0, 4)
+    assert len(brought) == 7
+    assert [told is None for told in brought[:3]] == [True] * 3
+    for told in brought[3:]:
+        assert told is not None and -1 < told.due_in_s < 0.05, "it is due"
 
 
 @in_loop

@@ -133,7 +133,8 @@ class BatchRun:
                 return answer
             problem = problem_of(answer.status_code, answer.headers, answer.content)
             if problem.is_refusal and problem.code != NO_CAPACITY:
-                promise, patience = problem.promise, _Patience(self._patience_s)
+                # A router that stops promises nothing; another one honours what it did before.
+                promise, patience = problem.promise or promise, _Patience(self._patience_s)
                 await self._wait_promised(problem, number)
             elif not await self._comes_back(problem, patience):
                 return answer

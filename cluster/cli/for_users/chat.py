@@ -126,7 +126,7 @@ def _answer(talk: Conversation, prompt: str) -> Generator[Piece, None, None]:
 def _sleep_until_promised(talk: Conversation, problem: Problem, due_s: float) -> None:
     """The next request brings the promise back."""
     time.sleep(max(0.0, due_s - time.monotonic()))
-    talk.promise = problem.promise
+    talk.promise = problem.promise or talk.promise
 
 
 def _advised(error: Refusal) -> str:

@@ -47,7 +47,8 @@ class Refusal(KvrelayError):
 
 @dataclass(slots=True)
 class Conversation:
-    """`fields` go with every request. `promise` is sent with the next one alone."""
+    """`fields` go with every request. `promise` is sent with the next request, until one is
+    answered."""
 
     server: Server
     fields: dict[str, Any]
@@ -104,12 +105,12 @@ class Conversation:
         else:
             url, body["messages"] = "/v1/chat/completions", [*self.messages, turn]
         headers = {PROMISE_HEADER: self.promise} if self.promise else {}
-        self.promise = ""
         try:
             with self.client.stream("POST", url, json=body, headers=headers) as answer:
                 if answer.status_code != 200:
                     answer.read()
                 _check(answer)
+                self.promise = ""
                 yield from _pieces(answer.iter_lines())
         except httpx.TransportError as error:
             raise gone(self.server, error) from None
