@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from cluster.cli.for_users.formats import Format as Format
+from cluster.cli.for_users.formats import FormatOption as FormatOption
 from cluster.config.load import Override, load_config
 from kvrelay.errors import ConfigError
-
-
-class Format(StrEnum):
-    TABLE = "table"
-    JSON = "json"
-
 
 ConfigFile = Annotated[
     Path | None,
@@ -51,9 +46,6 @@ NameOption = Annotated[str | None, typer.Option("--name", help="The cluster's na
 RayAddress = Annotated[
     str | None,
     typer.Option("--ray-address", metavar="HOST:PORT", help="A running Ray, or auto to find one."),
-]
-FormatOption = Annotated[
-    Format, typer.Option("--format", help="Output for people or for programs.")
 ]
 
 

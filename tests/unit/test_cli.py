@@ -96,8 +96,8 @@ ERRORS = {
     "equal to 0",
     "batch none.jsonl out.jsonl": "Invalid value for 'IN.JSONL': ",
     "batch README.md README.md": "README.md: name another file for the answers",
-    "batch README.md docs/models.md": "docs/models.md: line 1: not an answer of kvrelay batch: name "
-    "another output file",
+    "batch README.md docs/models.md": "docs/models.md: line 1: not an answer of kvrelay batch: "
+    "name another output file",
     "models nonsense": "nonsense: no causal family of transformers ",
     "worker --role prefill": "Missing option '--join' (see kvrelay worker --help)",
     "worker --join nowhere --role both": "--join nowhere: expected HOST:PORT",

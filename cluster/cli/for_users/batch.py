@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cluster.cli.for_users.formats import Format, FormatOption
 from cluster.cli.for_users.server import (
     DEFAULT_ADDRESS,
     AddressOption,
@@ -20,7 +21,6 @@ from cluster.cli.for_users.server import (
     CaFileOption,
     server_at,
 )
-from cluster.cli.options import Format, FormatOption
 from kvrelay.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.cli.options import Format, FormatOption
+from cluster.cli.for_users.formats import Format, FormatOption
 from kvrelay.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from cluster.process.net import split_address
 from kvrelay.errors import ConfigError, KvrelayError
 from kvrelay.types import value
 
@@ -76,6 +75,8 @@ class Server:
 
 def server_at(address: str, api_key: str | None, ca_file: Path | None) -> Server:
     """Raises ConfigError for what is neither HOST:PORT nor such a URL."""
+    from cluster.process.net import split_address
+
     scheme, separator, rest = address.rpartition("://")
     if scheme not in ("", "http", "https") or (separator and not scheme):
         raise ConfigError(f"--address {address}: expected HOST:PORT or https://HOST:PORT")
