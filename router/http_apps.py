@@ -1,4 +1,5 @@
-"""The public and the internal ASGI application: routes, error shapes, the echoed x-request-id."""
+"""The public and the internal ASGI application: routes, who may call them, error shapes, the echoed
+x-request-id."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvrelay.errors import KvrelayError
 from router.http import info
 from router.http.api import HttpApi
+from router.http.asking import Authentication
 from router.http.chat import chat_completions
 from router.http.completions import completions
 from router.http.errors import on_bug, on_disconnect, on_http_exception, on_kvrelay_error
@@ -38,12 +40,16 @@ PUBLIC_ROUTES = [
     Route("/ready", info.ready),
     Route("/version", info.version),
 ]
+OPEN_PATHS = ("/health", "/ping", "/ready", "/version", "/openapi.json", METRICS.path)
+"""Of the public application: for probes, which bring no API key. `/metrics` is there only where
+`router.public_metrics` says so."""
 INTERNAL_ROUTES = [METRICS, Route("/debug/kv", info.debug_kv)]
 
 
 def create_public_app(api: HttpApi, *, with_metrics: bool = False) -> Starlette:
     """The application for clients."""
-    return _app(api, [*PUBLIC_ROUTES, *([METRICS] if with_metrics else [])])
+    guard = Middleware(Authentication, api=api, open_paths=OPEN_PATHS)
+    return _app(api, [*PUBLIC_ROUTES, *([METRICS] if with_metrics else [])], guard)
 
 
 def create_internal_app(api: HttpApi) -> Starlette:
@@ -51,10 +57,10 @@ def create_internal_app(api: HttpApi) -> Starlette:
     return _app(api, INTERNAL_ROUTES)
 
 
-def _app(api: HttpApi, routes: list[Route]) -> Starlette:
+def _app(api: HttpApi, routes: list[Route], *guards: Middleware) -> Starlette:
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(RequestIdEcho)],
+        middleware=[Middleware(RequestIdEcho), *guards],
         exception_handlers={
             KvrelayError: on_kvrelay_error,
             HTTPException: on_http_exception,

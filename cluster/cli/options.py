@@ -42,6 +42,16 @@ HttpPort = Annotated[
 GrpcPort = Annotated[
     int | None, typer.Option("--grpc-port", help="gRPC port. 0: the system chooses.")
 ]
+ApiKeys = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--api-key",
+        metavar="KEY",
+        envvar="KVRELAY_API_KEY",
+        show_envvar=True,
+        help="Serve only calls with this key; may be repeated. See also kvrelay keys.",
+    ),
+]
 NameOption = Annotated[str | None, typer.Option("--name", help="The cluster's name.")]
 RayAddress = Annotated[
     str | None,
@@ -56,6 +66,18 @@ def given(**options: object) -> list[Override]:
         for name, value in options.items()
         if value is not None
     ]
+
+
+def key_hashes(keys: Iterable[str] | None) -> tuple[str, ...] | None:
+    """`--api-key`: what the cluster file holds of such keys. Raises ConfigError for an empty
+    one."""
+    if not keys:
+        return None
+    from router.access.keys import key_digest
+
+    if not all(key.strip() for key in keys):
+        raise ConfigError("--api-key: expected a key, not an empty text")
+    return tuple(key_digest(key.strip()) for key in keys)
 
 
 def parsed(texts: Iterable[str] | None) -> list[Override]:
