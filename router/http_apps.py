@@ -18,9 +18,17 @@ from kvrelay.errors import KvrelayError
 from router.http import info
 from router.http.api import HttpApi
 from router.http.asking import Authentication
-from router.http.chat import chat_completions
+from router.http.chat.endpoint import chat_completions
 from router.http.completions import completions
 from router.http.errors import on_bug, on_disconnect, on_http_exception, on_kvrelay_error
+from router.http.messages import errors as anthropic_errors
+from router.http.messages.endpoint import count_tokens, create_message
+from router.http.responses.endpoint import (
+    count_input_tokens,
+    create_response,
+    delete_response,
+    get_response,
+)
 from router.http.streamed_input.endpoint import streamed_completions
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
@@ -30,6 +38,12 @@ PUBLIC_ROUTES = [
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/completions/stream", streamed_completions, methods=["POST"]),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/responses", create_response, methods=["POST"]),
+    Route("/v1/responses/input_tokens", count_input_tokens, methods=["POST"]),
+    Route("/v1/responses/{id}", get_response, methods=["GET"]),
+    Route("/v1/responses/{id}", delete_response, methods=["DELETE"]),
+    Route("/v1/messages", create_message, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/v1/models", info.models),
     Route("/v1/models/{model:path}", info.model),
     Route("/tokenize", info.tokenize, methods=["POST"]),
@@ -69,6 +83,7 @@ def _app(api: HttpApi, routes: list[Route], *guards: Middleware) -> Starlette:
         },
     )
     app.state.api = api
+    app.state.error_shapes = {"/v1/messages": anthropic_errors.respond}
     return app
 
 

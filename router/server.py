@@ -13,6 +13,8 @@ import grpc
 
 from router.access.caller import NO_KEYS, KeySources
 from router.access.door import Door
+from router.chat.conversations import DEFAULT_KEPT, KeptBounds, KeptConversations
+from router.chat.formats.choice import AUTO, formats_of
 from router.core.state.generation import Dispatcher
 from router.grpc_api.server import (
     Health,
@@ -26,6 +28,7 @@ from router.http_apps import create_internal_app, create_public_app
 from router.live.http_protocol import HttpBounds
 from router.live.listener import ListenAt, Listener, Ports
 from router.live.metrics import RouterMetrics
+from router.text.grammar.check import GrammarCheck
 from router.text.request_fields import ONE_FOR_ALL, TierRules
 from router.text.sampling import GenerationDefaults
 from router.text.service import TextService
@@ -55,6 +58,9 @@ class ServerOptions:
     cluster_key: bytes = field(default=b"", repr=False)
     keys: KeySources = NO_KEYS
     keep_alive_s: float = KEEP_ALIVE_S
+    conversations: KeptBounds = DEFAULT_KEPT
+    tool_format: str = AUTO
+    reasoning_format: str = AUTO
     bounds: HttpBounds = field(default_factory=HttpBounds)
 
     @property
@@ -90,6 +96,10 @@ class RouterServers:
             metrics=RouterMetrics(served_model_name),
             tiers=options.tiers,
             key=ClusterKey(options.cluster_key),
+            formats=formats_of(
+                tokenizer.tool_template, options.tool_format, options.reasoning_format
+            ),
+            grammars=GrammarCheck(checkpoint_dir / "tokenizer.json"),
             door=Door(options.keys, cluster_key=options.cluster_key, tiers=options.tiers.tiers),
         )
         self._options = options
@@ -132,6 +142,7 @@ class RouterServers:
             await self._public.stop(left_s)
             await self._internal.stop(INTERNAL_GRACE_S)
             self.service.refusals.close()
+        await self.service.close()
 
     async def _drain(self, grace_s: float) -> float:
         """The seconds left of `grace_s` once no request runs."""
@@ -161,6 +172,7 @@ class RouterServers:
             version=version("kvrelay"),
             started_s=time.time(),
             keep_alive_s=self._options.keep_alive_s,
+            conversations=KeptConversations(self._options.conversations),
         )
 
     async def _watch_health(self) -> None:

@@ -52,6 +52,13 @@ class ModelSection(Section):
     """auto: the dtype of the checkpoint. A pool's dtype overrides it."""
     max_model_len: AutoCount = None
     """Prompt plus output, in tokens; auto: the model's own context length."""
+    tool_format: Literal[
+        "auto", "hermes", "llama3", "mistral", "mistral-list", "qwen3-coder", "harmony", "none"
+    ] = "auto"
+    """How the model writes tool calls; auto: as its chat template shows; none: it makes none."""
+    reasoning_format: Literal["auto", "think", "mistral", "none"] = "auto"
+    """How the model marks its reasoning. auto: as its chat template shows; think: with <think> and
+    </think>; mistral: with [THINK] and [/THINK]; none: all it says is content."""
 
 
 class EngineSection(Section):

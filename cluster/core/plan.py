@@ -21,6 +21,7 @@ from cluster.core.settings import PoolNodeSettings, RouterSettings, WorkerSettin
 from engine.core.options import CudaOptions
 from kvrelay.types import Role
 from router.access.caller import KeySources
+from router.chat.conversations import KeptBounds
 from router.core.policy.choice import Policies
 from router.text.preload import PreloadText
 
@@ -239,8 +240,15 @@ def router_settings(config: Config, number: int = 0) -> RouterSettings:
         ),
         qos=router_tiers(config.qos, config.router.admission.policy),
         tier_match=tier_match(config.qos),
+        conversations=KeptBounds(
+            answers=config.router.conversations.answers,
+            size_bytes=config.router.conversations.memory,
+            age_s=config.router.conversations.age,
+        ),
         keys=KeySources(file=config.router.api_keys, digests=config.router.api_key_hashes),
         secret=config.network.secret or "",
+        tool_format=config.model.tool_format,
+        reasoning_format=config.model.reasoning_format,
     )
 
 

@@ -12,6 +12,7 @@ from engine.core.options import DEFAULT_OPTIONS, CudaOptions
 from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import Role
 from router.access.caller import NO_KEYS, KeySources
+from router.chat.conversations import DEFAULT_KEPT, KeptBounds
 from router.core.faults.silence import DETECT_S
 from router.core.policy.choice import DEFAULT_POLICIES, Policies
 from router.core.state.directory import DIRECTORY_BYTES
@@ -103,7 +104,9 @@ class RouterSettings:
     core's events and decisions are recorded, up to `record_bytes`; None: no record. The core's
     directory takes up to `directory_bytes`. A request that lost its worker waits up to
     `failover_patience_s` for another one. A worker that is silent for `detect_s` is lost. Routers
-    with the same `secret` go on with each other's requests. `keys`: who may call."""
+    with the same `secret` go on with each other's requests. `keys`: who may call. `tool_format` and
+    `reasoning_format` name how the model writes tool calls and reasoning; "auto": as its chat
+    template shows."""
 
     name: str
     process: str
@@ -127,8 +130,11 @@ class RouterSettings:
     policies: Policies = DEFAULT_POLICIES
     qos: QosTiers = ONE_TIER
     tier_match: TierMatch = NO_MATCH
+    conversations: KeptBounds = DEFAULT_KEPT
     keys: KeySources = NO_KEYS
     secret: str = field(default="", repr=False)
+    tool_format: str = "auto"
+    reasoning_format: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -199,6 +199,9 @@ def _server_options(settings: RouterSettings) -> ServerOptions:
         tiers=TierRules(tiers=settings.qos, match=settings.tier_match),
         cluster_key=settings.secret.encode(),
         keys=settings.keys,
+        conversations=settings.conversations,
+        tool_format=settings.tool_format,
+        reasoning_format=settings.reasoning_format,
     )
 
 

@@ -30,17 +30,22 @@ def cache_space(cluster_key: bytes, tenant: str, division: str) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
     """`tenant` empty: the cluster has no API keys. `tiers` empty: it may use all. `key_id` is that
-    of its API key."""
+    of its API key. `own_space`: its part of the cache, not divided."""
 
     tenant: str = ""
     key_id: str = ""
+    own_space: str = ""
     tiers: Sequence[str] = ()
     meter: Meter = field(default_factory=Meter, repr=False, compare=False)
     cluster_key: bytes = field(default=b"", repr=False)
 
     def space(self, division: str) -> str:
         """The name of its part of the cache. Without API keys whoever knows the name may use it."""
-        return cache_space(self.cluster_key, self.tenant, division) if self.tenant else division
+        if not self.tenant:
+            return division
+        if not division:
+            return self.own_space
+        return cache_space(self.cluster_key, self.tenant, division)
 
     def own_id(self, request_id: str) -> str:
         """The id of its request inside the cluster: no other tenant's can be the same."""

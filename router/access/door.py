@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvrelay.errors import ConfigError, NotAuthenticated
 from kvrelay.qos import ONE_TIER, QosTiers
-from router.access.caller import ANYBODY, NO_KEYS, Caller, KeySources
+from router.access.caller import ANYBODY, NO_KEYS, Caller, KeySources, cache_space
 from router.access.key_file import KeyFile
 from router.access.keys import (
     ApiKey,
@@ -96,6 +96,7 @@ class Door:
         return Caller(
             tenant=key.tenant,
             key_id=key.id,
+            own_space=cache_space(self._cluster_key, key.tenant, ""),
             tiers=key.tiers,
             meter=meter,
             cluster_key=self._cluster_key,

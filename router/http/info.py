@@ -10,11 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay.errors import InvalidRequest
+from router.chat.asking import chat_prompt
 from router.http.api import HttpApi, api_of, json_response
 from router.http.bodies import DetokenizeBody, TokenizeBody, read_body
-from router.http.chat import chat_prompt
+from router.http.chat.form import form_to_tokenize
 from router.http.neutral_fields import TEMPLATE_NEUTRAL
-from router.text.service import PromptInput
+from router.text.service import PromptInput, TextService
 
 
 async def models(request: Request) -> Response:
@@ -44,7 +45,7 @@ async def tokenize(request: Request) -> Response:
     body = await read_body(request, TokenizeBody, TEMPLATE_NEUTRAL, api.max_body_bytes)
     api.service.check_model(body.model or "")
     ids = await api.service.prompt_ids(
-        _prompt_of(body), add_special_tokens=body.add_special_tokens is not False
+        _prompt_of(api.service, body), add_special_tokens=body.add_special_tokens is not False
     )
     texts = [api.service.tokenizer.backend.id_to_token(i) for i in ids]
     return json_response(
@@ -57,11 +58,11 @@ async def tokenize(request: Request) -> Response:
     )
 
 
-def _prompt_of(body: TokenizeBody) -> PromptInput:
+def _prompt_of(service: TextService, body: TokenizeBody) -> PromptInput:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt")
     if body.messages is not None:
-        return chat_prompt(body.messages, body)
+        return chat_prompt(service, form_to_tokenize(body))
     return body.prompt or ""
 
 

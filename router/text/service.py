@@ -34,6 +34,7 @@ from kvrelay.types import (
 from router.access.caller import ANYBODY, Caller
 from router.access.door import OPEN_DOOR, Door
 from router.access.limits import Booking
+from router.chat.formats.choice import PLAIN, ChatFormats
 from router.core.state.generation import (
     ChoiceTokens,
     Dispatcher,
@@ -47,6 +48,7 @@ from router.live.refusal_log import RefusalLog
 from router.text.bounds import MAX_MESSAGES, check_characters, check_count, check_depth
 from router.text.continuation import VALID_S, Continuation, Delivered, Ticket
 from router.text.detokenizer import Delta, TextStream
+from router.text.grammar.check import GrammarCheck
 from router.text.promise_token import PromiseToken
 from router.text.request_fields import ONE_FOR_ALL, TierRules
 from router.text.sampling import GenerationDefaults, RequestedSampling, check_prompt, resolve
@@ -96,6 +98,7 @@ class ChoiceText:
         self.index = index
         self.finished = False
         self.completion_tokens = 0
+        self.delivered_text = ""
         self._stream = stream
         self._keep_stop_token = keep_stop_token
 
@@ -103,7 +106,7 @@ class ChoiceText:
         """Its text up to there was delivered by another router."""
         self.finished = delivered.finished
         if not delivered.finished:
-            self._stream.push(delivered.token_ids)
+            self.delivered_text = self._stream.push(delivered.token_ids).text
         self.completion_tokens = len(delivered.token_ids)
 
     def push(self, tokens: ChoiceTokens) -> TextDelta:
@@ -166,6 +169,7 @@ class ChatPrompt:
     add_generation_prompt: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_special_tokens: bool = False
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 PromptInput = str | tuple[int, ...] | ChatPrompt
@@ -209,16 +213,21 @@ class TextService:
         metrics: RouterMetrics,
         tiers: TierRules = ONE_FOR_ALL,
         key: ClusterKey = UNSIGNED,
+        formats: ChatFormats = PLAIN,
+        grammars: GrammarCheck | None = None,
         door: Door = OPEN_DOOR,
     ) -> None:
+        """`grammars` None: no output can be constrained."""
         self.dispatcher = dispatcher
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.defaults = defaults
         self.metrics = metrics
         self.tiers = tiers
+        self.formats = formats
         self.door = door
         self._key = key
+        self._grammars = grammars
         self.draining = False
         self.refusals = RefusalLog()
 
@@ -291,12 +300,15 @@ class TextService:
             chat.messages,
             add_generation_prompt=chat.add_generation_prompt,
             template_kwargs=chat.template_kwargs,
+            tools=chat.tools,
         )
         check_count("messages", len(chat.messages), MAX_MESSAGES, "messages")
         check_depth(chat.template_kwargs, "chat_template_kwargs")
-        characters = sum(len(message.get("content") or "") for message in chat.messages)
+        check_depth(chat.tools, "tools")
+        characters = sum(_characters(message) for message in chat.messages)
         check_characters(characters, self.facts().max_model_len, "messages")
-        is_short = characters <= LONG_CHARACTERS and not chat.template_kwargs
+        has_more = chat.template_kwargs or chat.tools
+        is_short = characters <= LONG_CHARACTERS and not has_more
         if is_short and len(chat.messages) <= INLINE_MESSAGES:
             return render()
         return await asyncio.to_thread(render)
@@ -337,6 +349,8 @@ class TextService:
             request.prompt, add_special_tokens=request.add_special_tokens
         )
         check_prompt(prompt_ids, facts)
+        if request.sampling.grammar:
+            await self._check_grammar(request.sampling.grammar)
         sampling = resolve(
             request.sampling, prompt_tokens=len(prompt_ids), defaults=self.defaults, facts=facts
         )
@@ -366,6 +380,17 @@ class TextService:
         return TextGeneration(
             self, request, prompt_ids, sampling, generation, timer, self._key.sign(ticket), choices
         )
+
+    async def close(self) -> None:
+        if self._grammars is not None:
+            await self._grammars.close()
+
+    async def _check_grammar(self, grammar: str) -> None:
+        """Raises InvalidRequest."""
+        if self._grammars is None:
+            told = "this router can't constrain outputs: leave response_format out"
+            raise InvalidRequest(told, code="unsupported_parameter")
+        await self._grammars.check(grammar)
 
     async def _choices(self, request: TextRequest, n: int) -> list[ChoiceText]:
         """Behind what another router has delivered of them."""
@@ -452,6 +477,11 @@ class TextGeneration:
         self._cut = False  # by a stop string: the dispatcher may have more to say
         self._choices = choices
         self._delivered_tokens = self.completion_tokens
+
+    @property
+    def delivered_texts(self) -> list[str]:
+        """What another router delivered of each choice."""
+        return [choice.delivered_text for choice in self._choices]
 
     @property
     def completion_tokens(self) -> int:
@@ -551,6 +581,14 @@ class TextGeneration:
             self._metrics.predicted(self._generation.prediction_errors())
 
 
+def _characters(message: Mapping[str, Any]) -> int:
+    """Of its text and of the arguments of its calls."""
+    calls = message.get("tool_calls") or ()
+    texts = [message.get("content"), message.get("reasoning_content")]
+    texts += [call["function"]["arguments"] for call in calls]
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
 def _choice_text(tokenizer: TextTokenizer, asked: RequestedSampling, index: int) -> ChoiceText:
     keep = asked.include_stop_str_in_output
     return ChoiceText(index, _text_stream(tokenizer, asked), keep_stop_token=keep)
@@ -566,6 +604,7 @@ def _text_stream(tokenizer: TextTokenizer, asked: RequestedSampling) -> TextStre
         tokenizer,
         stop_strings=asked.stop,
         skip_special_tokens=asked.skip_special_tokens,
+        shown_special=asked.shown_special,
         include_stop_str_in_output=asked.include_stop_str_in_output,
         min_tokens=asked.min_tokens,
     )

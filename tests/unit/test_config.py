@@ -28,7 +28,7 @@ REFUSED = {
     "nam=x": "nam: unknown key, did you mean name?",
     "workers.0.rol=2": "workers.0.rol: unknown key, did you mean role?",
     "router.zzz=1": "router.zzz: unknown key, expected one of admission, api_key_hashes, api_keys, "
-    "directory_memory, dispatch, failover_patience, grpc_port, host, http_port, "
+    "conversations, directory_memory, dispatch, failover_patience, grpc_port, host, http_port, "
     "internal_grpc_port, internal_host, internal_http_port, max_body, placement, "
     "public_metrics, record, record_size, replicas, resources, same_ports",
     "engine.block_size=7": "engine.block_size: got 7, expected greater than or equal to 8",
@@ -477,6 +477,8 @@ CHANGES = {
     "model.served_name": "s",
     "model.dtype": "float16",
     "model.max_model_len": 77,
+    "model.tool_format": "hermes",
+    "model.reasoning_format": "none",
     "engine.block_size": 64,
     "engine.memory_fraction": 0.5,
     "engine.kv_memory": "3MiB",
@@ -517,6 +519,9 @@ CHANGES = {
     "router.record": "/log",
     "router.record_size": "5MiB",
     "router.directory_memory": "5MiB",
+    "router.conversations.answers": 5,
+    "router.conversations.memory": "5MiB",
+    "router.conversations.age": "9s",
     "router.failover_patience": "9s",
     "router.placement.policy": "random",
     "router.placement.local_prefill": "auto",

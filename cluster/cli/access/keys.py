@@ -121,8 +121,7 @@ def revoke(
     file: FileOption,
     ids: Annotated[list[str], typer.Argument(metavar="ID...", help="As kvrelay keys list shows.")],
 ) -> None:
-    """Remove keys. Routers refuse them a second later; requests that run already end by
-    themselves."""
+    """Remove keys. Routers refuse them a second later; what runs already ends by itself."""
     from router.access.key_file import changing
     from router.access.keys import key_ids
 

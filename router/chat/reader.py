@@ -1,0 +1,79 @@
+"""Reads what one choice says, as it comes: reasoning, content and tool calls.
+
+After some text it has told the same, wherever the text was cut. So a stream that goes on behind
+what another router delivered feeds that text first, and leaves out what it gets for it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+from router.chat.events import (
+    CallArguments,
+    CallBegins,
+    ChatEvent,
+    ContentText,
+    ReasoningText,
+)
+from router.chat.form import ChatForm
+from router.chat.formats.format import ToolFormat
+from router.chat.formats.machine import Machine
+from router.chat.formats.plain import PlainMachine
+from router.chat.formats.thinking import ThinkingMachine
+from router.chat.prompt_end import begins_of
+from router.text.service import TextService
+
+
+class ChatReader:
+    """`calls` counts those that have begun."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.calls = 0
+
+    def push(self, text: str) -> list[ChatEvent]:
+        """What is certain by now, whatever comes next."""
+        return self._counted(self._machine.push(text)) if text else []
+
+    def finish(self) -> list[ChatEvent]:
+        """The choice has ended: what was held back."""
+        return self._counted(self._machine.finish())
+
+    def _counted(self, events: list[ChatEvent]) -> list[ChatEvent]:
+        events = _joined(events)
+        self.calls += sum(isinstance(event, CallBegins) for event in events)
+        return events
+
+
+def reader_of(service: TextService, form: ChatForm) -> ChatReader:
+    """One for each choice."""
+    formats = service.formats
+    tools = form.callable_tools()
+    machine: Machine = PlainMachine()
+    if formats.tools is not None and (tools or formats.tools.reads_all):
+        machine = formats.tools.machine(_ids(formats.tools), tools)
+    if formats.reasoning is not None:
+        machine = ThinkingMachine(formats.reasoning, begins_of(service, form), machine)
+    return ChatReader(machine)
+
+
+def _ids(chosen: ToolFormat) -> Callable[[], str]:
+    """Some chat templates take ids of a fixed length only."""
+    return lambda: chosen.call_id_prefix + secrets.token_hex(16)[: chosen.call_id_length]
+
+
+def _joined(events: list[ChatEvent]) -> list[ChatEvent]:
+    """Neighbours of one kind become one."""
+    joined: list[ChatEvent] = []
+    for event in events:
+        match joined[-1:], event:
+            case [ContentText(text=before)], ContentText():
+                joined[-1] = ContentText(text=before + event.text)
+            case [ReasoningText(text=before)], ReasoningText():
+                joined[-1] = ReasoningText(text=before + event.text)
+            case [CallArguments(position=at, text=before)], CallArguments() if at == event.position:
+                joined[-1] = CallArguments(position=at, text=before + event.text)
+            case _:
+                joined.append(event)
+    return joined
