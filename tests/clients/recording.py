@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,16 +28,20 @@ USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
 
 @dataclass(slots=True)
 class Recorded:
-    """Each request's path and body, in order."""
+    """Each request's path and body, in order. `keys`: what came as its authorization."""
 
     url: str
     requests: list[tuple[str, Json]] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
 
 
 @contextmanager
-def recording() -> Iterator[Recorded]:
+def recording(tls: ssl.SSLContext | None = None) -> Iterator[Recorded]:
     server = _Server(("127.0.0.1", 0), _Handler)
-    server.recorded = Recorded(f"http://127.0.0.1:{server.server_address[1]}")  # type: ignore[attr-defined]
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+    scheme = "http" if tls is None else "https"
+    server.recorded = Recorded(f"{scheme}://127.0.0.1:{server.server_address[1]}")  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
@@ -61,7 +66,9 @@ class _Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("content-length", 0))
         body = json.loads(self.rfile.read(length))
         path = self.path.partition("?")[0].removesuffix("/")
-        self.server.recorded.requests.append((path, body))  # type: ignore[attr-defined]
+        recorded: Recorded = self.server.recorded  # type: ignore[attr-defined]
+        recorded.requests.append((path, body))
+        recorded.keys.append(self.headers.get("authorization"))
         if body.get("stream"):
             self._send("text/event-stream", b"".join(map(_event, _events(path, body))))
         else:

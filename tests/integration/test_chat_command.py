@@ -7,13 +7,17 @@ import os
 import pty
 import re
 import signal
+import ssl
 import subprocess
 import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import trustme
+
 from kvrelay.errors import Refused
+from tests.clients.recording import TEXT, recording
 from tests.integration.faces_kit import Served, in_loop, served
 from tests.integration.http_kit import checkpoint_folder as checkpoint_folder
 from tests.integration.test_promises_brought_back import refusing
@@ -80,6 +84,27 @@ async def test_with_wait_it_comes_back_with_its_promise(folder: Path) -> None:
         assert out.strip()
         promises = [request.promise for request in s.dispatcher.requests]
         assert [told is not None for told in promises] == [False, True, True]
+
+
+@in_loop
+async def test_over_tls_with_a_key(tmp_path: Path) -> None:
+    """Both certificates are checked: the server's, and the user's own."""
+    authority = trustme.CA()
+    trusted, own = tmp_path / "ca.pem", tmp_path / "own.pem"
+    authority.cert_pem.write_to_path(str(trusted))
+    authority.issue_cert("user").private_key_and_cert_chain_pem.write_to_path(str(own))
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    authority.configure_trust(context)
+    context.verify_mode = ssl.CERT_REQUIRED
+    with recording(context) as server:
+        options = ("--ca-file", str(trusted), "--cert", str(own))
+        out, _ = await piped(server.url, "x", *options, KVRELAY_API_KEY="secret")
+        assert (out, server.keys) == (f"{TEXT}\n", ["Bearer secret"])
+        _, err = await piped(server.url, "x", expected=2)
+        assert "no server answers (" in err and "--ca-file names the certificates to trust" in err
+        _, err = await piped(server.url, "x", "--cert", str(trusted), expected=2)
+        assert err.startswith(f"kvrelay: --cert {trusted}: can't be used: ")
 
 
 # --- in a terminal --------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from cluster.cli.for_users.server import (
     AddressOption,
     ApiKeyOption,
     CaFileOption,
+    CertOption,
     server_at,
 )
 from kvrelay.errors import ConfigError
@@ -67,6 +68,7 @@ def batch(
     ] = 600.0,
     api_key: ApiKeyOption = None,
     ca_file: CaFileOption = None,
+    cert: CertOption = None,
     format_: FormatOption = Format.TABLE,
 ) -> int:
     """Send a file of requests and write a file of answers, in OpenAI's batch format.
@@ -78,7 +80,7 @@ def batch(
     from cluster.cli.for_users.batch_run import BatchRun, Told
     from cluster.cli.for_users.window import Window
 
-    server = server_at(address, api_key, ca_file)
+    server = server_at(address, api_key, ca_file, cert)
     if answers.exists() and answers.samefile(requests):
         raise ConfigError(f"{answers}: name another file for the answers")
     began_s = time.monotonic()

@@ -16,6 +16,7 @@ from cluster.cli.for_users.server import (
     AddressOption,
     ApiKeyOption,
     CaFileOption,
+    CertOption,
     server_at,
 )
 from kvrelay.errors import KvrelayError
@@ -60,6 +61,7 @@ def chat(
     ] = False,
     api_key: ApiKeyOption = None,
     ca_file: CaFileOption = None,
+    cert: CertOption = None,
 ) -> None:
     """Talk to the model of a running cluster.
 
@@ -77,7 +79,7 @@ def chat(
         "tier": tier,
     }
     fields = {name: given for name, given in options.items() if given is not None}
-    talk = Conversation(server_at(address, api_key, ca_file), fields, system)
+    talk = Conversation(server_at(address, api_key, ca_file, cert), fields, system)
     with contextlib.closing(talk.client):
         if sys.stdin.isatty():
             Terminal(talk, waits=wait).run()

@@ -48,15 +48,26 @@ CaFileOption = Annotated[
         help="Certificates (PEM) to trust instead of the system's, for https://.",
     ),
 ]
+CertOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        help="Your own certificate and its private key (PEM), where the server asks for one.",
+    ),
+]
 
 
 @value
 class Server:
-    """`url` has no path. `ca_file`: whom to trust; None: whom the system trusts."""
+    """`url` has no path. `ca_file`: whom to trust; None: whom the system trusts. `cert`: the own
+    certificate, with its key."""
 
     url: str
     api_key: str | None = None
     ca_file: Path | None = None
+    cert: Path | None = None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -64,16 +75,23 @@ class Server:
 
     @property
     def trusted(self) -> ssl.SSLContext | bool:
-        """Raises ConfigError when the file holds no certificates."""
-        if self.ca_file is None or self.url.startswith("http:"):
+        """Raises ConfigError when a file holds no certificates."""
+        if self.url.startswith("http:"):
             return True
+        option, file = "--ca-file", self.ca_file
         try:
-            return ssl.create_default_context(cafile=str(self.ca_file))
+            context = ssl.create_default_context(cafile=None if file is None else str(file))
+            option, file = "--cert", self.cert
+            if file is not None:
+                context.load_cert_chain(file)
         except (ssl.SSLError, OSError) as error:
-            raise ConfigError(f"--ca-file {self.ca_file}: no certificates: {error}") from None
+            raise ConfigError(f"{option} {file}: can't be used: {error}") from None
+        return context
 
 
-def server_at(address: str, api_key: str | None, ca_file: Path | None) -> Server:
+def server_at(
+    address: str, api_key: str | None, ca_file: Path | None = None, cert: Path | None = None
+) -> Server:
     """Raises ConfigError for what is neither HOST:PORT nor such a URL."""
     from cluster.process.net import split_address
 
@@ -83,7 +101,8 @@ def server_at(address: str, api_key: str | None, ca_file: Path | None) -> Server
     split_address(rest.rstrip("/"), "--address")
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise ConfigError("--api-key: expected printable ASCII characters")
-    return Server(url=f"{scheme or 'http'}://{rest.rstrip('/')}", api_key=api_key, ca_file=ca_file)
+    url = f"{scheme or 'http'}://{rest.rstrip('/')}"
+    return Server(url=url, api_key=api_key, ca_file=ca_file, cert=cert)
 
 
 class ServerGone(KvrelayError):
@@ -98,7 +117,9 @@ def gone(server: Server, error: Exception) -> ServerGone:
         if "SSL" in said or "certificate" in said:
             advice = "--ca-file names the certificates to trust, http:// leaves TLS out"
         return ServerGone(f"{server.url}: no server answers ({said}): {advice}")
-    return ServerGone(f"{server.url}: the connection was lost ({said})")
+    hint = ": is it https://?" if isinstance(error, httpx.RemoteProtocolError) else ""
+    hint = hint if server.url.startswith("http:") else ""
+    return ServerGone(f"{server.url}: the connection was lost ({said}){hint}")
 
 
 @value
