@@ -35,7 +35,18 @@ def recorded(python: Path, sdk: str) -> dict[str, Any]:
 
 def main() -> None:
     python = python_of(SDK_ENVIRONMENT)
-    DATA.write_text(json.dumps({sdk: recorded(python, sdk) for sdk in SDKS}, indent=1) + "\n")
+    DATA.write_text(as_text({sdk: recorded(python, sdk) for sdk in SDKS}), encoding="utf-8")
+
+
+def as_text(told: dict[str, Any]) -> str:
+    """One request a line."""
+    parts = [
+        f' {json.dumps(sdk)}: {{"version": {json.dumps(one["version"])}, "requests": [\n  '
+        + ",\n  ".join(map(json.dumps, one["requests"]))
+        + "\n ]}"
+        for sdk, one in told.items()
+    ]
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 if __name__ == "__main__":

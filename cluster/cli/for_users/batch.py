@@ -89,7 +89,11 @@ def batch(
         before = len(output.done.answered)
         told = Told(on_change=progress.shown(before))
         run = BatchRun(server, output, Window(most=concurrency), told, patience_s=patience)
-        asyncio.run(run.run(_to_send(requests, output)))
+        try:
+            asyncio.run(run.run(_to_send(requests, output)))
+        except KeyboardInterrupt:
+            print("kvrelay: stopped: run it again, and it goes on", file=sys.stderr)
+            raise
     summary = _summary(total, output, run, time.monotonic() - began_s)
     _print(summary, run.tally, format_)
     return 0 if summary["answered"] == total else EXIT_NOT_ALL
@@ -100,12 +104,16 @@ def _to_send(path: Path, output: Output) -> Iterator[Line]:
     where the first was answered before."""
     from cluster.cli.for_users.batch_lines import CustomIds, line_of, lines_of
 
-    custom_ids = CustomIds()
+    custom_ids, number = CustomIds(), 0
     with path.open("rb") as file:
         for number, answer_id, text in lines_of(file):
             line = custom_ids.checked(line_of(number, answer_id, text))
             if not output.done.has(number, answer_id):
                 yield line
+    if (last := max(output.done.answered, default=0)) > number:
+        raise ConfigError(
+            f"line {last} is answered, but {path} ends before: are these its answers?"
+        )
 
 
 def _summary(total: int, output: Output, run: BatchRun, seconds: float) -> dict[str, object]:

@@ -141,7 +141,7 @@ class Problem:
 
     @property
     def is_about_the_key(self) -> bool:
-        return self.status in (401, 403)
+        return self.status == 401
 
 
 def problem_of(status: int, headers: Mapping[str, str], body: bytes) -> Problem:
