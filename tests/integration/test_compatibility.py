@@ -71,4 +71,4 @@ async def test_responses_take_vllms_sampling_fields(folder: Path) -> None:
         0.3,
     )
     assert (sampling.repetition_penalty, sampling.logit_bias) == (1.1, ((7, 2.0),))
-    assert sampling.ignore_eos and 9 in sampling.stop_token_ids
+    assert 9 in sampling.stop_token_ids and 0 not in sampling.stop_token_ids, "no end of sequence"
