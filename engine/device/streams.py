@@ -54,7 +54,7 @@ def _no_wait() -> None:
     pass
 
 
-_Numbers = NDArray[np.float32] | NDArray[np.int32]
+_Numbers = NDArray[np.float32] | NDArray[np.int32] | NDArray[np.int64]
 
 
 def send(

@@ -224,7 +224,8 @@ class RequestSpec:
 class TokenLogprobs:
     """Natural logarithms: of the chosen token, and of the most likely ones, best first.
 
-    Taken from the distribution before temperature and truncation, after penalties and bias.
+    Taken from the distribution before temperature and truncation, after penalties, bias and the
+    mask of a grammar.
     """
 
     token_id: int

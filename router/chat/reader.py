@@ -24,6 +24,10 @@ from router.chat.formats.thinking import ThinkingMachine
 from router.chat.prompt_end import begins_of
 from router.text.service import TextService
 
+PIECE = 1024
+"""Characters that a machine gets at once. It copies what waits at each mark, so a long text with
+many marks would take quadratic time."""
+
 
 class ChatReader:
     """`calls` counts those that have begun."""
@@ -34,7 +38,10 @@ class ChatReader:
 
     def push(self, text: str) -> list[ChatEvent]:
         """What is certain by now, whatever comes next."""
-        return self._counted(self._machine.push(text)) if text else []
+        events: list[ChatEvent] = []
+        for at in range(0, len(text), PIECE):
+            events += self._machine.push(text[at : at + PIECE])
+        return self._counted(events)
 
     def finish(self) -> list[ChatEvent]:
         """The choice has ended: what was held back."""
@@ -47,15 +54,25 @@ class ChatReader:
 
 
 def reader_of(service: TextService, form: ChatForm) -> ChatReader:
-    """One for each choice."""
+    """For an answer of one choice."""
+    return readers_of(service, form)()
+
+
+def readers_of(service: TextService, form: ChatForm) -> Callable[[], ChatReader]:
+    """Makes one for each choice."""
     formats = service.formats
     tools = form.callable_tools()
-    machine: Machine = PlainMachine()
-    if formats.tools is not None and (tools or formats.tools.reads_all):
-        machine = formats.tools.machine(_ids(formats.tools), tools)
-    if formats.reasoning is not None:
-        machine = ThinkingMachine(formats.reasoning, begins_of(service, form), machine)
-    return ChatReader(machine)
+    begins = begins_of(service, form)
+
+    def reader() -> ChatReader:
+        machine: Machine = PlainMachine()
+        if formats.tools is not None and (tools or formats.tools.reads_all):
+            machine = formats.tools.machine(_ids(formats.tools), tools)
+        if formats.reasoning is not None:
+            machine = ThinkingMachine(formats.reasoning, begins, machine)
+        return ChatReader(machine)
+
+    return reader
 
 
 def _ids(chosen: ToolFormat) -> Callable[[], str]:

@@ -17,7 +17,8 @@ from router.core.state.generation import GenerationRequest
 from router.text.tokenizer import TextTokenizer
 from tests.chat_checkpoints import checkpoint_of
 from tests.integration.faces_kit import MODEL, Served, in_loop, served
-from tests.integration.http_kit import CHAT, events
+from tests.integration.http_kit import CHAT as MESSAGES
+from tests.integration.http_kit import events
 from tests.unit.fake_dispatcher import FACTS, FakeDispatcher
 
 WEATHER: Any = {
@@ -32,6 +33,7 @@ WEATHER: Any = {
         },
     },
 }
+CHAT: Any = MESSAGES
 NOW: Any = {"type": "function", "function": {"name": "now"}}
 TWO_CALLS = (
     'Two.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich 😀", "days": 3}}\n'
@@ -128,7 +130,7 @@ async def test_the_clients_own_stream_helper_puts_calls_together(folders: dict[s
         async with client.chat.completions.stream(
             model=MODEL,
             messages=CHAT,
-            tools=[WEATHER, NOW],  # type: ignore[arg-type]
+            tools=[WEATHER, NOW],
         ) as stream:
             final = await stream.get_final_completion()
         assert calls_of(final.choices[0].message) == [("get_weather", ARGUMENTS), ("now", {})]
@@ -207,7 +209,7 @@ async def test_a_choice_constrains_the_request(folders: dict[str, Path]) -> None
 @in_loop
 async def test_reasoning_is_a_field_of_its_own(folders: dict[str, Path]) -> None:
     async with saying(folders["r1"], "Hm, two.\n</think>\n\nTwo.") as s, s.openai() as client:
-        whole = (await client.chat.completions.create(model=MODEL, messages=CHAT)).choices[0]  # type: ignore[arg-type]
+        whole = (await client.chat.completions.create(model=MODEL, messages=CHAT)).choices[0]
         assert whole.message.content == "Two."
         extra = whole.message.model_extra or {}
         assert extra == {"reasoning": "Hm, two.", "reasoning_content": "Hm, two."}
@@ -220,11 +222,12 @@ async def test_reasoning_is_a_field_of_its_own(folders: dict[str, Path]) -> None
 @in_loop
 async def test_effort_and_template_variables(folders: dict[str, Path]) -> None:
     async with saying(folders["thinking"], "Two.") as s, s.openai() as client:
-        for fields in (
+        efforts: tuple[Any, ...] = (
             {"reasoning_effort": "none"},
             {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
-        ):
-            await client.chat.completions.create(model=MODEL, messages=CHAT, **fields)  # type: ignore[call-overload]
+        )
+        for fields in efforts:
+            await client.chat.completions.create(model=MODEL, messages=CHAT, **fields)
             prompt = s.servers.service.tokenizer.decode(s.dispatcher.requests[-1].prompt_ids)
             assert prompt.rstrip().endswith("</think>"), prompt
 

@@ -102,7 +102,7 @@ BAD_BODIES: list[tuple[str, dict[str, Any], int, str, str | None, str]] = [
         400,
         "invalid_value",
         "response_format.type",
-        "must be text, json_object or json_schema",
+        "must be text, json_object or json_schema, not 'xml'",
     ),
     (
         "/v1/chat/completions",

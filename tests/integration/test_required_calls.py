@@ -78,6 +78,10 @@ def asked(**fields: Any) -> dict[str, Any]:
     return {**plain, "temperature": 0.8, **fields}
 
 
+def calls_of(choice: Any) -> list[Any]:
+    return choice.message.tool_calls or []
+
+
 def check(name: str, arguments: str) -> None:
     validate(json.loads(arguments), SCHEMAS[name])
 
@@ -87,12 +91,12 @@ def test_a_required_call_matches_its_schema(client: openai.OpenAI, seed: int) ->
     fields = asked(tool_choice="required", parallel_tool_calls=False, seed=seed)
     whole = client.chat.completions.create(**fields).choices[0]
     assert whole.finish_reason == "tool_calls"
-    (call,) = whole.message.tool_calls
+    (call,) = calls_of(whole)
     check(call.function.name, call.function.arguments)
     assert whole.message.content is None
     with client.chat.completions.stream(**fields) as stream:
         streamed = stream.get_final_completion().choices[0]
-    (again,) = streamed.message.tool_calls
+    (again,) = calls_of(streamed)
     assert again.function.arguments == call.function.arguments
 
 
@@ -101,7 +105,7 @@ def test_the_named_tool_is_called(client: openai.OpenAI) -> None:
         choice = {"type": "function", "function": {"name": name}}
         fields = asked(tool_choice=choice, parallel_tool_calls=False, n=2, logprobs=True)
         for one in client.chat.completions.create(**fields).choices:
-            (call,) = one.message.tool_calls
+            (call,) = calls_of(one)
             assert call.function.name == name
             check(name, call.function.arguments)
 
@@ -109,6 +113,7 @@ def test_the_named_tool_is_called(client: openai.OpenAI) -> None:
 def test_the_clients_pydantic_tools_are_parsed(client: openai.OpenAI) -> None:
     fields = asked(tools=[SHORT], tool_choice="required", parallel_tool_calls=False)
     message = client.chat.completions.parse(**fields).choices[0].message
+    assert message.tool_calls is not None
     assert isinstance(message.tool_calls[0].function.parsed_arguments, Light)
 
 
@@ -119,7 +124,7 @@ def test_every_format_makes_its_calls(cluster: Cluster, client: openai.OpenAI, n
     before, service.formats = service.formats, formats_of("", name)
     try:
         fields = asked(tools=[SHORT], tool_choice="required", parallel_tool_calls=False)
-        (call,) = client.chat.completions.create(**fields).choices[0].message.tool_calls
+        (call,) = calls_of(client.chat.completions.create(**fields).choices[0])
         check(call.function.name, call.function.arguments)
     finally:
         service.formats = before

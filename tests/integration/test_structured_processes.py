@@ -37,6 +37,8 @@ PERSON = {
     "additionalProperties": False,
 }
 
+DEEP = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(4000)) + '\nr4000: "x"'
+
 
 @pytest.fixture
 def here() -> Iterator[Marked]:
@@ -116,6 +118,5 @@ def _survives(addresses: list[RouterAddresses], processes: dict[str, Process]) -
         with pytest.raises(InvalidRequest, match="nowhere"):
             client.generate("It was", grammar="start: nowhere")
         with pytest.raises(InvalidRequest, match="too deeply"):
-            rules = "\n".join(f"r{i}: r{i + 1}" for i in range(4000))
-            client.generate("It was", grammar=f'start: r0\n{rules}\nr4000: "x"')
+            client.generate("It was", grammar=DEEP)
         assert client.generate("It was", **asked()).text == alone.text

@@ -310,6 +310,23 @@ def test_arguments_match_the_schema(name: str) -> None:
     assert not takes(name, loose, said(name, "light", '{"room": "hall"}'))
 
 
+def test_words_of_a_schema_are_no_part_of_the_grammar() -> None:
+    schema = {
+        "type": "object",
+        "title": "Told",
+        "description": "Told",
+        "properties": {
+            "title": {"const": {"title": "Kept"}, "description": "Told"},
+            "description": {"type": "string", "enum": ["a"], "examples": ["Told"]},
+        },
+        "required": ["title", "description"],
+    }
+    chat = form(Tool(name="f", parameters=schema, strict=True), choice=REQUIRED)
+    assert "Told" not in asked("hermes", chat).sampling.grammar
+    arguments = '{"title": {"title": "Kept"}, "description": "a"}'
+    assert takes("hermes", chat, said("hermes", "f", arguments))
+
+
 def test_xml_parameters_match_the_schema() -> None:
     chat = form(STRICT, choice=REQUIRED)
     assert not takes("qwen3-coder", chat, QWEN_LIGHT.replace("hall", "attic"))

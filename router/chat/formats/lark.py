@@ -56,7 +56,31 @@ def json_rule(schema: Mapping[str, Any]) -> str:
     """The schema's own `x-guidance` comes before ours."""
     own = schema.get("x-guidance")
     options = {"whitespace_pattern": WHITE_SPACE, **(own if isinstance(own, dict) else {})}
-    return "%json " + json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
+    bare = {**_without_words(schema), "x-guidance": options}
+    return "%json " + json.dumps(bare, ensure_ascii=False, separators=(",", ":"))
+
+
+WORDS = frozenset({"description", "title", "default", "examples", "$comment"})
+SCHEMAS_BY_NAME = frozenset(
+    {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
+)
+
+
+def _without_words(schema: object) -> Any:
+    """What a schema tells people matters to no grammar, and is most of its text."""
+    match schema:
+        case Mapping():
+            return {key: _part(key, one) for key, one in schema.items() if key not in WORDS}
+        case list():
+            return [_without_words(one) for one in schema]
+        case _:
+            return schema
+
+
+def _part(key: str, part: object) -> Any:
+    if key in SCHEMAS_BY_NAME and isinstance(part, Mapping):
+        return {name: _without_words(one) for name, one in part.items()}
+    return part if key in ("enum", "const", "required") else _without_words(part)
 
 
 def either(alternatives: list[str]) -> str:

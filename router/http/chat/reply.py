@@ -20,7 +20,7 @@ from router.chat.events import (
     ToolCall,
 )
 from router.chat.form import ChatForm
-from router.chat.reader import ChatReader, reader_of
+from router.chat.reader import ChatReader, readers_of
 from router.http.api import HttpApi
 from router.http.bodies import ChatBody, stop_reason, stream_flags
 from router.http.reply import ChoiceTotals, Reply, chat_logprobs, prompt_logprobs
@@ -33,8 +33,7 @@ class ChatReply(Reply):
     ) -> None:
         super().__init__(stream_flags(body), ledger=ledger, tickets=bool(body.return_token_ids))
         self.id = request_id
-        self._service = api.service
-        self._form = form
+        self._new_reader = readers_of(api.service, form)
         self._readers: dict[int, ChatReader] = {}
         self._eos_ids = api.service.defaults.eos_token_ids
         self._tokenizer = api.service.tokenizer
@@ -90,7 +89,7 @@ class ChatReply(Reply):
     def _reader(self, choice: int) -> ChatReader:
         """Stands behind what another router has delivered."""
         if choice not in self._readers:
-            reader = self._readers[choice] = reader_of(self._service, self._form)
+            reader = self._readers[choice] = self._new_reader()
             reader.push(self.generations[0].delivered_texts[choice])
         return self._readers[choice]
 

@@ -42,7 +42,7 @@ class GrammarCheck:
 
     async def check(self, grammar: str) -> None:
         """Raises InvalidRequest with llguidance's words if it can't be used."""
-        bounded(grammar, "the output's grammar")
+        bounded(grammar, "grammar")
         error = self._known.get(grammar)
         if error is None:
             async with self._turn:

@@ -20,8 +20,8 @@ from collections.abc import Iterable
 
 from llguidance import LLMatcher, LLTokenizer
 
-COMPILE_S = 2.0
-"""Processor time for one grammar."""
+COMPILE_S = 0.5
+"""Processor time for one grammar. A worker compiles it too, and a step may have to wait for it."""
 STACK_BYTES = 1 << 20
 """Workers have twice as much wherever they follow a grammar, so what fits here fits there."""
 MOST_BYTES = 4 << 30
