@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
@@ -68,16 +69,19 @@ def given(**options: object) -> list[Override]:
     ]
 
 
+HEADER_TEXT = re.compile(r"[\x21-\x7e]+")
+
+
 def key_hashes(keys: Iterable[str] | None) -> tuple[str, ...] | None:
-    """`--api-key`: what the cluster file holds of such keys. Raises ConfigError for an empty
-    one."""
+    """`--api-key`: what the cluster file holds of such keys. Raises ConfigError for one that no
+    header can carry."""
     if not keys:
         return None
     from router.access.keys import key_digest
 
-    if not all(key.strip() for key in keys):
-        raise ConfigError("--api-key: expected a key, not an empty text")
-    return tuple(key_digest(key.strip()) for key in keys)
+    if not all(HEADER_TEXT.fullmatch(key) for key in keys):
+        raise ConfigError("--api-key: expected printable ASCII without spaces")
+    return tuple(key_digest(key) for key in keys)
 
 
 def parsed(texts: Iterable[str] | None) -> list[Override]:

@@ -44,7 +44,10 @@ class KeyFile:
                 return None
             self._seen = None
             raise ConfigError(f"{self.path}: {error.strerror}") from None
-        return None if seen == self._seen else self.read()
+        if seen == self._seen:
+            return None
+        self._seen = seen
+        return self.read()
 
 
 def _seen(found: os.stat_result) -> _Seen:

@@ -104,6 +104,22 @@ FAILURES: Mapping[str, int] = {
 """# reason of a RequestFailedError |-> its status, where it isn't 503"""
 
 
+REASONS: Mapping[int, str] = {
+    400: "The request can never be served as it is.",
+    404: "The model, or what the request names, does not exist.",
+    408: "The body has not come in time.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    422: "The request has failed on several workers, and is not tried again.",
+    429: "The request can't be served now; `retry-after` says when it can.",
+    431: "The header block is too large.",
+    500: "The router or a worker has a fault.",
+    503: "There is no worker that could serve the request.",
+    504: "The request's deadline has passed.",
+    529: "The cluster can't serve the request now; `retry-after` says when it can.",
+}
+"""# status |-> what it means, in words"""
+
 INVALID: Mapping[type[InvalidRequest], int] = {
     NotAuthenticated: 401,
     NotAllowed: 403,

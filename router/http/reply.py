@@ -5,11 +5,12 @@ Log probabilities have OpenAI's two shapes.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from abc import ABC, abstractmethod
 from base64 import b64encode
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import ClassVar
 
@@ -18,7 +19,16 @@ from starlette.types import Receive, Scope, Send
 
 from kvrelay.errors import KvrelayError
 from kvrelay.types import PromptLogprob, TokenLogprobs, value
-from router.http.api import DONE_EVENT, HttpApi, event, json_response, run_until_disconnect
+from router.http.api import (
+    DONE_EVENT,
+    HttpApi,
+    event,
+    event_of,
+    json_bytes,
+    json_response,
+    long_json_bytes,
+    run_until_disconnect,
+)
 from router.http.bodies import StreamFlags
 from router.http.errors import INTERNAL, TIER_HEADER, ErrorReply, reply_of
 from router.http.event_stream import COMMENT, EventStream
@@ -100,7 +110,9 @@ class Reply(Answer):
     def closing_chunk(self) -> dict[str, object]:
         """The object of the last event, without choices."""
 
-    def streamed(self, position: int, delta: TextDelta) -> bytes:
+    def streamed(
+        self, position: int, delta: TextDelta, encode: Callable[[object], bytes] = json_bytes
+    ) -> bytes:
         """One event, with the usage of its choice so far if every event shall have it."""
         chunk = self.chunk(position, delta)
         if self._flags.continuous_usage:
@@ -109,7 +121,7 @@ class Reply(Answer):
         if self._told_tickets is not None and position not in self._told_tickets:
             self._told_tickets.add(position)
             chunk["ticket"] = b64encode(self.generations[position].ticket).decode()
-        return event(chunk)
+        return event_of(encode(chunk))
 
     def usage(self) -> dict[str, object]:
         prompt = sum(len(generation.prompt_ids) for generation in self.generations)
@@ -139,6 +151,14 @@ def _usage(prompt: int, completion: int) -> dict[str, object]:
     }
 
 
+TOLD_AT_ONCE = 500
+"""An answer that tells of more tokens of its prompts is written on a thread."""
+
+
+def _told(generation: TextGeneration) -> int:
+    return len(generation.prompt_logprobs)
+
+
 class GenerationResponse(Response):
     """Runs the requests while it answers; those in `started` run already."""
 
@@ -155,6 +175,7 @@ class GenerationResponse(Response):
         self._requests = requests
         self._reply = reply
         self._started = started
+        self._begun: set[int] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = self._stream(send) if self._reply.stream else self._whole(scope, receive, send)
@@ -175,8 +196,27 @@ class GenerationResponse(Response):
                 self._reply.heard(position, delta)
                 sums[position, delta.choice].add(delta)
         totals = {key: sums[key].total() for key in sorted(sums)}
-        body = self._reply.whole(totals) | self._reply.ledger_extra()
-        await json_response(body, headers=dict(self._reply.headers()))(scope, receive, send)
+        content = await self._whole_body(totals)
+        await json_response(content, headers=dict(self._reply.headers()))(scope, receive, send)
+
+    async def _whole_body(self, totals: ChoiceTotals) -> bytes:
+        def shape(encode: Callable[[object], bytes]) -> bytes:
+            return encode(self._reply.whole(totals) | self._reply.ledger_extra())
+
+        reply = self._reply
+        if not isinstance(reply, Reply) or sum(map(_told, reply.generations)) <= TOLD_AT_ONCE:
+            return shape(json_bytes)
+        return await asyncio.to_thread(shape, long_json_bytes)
+
+    async def _event(self, position: int, delta: TextDelta) -> bytes:
+        """The first one of a prompt tells of the prompt."""
+        reply = self._reply
+        begun = position in self._begun
+        self._begun.add(position)
+        is_short = begun or _told(reply.generations[position]) <= TOLD_AT_ONCE
+        if is_short or not isinstance(reply, Reply):
+            return reply.streamed(position, delta)
+        return await asyncio.to_thread(reply.streamed, position, delta, long_json_bytes)
 
     async def _stream(self, send: Send) -> None:
         """A first token, or a comment, opens the stream; until then errors have their own status.
@@ -190,7 +230,7 @@ class GenerationResponse(Response):
         ):
             try:
                 async for position, delta in deltas:
-                    if events := reply.streamed(position, delta):
+                    if events := await self._event(position, delta):
                         await out.send(events)
             except Exception as error:
                 if not out.is_open:

@@ -69,6 +69,10 @@ MAX_UNREAD_OF_CHOICE = 256
 """A request of many choices may have so many waiting for each, if that is more."""
 
 
+MOST_IN_A_TURN = 32
+"""After so many tokens that were waiting, the loop's other tasks have their turn."""
+
+
 class GenerationOwner(Protocol):
     """Whose it is: the dispatcher."""
 
@@ -93,6 +97,7 @@ class WorkerGeneration:
         self._deliveries: asyncio.Queue[Deliver | Fail | None] = asyncio.Queue()
 
     async def __aiter__(self) -> AsyncIterator[ChoiceTokens]:
+        taken = 0
         try:
             while (delivery := await self._deliveries.get()) is not None:
                 if isinstance(delivery, Fail):
@@ -100,6 +105,9 @@ class WorkerGeneration:
                 self.unread_tokens -= _tokens_in(delivery)
                 for tokens in delivery.tokens:
                     yield tokens
+                    taken += 1
+                    if taken % MOST_IN_A_TURN == 0:
+                        await asyncio.sleep(0)
                 if delivery.done:
                     return
         finally:

@@ -79,6 +79,17 @@ def check_characters(characters: int, max_model_len: int, param: str = "prompt")
         )
 
 
+def check_tokens(count: int, max_model_len: int, param: str) -> None:
+    """Raises InvalidRequest for more tokens than the model's context."""
+    if count > max_model_len:
+        raise InvalidRequest(
+            f"{param} has {count} token ids, and at most {max_model_len} are allowed, the model's "
+            "context: send fewer",
+            code="context_length_exceeded",
+            param=param,
+        )
+
+
 def check_prompt_logprobs(prompt_tokens: int, top: int | None) -> None:
     """Raises InvalidRequest."""
     if top is not None and prompt_tokens * (top + 1) > MAX_PROMPT_LOGPROBS:

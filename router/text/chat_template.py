@@ -62,6 +62,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
+REFUSALS = (
+    *(TemplateError, TypeError, ValueError, LookupError),
+    *(AttributeError, ArithmeticError, RecursionError, MemoryError),
+)
+"""What a template raises for messages and variables that it was not written for."""
+
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
 
@@ -110,7 +116,7 @@ class ChatTemplate:
         }
         try:
             return self._rendered(variables, messages)
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except REFUSALS as error:
             raise InvalidRequest(
                 f"the model's chat template refused the messages: {error}", param="messages"
             ) from error
@@ -137,6 +143,6 @@ def _call_with_object(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return dict(call)
     return {**call, "function": {**function, "arguments": arguments}}

@@ -20,6 +20,7 @@ from router.text.chat_template import ChatTemplate
 
 LONG_CHARACTERS = 4_000
 """Longer texts take milliseconds: they are tokenized on a thread."""
+LONG_TOKENS = 1_000
 
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -155,7 +156,11 @@ class TextTokenizer:
         return found[0]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        """Only a batch lets other threads run meanwhile."""
+        if len(token_ids) <= LONG_TOKENS:
+            return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        found = self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        return str(found[0])
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that the token adds to the text, which may be half a character."""

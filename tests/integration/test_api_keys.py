@@ -4,7 +4,7 @@ requests, and each key to its limits."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from router.access.caller import KeySources
 from router.access.key_file import changing
 from router.access.keys import ApiKey, key_digest
 from router.access.limits import Limits
-from router.http_apps import OPEN_PATHS, PUBLIC_ROUTES
+from router.http_apps import OPEN_PATHS, PUBLIC
 from router.text.request_fields import TierMatch, TierRules
 from tests.integration.faces_kit import MODEL, in_loop, served
 from tests.integration.http_kit import assert_error, checkpoint_folder, completion
@@ -99,10 +99,10 @@ def assert_no_key(answer: httpx.Response) -> None:
 @in_loop
 async def test_every_endpoint_but_the_probes_asks_for_a_key(folder: Path, keys: Keys) -> None:
     async with served(folder, **keys.options(public_metrics=True)) as s, s.http() as client:
-        for route in PUBLIC_ROUTES:
-            for method in (route.methods or set()) - {"HEAD"}:
+        for operation in PUBLIC:
+            for method in operation.methods:
                 for headers in STRANGERS:
-                    path = route.path.replace("{model:path}", MODEL)
+                    path = operation.path.replace("{model:path}", MODEL)
                     answer = await client.request(method, path, headers=headers)
                     if path in OPEN_PATHS:
                         assert answer.status_code == 200, path
@@ -239,9 +239,11 @@ async def test_two_tenants_may_use_one_request_id(folder: Path, keys: Keys) -> N
         AsyncClient(s.grpc_address, api_key="of-acme") as mine,
         AsyncClient(s.grpc_address, api_key="of-other") as theirs,
     ):
-        streams = [client.stream(TEXT, request_id="r") for client in (mine, theirs)]
-        firsts = [await anext(stream) for stream in streams]
-        assert [first.request_id for first in firsts] == ["r", "r"], "as they sent it"
+        streams = []
+        for client in (mine, theirs):
+            streams.append(client.stream(TEXT, request_id="r"))
+            first = await anext(streams[-1])
+            assert first.request_id == "r", "as they sent it"
         inside = [*dispatcher.running]
         assert len({*inside}) == 2 and all(one.endswith("/r") for one in inside)
         await theirs.abort("r", inside[0])
@@ -403,6 +405,36 @@ async def test_a_prompt_that_arrives_in_parts_counts_once(folder: Path, keys: Ke
         await mine.generate(TEXT)
         with pytest.raises(Refused):
             await anext(mine.stream_input([TEXT]))
+
+
+@in_loop
+async def test_what_is_computed_ahead_is_paid_though_the_rest_never_comes(
+    folder: Path, keys: Keys
+) -> None:
+    keys.set(key("k", "acme", tokens_per_minute=1000))
+    never = asyncio.Event()
+
+    async def parts() -> AsyncIterator[list[int]]:
+        yield [1, *range(5, 260)]
+        await never.wait()
+
+    async with (
+        served(folder, **keys.options()) as s,
+        AsyncClient(s.grpc_address, api_key="k") as mine,
+    ):
+        meter = s.servers.service.caller_of(bearer("k")).meter
+        stream = mine.stream_input(parts())
+
+        async def is_computed() -> bool:
+            return bool(s.dispatcher.generations) and not s.dispatcher.running
+
+        async def is_gone() -> bool:
+            return meter.running == 0 and not s.dispatcher.running
+
+        await eventually(is_computed)
+        stream.close()
+        await eventually(is_gone)
+        assert meter._tokens.level < 1000 - 256 + 100, "less what came back meanwhile"
 
 
 # --- without keys -----------------------------------------------------------------------------

@@ -350,6 +350,27 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+def nested(levels: int) -> dict[str, Any]:
+    return {"a": nested(levels - 1)} if levels else {}
+
+
+@in_loop
+async def test_json_that_no_prompt_can_hold(folder: Path) -> None:
+    half = {"description": "\ud800"}
+    deep_call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "[" * 3000}
+    async with agent(folder, "Hi") as (s, _), s.http() as client:
+        for parameters, words in ((nested(65), "64 levels deep"), (half, "surrogate")):
+            tool = {**WEATHER, "parameters": parameters}
+            text = json.dumps({"input": "Hi", "tools": [tool]})
+            headers = {"content-type": "application/json"}
+            answer = await client.post("/v1/responses", content=text, headers=headers)
+            assert answer.status_code == 400
+            assert words in answer.json()["error"]["message"]
+            assert answer.json()["error"]["param"] == "tools[0].parameters"
+        answer = await client.post("/v1/responses", json={"input": [deep_call]})
+        assert answer.status_code == 200
+
+
 @in_loop
 async def test_refusals_name_the_field(folder: Path) -> None:
     async with agent(folder, "Hi") as (s, _), s.http() as client:

@@ -71,7 +71,7 @@ def test_the_rank_test_tells_what_differs() -> None:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Large enough that computing a prompt takes several times as long as finding it."""
     folder = tmp_path_factory.mktemp("tenants")
-    return random_checkpoint(folder, "llama", hidden_size=192, num_hidden_layers=4)
+    return random_checkpoint(folder, "llama", hidden_size=128, num_hidden_layers=4)
 
 
 @pytest.fixture(scope="module")

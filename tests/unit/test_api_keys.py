@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.cli.main import app
+from cluster.cli.options import key_hashes
 from cluster.router.process import tell_who_may_call
 from kvpool.core.layout.hashes import tenant_label, tenant_name
 from kvrelay.errors import ConfigError, NotAuthenticated
@@ -324,6 +325,14 @@ def test_the_start_says_who_may_call(
     tell_who_may_call(host, guarded=guarded)
     (record,) = caplog.records
     assert record.levelname == level and words in record.getMessage()
+
+
+def test_keys_of_the_command_line_become_hashes() -> None:
+    assert key_hashes(["mine", "other"]) == (key_digest("mine"), key_digest("other"))
+    assert key_hashes(None) is key_hashes([]) is None
+    for wrong in ("", "two words", "kéy"):
+        with pytest.raises(ConfigError, match="--api-key: expected printable ASCII"):
+            key_hashes(["mine", wrong])
 
 
 def test_the_environment_is_read_by_the_client(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ MAX_DEPTH = 64
 """Objects and lists within each other, in a field that holds any JSON."""
 
 
-def _check_depth(fields: dict[str, Any]) -> dict[str, Any]:
+def _check_json(fields: dict[str, Any]) -> dict[str, Any]:
     level: list[object] = [fields]
     for _ in range(MAX_DEPTH):
         level = [inner for outer in level for inner in _inside(outer)]
@@ -35,14 +35,22 @@ def _check_depth(fields: dict[str, Any]) -> dict[str, Any]:
 def _inside(outer: object) -> Iterable[object]:
     match outer:
         case dict():
-            return outer.values()
+            return (*outer.keys(), *outer.values())
         case list():
             return outer
-        case _:
-            return ()
+        case str():
+            _check_text(outer)
+    return ()
 
 
-JsonObject = Annotated[dict[str, Any], AfterValidator(_check_depth)]
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("surrogate", "has half of a surrogate pair in a text") from None
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_check_json)]
 
 
 class StrictPart(BaseModel):

@@ -122,7 +122,7 @@ def _encoded(events: Sequence[Event]) -> bytes:
 
 def _envelope(response_id: str, body: ResponsesBody, model: str) -> Response:
     """A response that has just begun, with what was asked for."""
-    asked = body.model_dump(mode="json", by_alias=True)
+    asked = body.model_dump(by_alias=True)
     text, reasoning = asked["text"] or {}, asked["reasoning"] or {}
     return {
         "id": response_id,
