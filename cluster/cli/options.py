@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cluster.cli.for_users.formats import Format as Format
+from cluster.cli.for_users.formats import FormatOption as FormatOption
 from cluster.config.load import Override, load_config
 from kvrelay.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvrelay.access.values import Access
-
-
-class Format(StrEnum):
-    TABLE = "table"
-    JSON = "json"
 
 
 ConfigFile = Annotated[
@@ -74,9 +70,6 @@ TokenFile = Annotated[
         envvar="KVRELAY_TOKEN_FILE",
         help="The cluster's token. Default: NAME.token in ~/.config/kvrelay.",
     ),
-]
-FormatOption = Annotated[
-    Format, typer.Option("--format", help="Output for people or for programs.")
 ]
 
 

@@ -332,7 +332,7 @@ def sampling_of(
         repetition_penalty=body.repetition_penalty,
         max_tokens=body.max_tokens if longest is None else longest,
         min_tokens=body.min_tokens or 0,
-        stop=_strings(body.stop),
+        stop=stop_strings(body.stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         skip_special_tokens=body.skip_special_tokens is not False,
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
@@ -342,12 +342,12 @@ def sampling_of(
         prompt_logprobs=prompt_logprobs,
         echo=echo,
         seed=body.seed,
-        logit_bias=_logit_bias(body.logit_bias),
+        logit_bias=logit_bias_of(body.logit_bias),
         grammar=grammar_of(body.response_format, body.structured_outputs),
     )
 
 
-def _strings(stop: str | list[str] | None) -> tuple[str, ...]:
+def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     match stop:
         case None:
             return ()
@@ -357,7 +357,7 @@ def _strings(stop: str | list[str] | None) -> tuple[str, ...]:
             return tuple(stop)
 
 
-def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
+def logit_bias_of(bias: dict[str, float] | None) -> dict[int, float]:
     try:
         return {int(token_id): value for token_id, value in (bias or {}).items()}
     except ValueError:

@@ -79,6 +79,7 @@ COMMON_NEUTRAL: Mapping[str, Neutral] = {
     "return_tokens_as_token_ids": Neutral(values=(False,), instead="send return_token_ids"),
     "return_token_offsets": ANYTHING,
     "return_mm_kwargs": ANYTHING,
+    "mm_payload": ANYTHING,
     "routed_experts_prompt_start": Neutral(values=(0,), instead="routing is not reported"),
     "kv_transfer_params": Neutral(instead="the router chooses the workers"),
     "ec_transfer_params": Neutral(instead=NO_MEDIA),
@@ -87,6 +88,13 @@ COMMON_NEUTRAL: Mapping[str, Neutral] = {
     "thinking_token_budget": Neutral(values=(-1,), instead="send max_tokens"),
     "stream_interval": Neutral(values=(1,), instead="every step's tokens are sent"),
 }
+
+_OF_EVERY_CALL = (
+    *("watermarking", "session_id", "return_mm_kwargs", "mm_payload", "vllm_xargs"),
+    *("kv_transfer_params", "ec_transfer_params"),
+)
+VLLM_NEUTRAL: Mapping[str, Neutral] = {name: COMMON_NEUTRAL[name] for name in _OF_EVERY_CALL}
+"""What vLLM adds to OpenAI's Responses API and to Anthropic's API."""
 
 COMPLETION_NEUTRAL: Mapping[str, Neutral] = {
     **COMMON_NEUTRAL,

@@ -34,7 +34,7 @@ from tests.access import TOKEN as TOKEN  # makes its file
 launch = pytest.importorskip("cluster.on_ray.launch", reason="no Ray here")
 
 COMMANDS = [
-    *("serve", "stop", "demo", "status", "trace", "doctor", "plan"),
+    *("serve", "stop", "demo", "chat", "batch", "models", "status", "trace", "doctor", "plan"),
     *("router", "worker", "pool-node", "config", "config show"),
 ]
 
@@ -92,6 +92,15 @@ ERRORS = {
     "trace r --address 127.0.0.1:1": "127.0.0.1:1: no router answers: ",
     "status --format xml": "Invalid value for '--format': 'xml' is not one of 'table', 'json' "
     "(see kvrelay status --help)",
+    "chat --address nowhere": "--address nowhere: expected HOST:PORT",
+    "chat --address ftp://h:1": "--address ftp://h:1: expected HOST:PORT or https://HOST:PORT",
+    "chat --temperature -1": "Invalid value for '--temperature': Input should be greater than or "
+    "equal to 0",
+    "batch none.jsonl out.jsonl": "Invalid value for 'IN.JSONL': ",
+    "batch README.md README.md": "README.md: name another file for the answers",
+    "batch README.md docs/models.md": "docs/models.md: line 1: not an answer of kvrelay batch: "
+    "name another output file",
+    "models nonsense": "nonsense: no causal family of transformers ",
     "worker --role prefill": "Missing option '--join' (see kvrelay worker --help)",
     "worker --join nowhere --role both": "--join nowhere: expected HOST:PORT",
     "worker --join 127.0.0.1:99999 --role both": "--join 127.0.0.1:99999: expected HOST:PORT",

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, Tag
 
 from router.http.bodies import AskingBody
-from router.http.neutral_fields import ANYTHING, NO_MEDIA, Neutral
+from router.http.neutral_fields import ANYTHING, NO_MEDIA, VLLM_NEUTRAL, Neutral
 from router.http.parts.strict import JsonObject, StrictPart, by_type, text_or_list
 
 NO_HOSTED = "kvrelay runs no tools itself: declare tools with a name and an input_schema"
@@ -215,6 +215,7 @@ MESSAGES_NEUTRAL: Mapping[str, Neutral] = {
     "metadata": ANYTHING,
     "service_tier": Neutral(values=("auto", "standard_only"), instead="send tier"),
     "thread": Neutral(instead=NOT_KEPT),
+    **VLLM_NEUTRAL,
 }
 
 

@@ -11,7 +11,14 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, Tag
 
 from router.http.bodies import AskingBody
-from router.http.neutral_fields import ANYTHING, NO_EXTENSIONS, NO_MEDIA, Neutral
+from router.http.neutral_fields import (
+    ANYTHING,
+    NO_EXTENSIONS,
+    NO_MEDIA,
+    TEMPLATE_NEUTRAL,
+    VLLM_NEUTRAL,
+    Neutral,
+)
 from router.http.parts.strict import JsonObject, StrictPart, by_type, text_or_list
 
 NO_HOSTED = "only function tools are supported: kvrelay runs no tools itself"
@@ -254,6 +261,17 @@ RESPONSES_NEUTRAL: Mapping[str, Neutral] = {
     "service_tier": Neutral(values=("auto", "default"), instead="send tier"),
     "top_logprobs": Neutral(values=(0,), instead="/v1/chat/completions has log probabilities"),
     # vLLM's
+    **VLLM_NEUTRAL,
+    "media_io_kwargs": TEMPLATE_NEUTRAL["media_io_kwargs"],
+    "mm_processor_kwargs": TEMPLATE_NEUTRAL["mm_processor_kwargs"],
+    "enable_response_messages": Neutral(
+        values=(False,), instead="/v1/chat/completions has return_token_ids"
+    ),
+    "previous_input_messages": Neutral(instead=NO_CONVERSATION),
+    "include_reasoning": Neutral(values=(True,), instead="skip the items of type reasoning"),
+    "include_stop_str_in_output": Neutral(values=(False,), instead="the text ends before it"),
+    "skip_special_tokens": Neutral(values=(True,), instead="/v1/chat/completions has it"),
+    "structured_outputs": Neutral(instead="send text.format, or use /v1/chat/completions"),
     "priority": Neutral(values=(0,), instead="send tier"),
     "request_id": Neutral(instead="send the header x-request-id"),
     "logits_processors": Neutral(values=([],), instead=NO_EXTENSIONS),
@@ -284,6 +302,15 @@ class ResponsesBody(PromptFields, AskingBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    """From vLLM, as the seven before it."""
     seed: int | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None

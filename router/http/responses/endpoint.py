@@ -17,7 +17,7 @@ from router.chat.reader import reader_of
 from router.chat.turns import TurnReader
 from router.http.api import api_of, json_bytes, json_response, new_id
 from router.http.asking import text_request
-from router.http.bodies import read_fields, wants_ledger
+from router.http.bodies import logit_bias_of, read_fields, stop_strings, wants_ledger
 from router.http.errors import NotKept
 from router.http.parts.strict import strict
 from router.http.reply import GenerationResponse
@@ -109,6 +109,14 @@ def _sampling(body: ResponsesBody) -> RequestedSampling:
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
+        min_p=body.min_p,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=logit_bias_of(body.logit_bias),
+        stop=stop_strings(body.stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
         max_tokens=body.max_output_tokens,
         cut_to_context=True,
         seed=body.seed,

@@ -1,0 +1,30 @@
+"""One real cluster with the bundled model, whose tokenizer is a real one, and with a chat template
+that has tools."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.bundled import checkpoint_path
+from tests.integration.agents_kit import TEMPLATE
+from tests.integration.split_kit import Cluster, WorkerHost, running_cluster, split_workers
+
+END = "<|end|>"
+
+
+@pytest.fixture(scope="session")
+def bundled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    model = tmp_path_factory.mktemp("clients") / "model"
+    shutil.copytree(checkpoint_path(), model)
+    path: Path = model / "tokenizer_config.json"
+    told = json.loads(path.read_text())
+    path.write_text(json.dumps(told | {"chat_template": TEMPLATE.replace("{{ eos_token }}", END)}))
+    with WorkerHost() as first, WorkerHost() as second:
+        workers = split_workers((first, second), model, compile="off")
+        with running_cluster(model, workers) as cluster:
+            yield cluster
