@@ -23,6 +23,7 @@ from router.http import info
 from router.http.api import HttpApi, json_bytes
 from router.http.asking import Authentication
 from router.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from router.http.chat import tokenizing
 from router.http.chat.endpoint import chat_completions
 from router.http.completions import completions
 from router.http.description import answers
@@ -169,7 +170,7 @@ PUBLIC = [
     ),
     Operation(
         path="/tokenize",
-        endpoint=info.tokenize,
+        endpoint=tokenizing.tokenize,
         methods=("POST",),
         summary="The token ids of a text or a chat.",
         body=TokenizeBody,
@@ -179,7 +180,7 @@ PUBLIC = [
     ),
     Operation(
         path="/detokenize",
-        endpoint=info.detokenize,
+        endpoint=tokenizing.detokenize,
         methods=("POST",),
         summary="The text of token ids.",
         body=DetokenizeBody,

@@ -14,6 +14,7 @@ import grpc
 from kvrelay.access.values import NO_ACCESS, Access, TlsFiles
 from router.access.caller import NO_KEYS, KeySources
 from router.access.door import Door
+from router.carried.signing import ClusterKey
 from router.chat.conversations import DEFAULT_KEPT, KeptBounds, KeptConversations
 from router.chat.formats.choice import AUTO, formats_of
 from router.core.state.generation import Dispatcher
@@ -33,7 +34,6 @@ from router.text.grammar.check import GrammarCheck
 from router.text.request_fields import ONE_FOR_ALL, TierRules
 from router.text.sampling import GenerationDefaults
 from router.text.service import TextService
-from router.text.signing import ClusterKey
 from router.text.tokenizer import TextTokenizer
 
 HEALTH_PERIOD_S = 0.1

@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from kvrelay.errors import InvalidRequest
-from router.chat.form import ChatForm, Tool, ToolUse
 from router.chat.grammar import answer_grammar
-from router.text.service import ChatPrompt, PromptInput, TextRequest, TextService
+from router.chat.values.form import ChatForm, Tool, ToolUse
+from router.text.request import ChatPrompt, PromptInput, TextRequest
+from router.text.service import TextService
 
 MOST_TOOLS = 512
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")

@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from router.chat.form import ChatForm, Tool, ToolUse
 from router.chat.formats.harmony import Harmony
-from router.chat.formats.lark import Lark
+from router.chat.machines.lark import Lark
 from router.chat.prompt_end import begins_of
+from router.chat.values.form import ChatForm, Tool, ToolUse
 from router.text.service import TextService
 
 CONTENT = "content"

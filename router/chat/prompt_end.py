@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvrelay.errors import InvalidRequest
-from router.chat.form import ChatForm
 from router.chat.formats.thinking import Begins
+from router.chat.values.form import ChatForm
 from router.text.service import TextService
 
 LAST_TOKENS = 16

@@ -9,19 +9,19 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 
-from router.chat.events import (
+from router.chat.formats.format import ToolFormat
+from router.chat.formats.plain import PlainMachine
+from router.chat.formats.thinking import ThinkingMachine
+from router.chat.machines.machine import Machine
+from router.chat.prompt_end import begins_of
+from router.chat.values.events import (
     CallArguments,
     CallBegins,
     ChatEvent,
     ContentText,
     ReasoningText,
 )
-from router.chat.form import ChatForm
-from router.chat.formats.format import ToolFormat
-from router.chat.formats.machine import Machine
-from router.chat.formats.plain import PlainMachine
-from router.chat.formats.thinking import ThinkingMachine
-from router.chat.prompt_end import begins_of
+from router.chat.values.form import ChatForm
 from router.text.service import TextService
 
 PIECE = 1024

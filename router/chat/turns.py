@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from router.chat.events import ChatEvent, ReasoningText
+from router.chat.values.events import ChatEvent, ReasoningText
 
 
 class Reader(Protocol):

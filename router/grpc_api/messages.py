@@ -15,8 +15,10 @@ from kvrelay.types import Objectives
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.wire import logprobs_to_wire
 from router.arriving.parts import PromptPart
+from router.carried.continuation import Continuation, Delivered
 from router.core.state.generation import QuarantinedPair, WorkerStatus
-from router.text.continuation import Continuation, Delivered
+from router.text.choices import TextDelta
+from router.text.generation import TextGeneration
 from router.text.grammar.grammars import (
     JSON_OBJECT,
     grammar_of_choices,
@@ -25,9 +27,9 @@ from router.text.grammar.grammars import (
     grammar_of_schema,
     schema_of_text,
 )
+from router.text.request import ChatPrompt, PromptInput
 from router.text.request_fields import FIELDS, objectives_of
 from router.text.sampling import RequestedSampling
-from router.text.service import ChatPrompt, PromptInput, TextDelta, TextGeneration
 
 OPTIONAL_FIELDS = (
     "temperature",

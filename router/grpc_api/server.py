@@ -35,7 +35,9 @@ from router.grpc_api.messages import (
     sampling_of,
     worker_info,
 )
-from router.text.service import PromptInput, TextGeneration, TextRequest, TextService
+from router.text.generation import TextGeneration
+from router.text.request import PromptInput, TextRequest
+from router.text.service import TextService
 
 ADMIN_NAME = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 REGISTRY_NAME = worker_pb2.DESCRIPTOR.services_by_name["Registry"].full_name

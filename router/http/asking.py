@@ -14,8 +14,8 @@ from router.access.caller import Caller
 from router.http.api import HttpApi, api_of
 from router.http.bodies import AskingBody, GenerationBody, continuation_of, objectives_in
 from router.http.errors import error_response, promise_in, reply_of
+from router.text.request import TextRequest
 from router.text.sampling import RequestedSampling
-from router.text.service import TextRequest
 
 
 class Authentication:

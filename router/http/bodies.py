@@ -17,15 +17,15 @@ from starlette.requests import Request
 
 from kvrelay.errors import InvalidRequest
 from kvrelay.types import Objectives, value
+from router.carried.continuation import Continuation, Delivered
 from router.http.errors import UnsupportedMediaType
 from router.http.json_body import json_object, read_bytes
 from router.http.neutral_fields import MESSAGE_NEUTRAL, Neutral
 from router.http.structured import ResponseFormat, StructuredOutputs, grammar_of
 from router.http.tool_bodies import ToolBody, ToolCallBody, ToolChoiceBody
-from router.text.continuation import Continuation, Delivered
+from router.text.choices import TextDelta
 from router.text.request_fields import HEADERS, objectives_of
 from router.text.sampling import RequestedSampling
-from router.text.service import TextDelta
 
 Body = TypeVar("Body", bound=BaseModel)
 

@@ -32,7 +32,9 @@ from router.http.api import (
 from router.http.bodies import StreamFlags
 from router.http.errors import INTERNAL, TIER_HEADER, ErrorReply, reply_of
 from router.http.event_stream import COMMENT, EventStream
-from router.text.service import DeltaSum, TextDelta, TextGeneration, TextRequest
+from router.text.choices import DeltaSum, TextDelta
+from router.text.generation import TextGeneration
+from router.text.request import TextRequest
 from router.text.side_by_side import merged, start_all
 from router.text.tokenizer import TextTokenizer
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
-from router.chat.events import AssistantTurn
-from router.chat.form import Tool
 from router.chat.formats.choice import TOOL_FORMATS
-from router.chat.formats.machine import Machine
+from router.chat.machines.machine import Machine
+from router.chat.values.events import AssistantTurn
+from router.chat.values.form import Tool
 
 WEATHER = Tool(
     name="get_weather",

@@ -16,13 +16,14 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from kvrelay.errors import InvalidRequest, ModelError
 from router.chat.asking import chat_request
-from router.chat.events import AssistantTurn
-from router.chat.form import ChatForm, Tool, ToolChoice, ToolUse
 from router.chat.formats.choice import formats_of
 from router.chat.reader import reader_of
+from router.chat.values.events import AssistantTurn
+from router.chat.values.form import ChatForm, Tool, ToolChoice, ToolUse
 from router.live.metrics import RouterMetrics
+from router.text.request import ChatPrompt, TextRequest
 from router.text.sampling import GenerationDefaults, RequestedSampling
-from router.text.service import ChatPrompt, TextRequest, TextService
+from router.text.service import TextService
 from router.text.tokenizer import TextTokenizer
 from tests.chat_checkpoints import FAMILIES, checkpoint_of
 from tests.unit.chat_kit import NOW, WEATHER

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.chat.events import ToolCall
 from router.chat.formats.choice import REASONING_FORMATS, TOOL_FORMATS
 from router.chat.formats.plain import PlainMachine
 from router.chat.formats.thinking import Begins, ThinkingMachine
+from router.chat.values.events import ToolCall
 from tests.unit.chat_kit import NOW, assert_any_cut, reading, turn_of
 
 

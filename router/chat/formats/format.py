@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from router.chat.form import Tool
-from router.chat.formats.lark import ANY_TEXT, Lark, either, json_rule, quoted
-from router.chat.formats.machine import Machine
+from router.chat.machines.lark import ANY_TEXT, Lark, either, json_rule, quoted
+from router.chat.machines.machine import Machine
+from router.chat.values.form import Tool
 
 ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from router.chat.form import Tool
 from router.chat.formats.format import ToolFormat, arguments_of
-from router.chat.formats.lark import ANY_TEXT, Lark, either, quoted
-from router.chat.formats.machine import Machine, ToolMachine
+from router.chat.machines.lark import ANY_TEXT, Lark, either, quoted
+from router.chat.machines.machine import Machine, ToolMachine
+from router.chat.values.form import Tool
 
 START = "<|start|>"
 CHANNEL = "<|channel|>"

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from router.chat.form import Tool
 from router.chat.formats.format import ToolFormat, named_objects
-from router.chat.formats.json_calls import JsonCallMachine
-from router.chat.formats.lark import Lark
-from router.chat.formats.machine import Machine
+from router.chat.machines.json_calls import JsonCallMachine
+from router.chat.machines.lark import Lark
+from router.chat.machines.machine import Machine
+from router.chat.values.form import Tool
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"

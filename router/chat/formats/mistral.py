@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from router.chat.form import Tool
 from router.chat.formats.format import ToolFormat, arguments_of, named_objects
-from router.chat.formats.json_calls import JsonCallMachine
-from router.chat.formats.json_scan import JsonValue, State
-from router.chat.formats.lark import Lark, either, quoted
-from router.chat.formats.machine import Machine
+from router.chat.machines.json_calls import JsonCallMachine
+from router.chat.machines.json_scan import JsonValue, State
+from router.chat.machines.lark import Lark, either, quoted
+from router.chat.machines.machine import Machine
+from router.chat.values.form import Tool
 
 OPEN = "[TOOL_CALLS]"
 HEAD = re.compile(r"\s*(?P<name>[\w.:/-]+)(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*")

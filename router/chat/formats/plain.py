@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from router.chat.events import ContentText
-from router.chat.formats.machine import Machine
+from router.chat.machines.machine import Machine
+from router.chat.values.events import ContentText
 
 
 class PlainMachine(Machine):

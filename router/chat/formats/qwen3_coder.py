@@ -12,10 +12,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from router.chat.form import Tool
 from router.chat.formats.format import ToolFormat, schema_of
-from router.chat.formats.lark import Lark, either, json_rule, quoted
-from router.chat.formats.machine import Machine, ToolMachine
+from router.chat.machines.lark import Lark, either, json_rule, quoted
+from router.chat.machines.machine import Machine, ToolMachine
+from router.chat.values.form import Tool
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"

@@ -10,9 +10,9 @@ from __future__ import annotations
 from enum import Enum, auto
 
 from kvrelay.types import value
-from router.chat.events import ReasoningText
-from router.chat.formats.lark import Lark
-from router.chat.formats.machine import Machine
+from router.chat.machines.lark import Lark
+from router.chat.machines.machine import Machine
+from router.chat.values.events import ReasoningText
 
 
 class Begins(Enum):

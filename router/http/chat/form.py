@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvrelay.errors import InvalidRequest
-from router.chat.form import ChatForm, Tool, ToolChoice, ToolUse
 from router.chat.thinking import effort_kwargs
+from router.chat.values.form import ChatForm, Tool, ToolChoice, ToolUse
 from router.http.bodies import ChatBody, MessageBody, TokenizeBody
 from router.http.tool_bodies import ToolBody, ToolCallBody, ToolChoiceBody
 

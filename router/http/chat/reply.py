@@ -10,7 +10,8 @@ import time
 from collections.abc import Sequence
 
 from kvrelay.types import FinishReason
-from router.chat.events import (
+from router.chat.reader import ChatReader, readers_of
+from router.chat.values.events import (
     AssistantTurn,
     CallArguments,
     CallBegins,
@@ -19,12 +20,11 @@ from router.chat.events import (
     ReasoningText,
     ToolCall,
 )
-from router.chat.form import ChatForm
-from router.chat.reader import ChatReader, readers_of
+from router.chat.values.form import ChatForm
 from router.http.api import HttpApi
 from router.http.bodies import ChatBody, stop_reason, stream_flags
 from router.http.reply import ChoiceTotals, Reply, chat_logprobs, prompt_logprobs
-from router.text.service import TextDelta
+from router.text.choices import TextDelta
 
 
 class ChatReply(Reply):

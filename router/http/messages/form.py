@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvrelay.errors import InvalidRequest
-from router.chat.form import ChatForm, Tool, ToolChoice, ToolUse
 from router.chat.messages import MessageList
+from router.chat.values.form import ChatForm, Tool, ToolChoice, ToolUse
 from router.http.messages.bodies import (
     AnyChoice,
     AutoChoice,

@@ -13,7 +13,7 @@ from router.http.messages.bodies import MessagesBody, ThinkingAdaptive, Thinking
 from router.http.messages.errors import error_body
 from router.http.messages.events import Event, MessageEvents
 from router.http.reply import Answer, ChoiceTotals
-from router.text.service import TextDelta
+from router.text.choices import TextDelta
 
 PING: Event = {"type": "ping"}
 

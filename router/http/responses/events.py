@@ -10,7 +10,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.chat.events import CallArguments, CallBegins, ChatEvent, ContentText, ReasoningText
+from router.chat.values.events import (
+    CallArguments,
+    CallBegins,
+    ChatEvent,
+    ContentText,
+    ReasoningText,
+)
 
 Event = dict[str, Any]
 Item = dict[str, Any]

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvrelay.errors import InvalidRequest
-from router.chat.form import ChatForm, Tool, ToolChoice, ToolUse
 from router.chat.messages import MessageList
 from router.chat.thinking import effort_kwargs
+from router.chat.values.form import ChatForm, Tool, ToolChoice, ToolUse
 from router.http.responses.bodies import (
     AllowedTools,
     FunctionCall,

@@ -14,7 +14,7 @@ from router.http.errors import ErrorReply
 from router.http.reply import Answer, ChoiceTotals
 from router.http.responses.bodies import ResponsesBody
 from router.http.responses.events import Event, ResponseEvents
-from router.text.service import TextDelta
+from router.text.choices import TextDelta
 
 Response = dict[str, Any]
 Keep = Callable[[Response], None]

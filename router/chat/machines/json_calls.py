@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
-from router.chat.formats.json_scan import JsonCall, State
-from router.chat.formats.machine import ToolMachine
+from router.chat.machines.json_scan import JsonCall, State
+from router.chat.machines.machine import ToolMachine
 
 
 class JsonCallMachine(ToolMachine):

@@ -9,7 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from router.chat.events import CallArguments, CallBegins, ChatEvent, ContentText, ReasoningText
+from router.chat.values.events import (
+    CallArguments,
+    CallBegins,
+    ChatEvent,
+    ContentText,
+    ReasoningText,
+)
 
 Step = Callable[[], bool]
 """Takes some of the text that waits. False: it needs more."""
