@@ -11,10 +11,18 @@ from pathlib import Path
 import pytest
 
 from engine.bundled import checkpoint_path
-from tests.integration.agents_kit import TEMPLATE
 from tests.integration.split_kit import Cluster, WorkerHost, running_cluster, split_workers
 
-END = "<|end|>"
+TEMPLATE = (
+    "{{ bos_token }}"
+    "{% if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    "<|end|>{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}"
+    "<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""Of hermes' kind, without reasoning: a tiny model would never come to its end."""
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +31,7 @@ def bundled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     shutil.copytree(checkpoint_path(), model)
     path: Path = model / "tokenizer_config.json"
     told = json.loads(path.read_text())
-    path.write_text(json.dumps(told | {"chat_template": TEMPLATE.replace("{{ eos_token }}", END)}))
+    path.write_text(json.dumps(told | {"chat_template": TEMPLATE}))
     with WorkerHost() as first, WorkerHost() as second:
         workers = split_workers((first, second), model, compile="off")
         with running_cluster(model, workers) as cluster:

@@ -47,9 +47,10 @@ def openai(url: str) -> dict[str, Call]:
     messages: Any = [{"role": "user", "content": QUESTION}]
     function = {"name": "weather", "parameters": TOOL_SCHEMA}
     chat: Any = {"model": MODEL, "messages": messages}
-    tools: Any = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    once: Any = {"tool_choice": "required", "parallel_tool_calls": False}
+    tools: Any = {"tools": [{"type": "function", "function": function}], **once}
     responses: Any = {"model": MODEL, "input": QUESTION}
-    flat: Any = {"tools": [{"type": "function", **function}], "tool_choice": "required"}
+    flat: Any = {"tools": [{"type": "function", **function}], **once}
 
     def completion(**options: Any) -> Any:
         return client.completions.create(model=MODEL, prompt="It was", max_tokens=8, **options)
@@ -119,9 +120,12 @@ def anthropic(url: str) -> dict[str, Call]:
 
     client = Anthropic(base_url=url, api_key=KEY, max_retries=0)
     messages: Any = [{"role": "user", "content": QUESTION}]
-    plain: Any = {"model": MODEL, "max_tokens": 64, "messages": messages}
+    plain: Any = {"model": MODEL, "max_tokens": 256, "messages": messages}
     tool: Any = {"name": "weather", "input_schema": TOOL_SCHEMA}
-    tools: Any = {"tools": [tool], "tool_choice": {"type": "any"}}
+    tools: Any = {
+        "tools": [tool],
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+    }
 
     def with_tools() -> None:
         said = client.messages.create(**plain, **tools)
