@@ -120,7 +120,7 @@ PUBLIC = [
         endpoint=get_response,
         summary="A response that is kept.",
         answer=answers.ResponseAnswer,
-        errors=frozenset({400, 404}),
+        errors=OF_KEYS | {400, 404},
     ),
     Operation(
         path="/v1/responses/{id}",
@@ -128,7 +128,7 @@ PUBLIC = [
         methods=("DELETE",),
         summary="Forgets a response.",
         answer=answers.DeletedResponse,
-        errors=frozenset({404}),
+        errors=OF_KEYS | {404},
     ),
     Operation(
         path="/v1/messages",
@@ -262,7 +262,6 @@ def _app(api: HttpApi, routes: list[Route], *guards: Middleware) -> Starlette:
         },
     )
     app.state.api = api
-    app.state.error_shapes = {"/v1/messages": anthropic_errors.respond}
     app.state.error_shapes = {"/v1/messages": anthropic_errors.respond}
     return app
 

@@ -92,7 +92,11 @@ def _make(path: Path, key: str) -> None:
 def replace(path: Path, key: str) -> None:
     """New random bytes. Raises ConfigError."""
     try:
-        os.replace(_written_beside(path), path)
+        beside = _written_beside(path)
+        try:
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"{key}: can't write {path}: {error.strerror}") from None
 

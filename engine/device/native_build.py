@@ -67,8 +67,7 @@ def built(source: Source, folder: Path | None = None, processor: str = "native")
     name = f"{source.name}-{_key(source, compiler, flags)}.so"
     folder = folder or cache_folder() / "native"
     try:
-        own_folder(folder.parent)
-        target = own_folder(folder) / name
+        target = own_folder(own_folder(folder.parent) / folder.name) / name
         if not _is_kept(target):
             with _alone_in(target.parent):
                 if not _is_kept(target):

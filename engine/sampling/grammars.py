@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from engine.core.step import SampleRequest, SequenceSlice
+from engine.device.first_use import FIRST_USES
 from engine.device.streams import send
 from kvrelay.types import RequestKey
 
@@ -84,7 +85,7 @@ class Masks:
 
     def ends(self, row: int, token_id: int) -> bool:
         """Whether the id, drawn for this row, ends the choice because its grammar is matched."""
-        return row in self.exhausted or (row in self.rows and token_id in self.eos_ids)
+        return row in self.exhausted or (token_id in self.eos_ids and row in self.rows)
 
 
 @dataclass(slots=True)
@@ -134,6 +135,7 @@ class Grammars:
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._lock = threading.Lock()
         self._compiler: ThreadPoolExecutor | None = None
+        self._urgent: ThreadPoolExecutor | None = None  # for what a step waits for
         self._executor: LLExecutor | None = None
 
     def prepare(self, grammar: str) -> None:
@@ -151,8 +153,24 @@ class Grammars:
                 self._compiler = _deep_thread()
             found = self._compiled[grammar] = self._compiler.submit(self._compile, grammar)
             while len(self._compiled) > MOST_COMPILED:
-                self._compiled.popitem(last=False)
+                self._compiled.popitem(last=False)[1].cancel()
             return found
+
+    def _compiled_now(self, grammar: str) -> LLMatcher:
+        """Waits, but not behind grammars that are compiled ahead: a step needs it."""
+        found = self._prototype(grammar)
+        if found.cancel():
+            self._urgent = self._urgent or _deep_thread()
+            found = self._urgent.submit(self._compile, grammar)
+            with self._lock:
+                self._compiled[grammar] = found
+        if found.done():
+            return found.result()
+        FIRST_USES.begin("a grammar")
+        try:
+            return found.result()
+        finally:
+            FIRST_USES.end()
 
     def masks(
         self, slices: Sequence[SequenceSlice], drawn_before: Callable[[int], int]
@@ -174,8 +192,9 @@ class Grammars:
         return self._masks([found[i][0] for i in kept], bits[kept], failed)
 
     def close(self) -> None:
-        if self._compiler is not None:
-            self._compiler.shutdown(cancel_futures=True)
+        for pool in (self._compiler, self._urgent):
+            if pool is not None:
+                pool.shutdown(cancel_futures=True)
 
     def _masks(self, wanted: Sequence[_Wanted], bits: Bits, failed: dict[int, str]) -> Masks:
         exhausted = [
@@ -212,7 +231,7 @@ class Grammars:
         place = self._places.get(name)
         if place is None or one.ids[: len(place.consumed)] != place.consumed:
             grammar = one.request.sampling.grammar
-            place = self._places[name] = _Place(self._prototype(grammar).result().deep_copy())
+            place = self._places[name] = _Place(self._compiled_now(grammar).deep_copy())
         new = one.ids[len(place.consumed) :]
         if new:
             place.matcher.consume_tokens(list(new))

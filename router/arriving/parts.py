@@ -36,7 +36,8 @@ class PartsSoFar:
         content = content[self._known(part) :]
         self._check_room(len(content))
         if isinstance(content, str):
-            self._texts.append(content)
+            if content:
+                self._texts.append(content)
         else:
             self._ids += content
         self.length += len(content)

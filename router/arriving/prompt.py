@@ -17,6 +17,8 @@ from router.text.generation import TextGeneration
 from router.text.request import TextRequest
 from router.text.service import TextService
 
+MOST_PARTS = 100_000
+PARTS_AT_ONCE = 32
 IDLE_S = 60.0
 """A prompt of which nothing has come for so long is given up."""
 
@@ -61,9 +63,22 @@ async def _arrived(
     booking.begin(time.monotonic())
     _check_expected(service, arriving, facts)
     so_far = PartsSoFar(most_characters=arriving.most_characters, most_tokens=facts.max_model_len)
+    parts = 0
     while (part := await _next(arriving.parts, arriving.idle_s)) is not None:
-        ahead.add(so_far.add(part))
+        if content := so_far.add(part):
+            ahead.add(content)
+        parts += 1
+        _check_parts(parts)
+        if parts % PARTS_AT_ONCE == 0:
+            await asyncio.sleep(0)  # many may have come together
     return so_far.whole()
+
+
+def _check_parts(parts: int) -> None:
+    if parts > MOST_PARTS:
+        raise InvalidRequest(
+            f"the prompt has more than {MOST_PARTS} parts: send fewer, longer ones", param="prompt"
+        )
 
 
 async def _next(parts: AsyncIterator[PromptPart], idle_s: float) -> PromptPart | None:

@@ -52,7 +52,8 @@ def _invalid(why: str) -> InvalidRequest:
 @value
 class Ticket:
     """`request_id` is the client's. `prompt`: a digest of it, and of the part of the cache that it
-    is in, so a ticket is of no use to another tenant. `until_s` is of the wall clock: routers are
+    is in, so a ticket is of no use to another tenant. `max_tokens`: at most so many were admitted.
+    `until_s` is of the wall clock: routers are
     on several hosts."""
 
     request_id: str
@@ -60,6 +61,8 @@ class Ticket:
     tier: str
     fingerprint: str
     until_s: float
+    n: int = 1
+    max_tokens: int = 0
 
     @classmethod
     def of(
@@ -71,6 +74,8 @@ class Ticket:
         *,
         space: str = "",
         until_s: float,
+        n: int = 1,
+        max_tokens: int = 0,
     ) -> Ticket:
         return cls(
             request_id=request_id,
@@ -78,6 +83,8 @@ class Ticket:
             tier=tier,
             fingerprint=fingerprint,
             until_s=until_s,
+            n=n,
+            max_tokens=max_tokens,
         )
 
     def admits(self, asked: Ticket) -> bool:
@@ -87,5 +94,6 @@ class Ticket:
         """
         if self.fingerprint != asked.fingerprint:
             raise _invalid("the cluster serves another model by now")
-        same = (self.prompt, self.tier) == (asked.prompt, asked.tier)
-        return same and asked.until_s < self.until_s
+        same = (self.prompt, self.tier, self.n) == (asked.prompt, asked.tier, asked.n)
+        within = asked.max_tokens <= self.max_tokens and asked.until_s < self.until_s
+        return same and within

@@ -10,6 +10,7 @@ from typing import Any
 from kvrelay.errors import InvalidRequest
 from router.chat.grammar import answer_grammar
 from router.chat.values.form import ChatForm, Tool, ToolUse
+from router.text.bounds import check_depth
 from router.text.request import ChatPrompt, PromptInput, TextRequest
 from router.text.service import TextService
 
@@ -56,6 +57,7 @@ def _check_tools(tools: Sequence[Tool]) -> None:
                 f"tools[{position}]: the name must be 1 to 128 letters, digits or any of _ . : / -",
                 param="tools",
             )
+        check_depth(tool.parameters, f"tools[{position}].parameters")
     if len({tool.name for tool in tools}) < len(tools):
         raise InvalidRequest("tools has two of the same name", param="tools")
 

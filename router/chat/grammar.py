@@ -19,6 +19,8 @@ def answer_grammar(service: TextService, form: ChatForm, content: str) -> str:
     """Empty: anything goes. `content` is the grammar of the answer's content, empty if it is free.
     Raises InvalidRequest."""
     tools = form.callable_tools()
+    if not tools and not content:
+        return ""
     lark = Lark(_special_tokens(service))
     calls = _calls(service, form, lark, tools, content)
     if not calls and not content:
@@ -69,7 +71,7 @@ def _content(service: TextService, lark: Lark, content: str) -> str:
 def _reasoning(service: TextService, form: ChatForm, lark: Lark) -> str:
     formats = service.formats
     if isinstance(formats.tools, Harmony):
-        return ""
+        return formats.tools.thought(lark)
     if formats.reasoning is None:
         return ""
     return formats.reasoning.prefix(lark, begins_of(service, form))

@@ -17,6 +17,14 @@ from kvrelay.wire import logprobs_to_wire
 from router.arriving.parts import PromptPart
 from router.carried.continuation import Continuation, Delivered
 from router.core.state.generation import QuarantinedPair, WorkerStatus
+from router.text.bounds import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS_ENTRIES,
+    MAX_MESSAGES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    check_count,
+)
 from router.text.choices import TextDelta
 from router.text.generation import TextGeneration
 from router.text.grammar.grammars import (
@@ -50,6 +58,8 @@ quarantined_pair = MessageCodec(QuarantinedPair, pb.QuarantinedPair, "a router")
 
 
 def sampling_of(message: pb.SamplingParams) -> RequestedSampling:
+    """Raises InvalidRequest."""
+    _check_counts(message)
     given = {name: getattr(message, name) for name in OPTIONAL_FIELDS if message.HasField(name)}
     return RequestedSampling(
         **given,
@@ -65,6 +75,13 @@ def sampling_of(message: pb.SamplingParams) -> RequestedSampling:
         logit_bias=dict(message.logit_bias),
         grammar=_grammar_of(message),
     )
+
+
+def _check_counts(message: pb.SamplingParams) -> None:
+    """Before anything goes over them."""
+    check_count("stop", len(message.stop), MAX_STOP_STRINGS, "strings")
+    check_count("stop_token_ids", len(message.stop_token_ids), MAX_STOP_TOKEN_IDS, "token ids")
+    check_count("logit_bias", len(message.logit_bias), MAX_LOGIT_BIAS_ENTRIES, "entries")
 
 
 def _grammar_of(message: pb.SamplingParams) -> str:
@@ -149,6 +166,7 @@ def _part(part: pb.PromptPart) -> PromptPart:
 def _chat(chat: pb.ChatInput) -> ChatPrompt:
     if not chat.messages:
         raise InvalidRequest("messages is empty: send at least one", param="messages")
+    check_count("messages", len(chat.messages), MAX_MESSAGES, "messages")
     return ChatPrompt(
         [{"role": m.role, "content": m.content} for m in chat.messages],
         template_kwargs={name: _variable(v) for name, v in _struct(chat).items()},
@@ -180,6 +198,7 @@ def continuation_of(request: pb.GenerateRequest) -> Continuation | None:
     if not request.HasField("continuation"):
         return None
     told = request.continuation
+    check_count("continuation", len(told.choices), MAX_CHOICES, "choices")
     choices = (Delivered(token_ids=tuple(c.token_ids), finished=c.finished) for c in told.choices)
     return Continuation(choices=tuple(choices), ticket=told.ticket)
 

@@ -35,6 +35,7 @@ from router.grpc_api.messages import (
     sampling_of,
     worker_info,
 )
+from router.text.bounds import MAX_ABORTED, check_count
 from router.text.generation import TextGeneration
 from router.text.request import PromptInput, TextRequest
 from router.text.service import TextService
@@ -134,6 +135,7 @@ class InferenceApi(inference_pb2_grpc.InferenceServicer):
     ) -> pb.AbortResponse:
         try:
             caller = self._caller(context)
+            check_count("request_ids", len(request.request_ids), MAX_ABORTED, "ids")
         except Exception as error:
             await abort_with(context, error)
         for request_id in request.request_ids:
@@ -222,6 +224,9 @@ class AdminApi(admin_pb2_grpc.AdminServicer):
         return self._inference.server_info()
 
 
+MOST_WATCHES = 256
+
+
 class Health(health.aio.HealthServicer):
     """SERVING exactly while requests can be served, for the server and for the Inference
     service."""
@@ -230,11 +235,15 @@ class Health(health.aio.HealthServicer):
         super().__init__()
         self._service = service
         self._watches: set[asyncio.Task[None]] = set()
+        self._told: object = None
 
     async def Watch(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> None:
         """Runs until the client ends it, or `end_watches`."""
+        if len(self._watches) >= MOST_WATCHES:
+            told = f"{MOST_WATCHES} watches are open, and no more are accepted: use Check"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, told)
         watch = asyncio.create_task(super().Watch(request, context))
         self._watches.add(watch)
         try:
@@ -254,6 +263,9 @@ class Health(health.aio.HealthServicer):
         kinds = health_pb2.HealthCheckResponse
         can_serve = self._service.dispatcher.ready() and not self._service.draining
         status = kinds.SERVING if can_serve else kinds.NOT_SERVING
+        if status == self._told:
+            return  # telling it again would wake every watch
+        self._told = status
         for name in ("", SERVICE_NAME):
             await self.set(name, status)
 

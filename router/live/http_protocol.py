@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 class HttpBounds:
     """`header_bytes` are of one header block, with the request's line and the body's trailer. It
     must have come within `header_s`. A client that is sent more than it reads must take
-    `read_bytes` within `unread_s`."""
+    `read_bytes` within `unread_s`. `pipelined` requests may wait behind one that is answered."""
 
     header_bytes: int = 64 * 1024
     headers: int = 128
@@ -29,6 +29,7 @@ class HttpBounds:
     unread_s: float = 30.0
     read_bytes: int = 16 * 1024
     connections: int = 4096
+    pipelined: int = 16
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -65,17 +66,21 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse_header()
 
     def on_message_begin(self) -> None:
+        if self.transport.is_closing():
+            return
         self._has_begun = True
         self._header_size = 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
         self._header_size += len(url)
-        super().on_url(url)
+        if not self.transport.is_closing():
+            super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._header_size += len(name) + len(value) + 4  # a colon, a space and the line's end
-        super().on_header(name, value)
+        if not self.transport.is_closing():
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._has_begun = False
@@ -88,6 +93,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse_header()
         elif len(self.headers) > most.headers:
             self._refuse(431, f"{len(self.headers)} headers exceed the limit of {most.headers}")
+        elif len(self.pipeline) >= most.pipelined:
+            self.transport.close()  # without a word: an answer may be half written
         else:
             super().on_headers_complete()
 
@@ -123,12 +130,17 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._watch_reader()
-        if not self.pipeline and not self.transport.is_closing():
+        if self.cycle.response_complete and not self.transport.is_closing():
             self._expect_header()
 
     def pause_writing(self) -> None:
         super().pause_writing()
         self._watch_reader()
+
+    def resume_writing(self) -> None:
+        """Most of what waited has been read."""
+        super().resume_writing()
+        self._cancel_reader_timer()
 
     def _watch_reader(self) -> None:
         unread = self.transport.get_write_buffer_size()

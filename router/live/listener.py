@@ -14,6 +14,8 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import cast
 
 import grpc
 import uvicorn
@@ -22,9 +24,10 @@ from starlette.types import ASGIApp
 from kvrelay.access.tls import HttpTls, add_port
 from kvrelay.access.values import TlsFiles
 from kvrelay.errors import ConfigError
-from router.live.http_protocol import HttpBounds, bounded_protocol
+from router.live.http_protocol import BoundedProtocol, HttpBounds, bounded_protocol
 
 BACKLOG = 2048
+TLS_HANDSHAKE_S = 10.0
 
 
 def listen(kind: str, host: str, port: int) -> socket.socket:
@@ -75,7 +78,21 @@ class ListenAt:
 
 
 class EmbeddedUvicorn(uvicorn.Server):
-    """Leaves signals to the process that embeds it."""
+    """Leaves signals to the process that embeds it. A TLS handshake must end in time, since the
+    bounds on connections count only what comes behind it."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        config, loop = self.config, asyncio.get_running_loop()
+        kind = cast("type[BoundedProtocol]", config.http_protocol_class)
+        make = partial(kind, config=config, server_state=self.server_state, app_state={})
+        limit_s = None if config.ssl is None else TLS_HANDSHAKE_S
+        self.servers = [
+            await loop.create_server(
+                make, sock=one, ssl=config.ssl, backlog=BACKLOG, ssl_handshake_timeout=limit_s
+            )
+            for one in sockets or ()
+        ]
+        self.started = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -138,13 +155,22 @@ class Listener:
             raise ConfigError(f"the {kind} port {address}: {error}") from error
 
 
-def _is_no_cut(record: logging.LogRecord) -> bool:
-    """A stream that has failed is cut on purpose; who failed it has logged why."""
-    return record.msg != "ASGI callable returned without completing response."
+NOT_LOGGED = (
+    "ASGI callable returned without completing response.",
+    "Invalid HTTP request received.",
+    "Unsupported upgrade request.",
+    "No supported WebSocket library detected.",
+)
+"""A stream that has failed is cut on purpose; who failed it has logged why. What any client can
+send at any rate is no news."""
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(NOT_LOGGED)
 
 
 def _uvicorn_config(app: ASGIApp, bounds: HttpBounds) -> uvicorn.Config:
-    logging.getLogger("uvicorn.error").addFilter(_is_no_cut)
+    logging.getLogger("uvicorn.error").addFilter(_is_news)
     return uvicorn.Config(
         app,
         log_config=None,

@@ -20,6 +20,8 @@ MAX_STOP_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_MESSAGES = 4096
+MAX_ABORTED = 256
+"""Request ids of one Abort."""
 MAX_DEPTH = 64
 """Lists and objects within each other, in JSON that a request carries."""
 MAX_CHARACTERS_PER_TOKEN = 32

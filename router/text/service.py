@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -226,10 +226,11 @@ class TextService:
             request, asked = self._continued(request, asked, facts.fingerprint)
         choices = await self._choices(request, sampling.n)
         booking.begin(time.monotonic(), goes_on=asked.admitted)
-        booking.pay(len(prompt_ids), time.monotonic())
+        known_tokens = len(prompt_ids) + sum(map(len, asked.delivered))
+        booking.pay(known_tokens, time.monotonic())
         generation = await self._submit(asked, request.promise)
         timer = self.metrics.started(request.received_s, len(prompt_ids))
-        ticket = self._ticket(request, prompt_ids, facts.fingerprint, valid_s=VALID_S)
+        ticket = self._ticket(request, asked, facts.fingerprint, valid_s=VALID_S)
         request = replace(request, booking=booking)
         return TextGeneration(
             self.metrics,
@@ -290,22 +291,24 @@ class TextService:
             finished=frozenset(i for i, one in enumerate(behind.choices) if one.finished),
         )
         ticket = self._key.open(Ticket, behind.ticket)
-        now = self._ticket(request, asked.prompt_ids, fingerprint, valid_s=0.0)
+        now = self._ticket(request, asked, fingerprint, valid_s=0.0)
         if ticket is None or not ticket.admits(now):
             return request, goes_on
         request = replace(request, request_id=ticket.request_id)
         return request, replace(goes_on, request_id=request.own_id, admitted=True)
 
     def _ticket(
-        self, request: TextRequest, prompt_ids: Sequence[int], fingerprint: str, *, valid_s: float
+        self, request: TextRequest, asked: GenerationRequest, fingerprint: str, *, valid_s: float
     ) -> Ticket:
         return Ticket.of(
             request.request_id,
-            prompt_ids,
+            asked.prompt_ids,
             request.tier,
             fingerprint,
             space=request.tenant,
             until_s=time.time() + valid_s,
+            n=asked.sampling.n,
+            max_tokens=asked.sampling.max_tokens,
         )
 
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
+from kvrelay.errors import Refused
 from router.text.choices import TextDelta
 from router.text.generation import TextGeneration
 from router.text.request import TextRequest
@@ -15,15 +16,19 @@ WAITING_DELTAS = 64
 
 
 async def start_all(service: TextService, requests: Sequence[TextRequest]) -> list[TextGeneration]:
-    """All or none: when one is refused, the admitted ones are aborted."""
+    """All or none: when one is refused, the admitted ones are aborted, and cost nothing."""
     started: list[TextGeneration] = []
     try:
         for request in requests:
             started.append(await service.start(request))
             await asyncio.sleep(0)  # others have their turn between two prompts
-    except BaseException:
+    except Refused:
         for generation in started:
             generation.withdraw()
+        raise
+    except BaseException:
+        for generation in started:
+            generation.abort()
         raise
     return started
 

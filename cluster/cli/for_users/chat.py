@@ -97,7 +97,8 @@ def _pipe(talk: Conversation, *, waits: bool) -> None:
             for piece in _answer(talk, prompt):
                 if not piece.is_reasoning:
                     last = piece.text
-                    print(last, end="", flush=True)
+                    shown = last.translate(UNPRINTABLE) if sys.stdout.isatty() else last
+                    print(shown, end="", flush=True)
             break
         except Refusal as error:
             if last or not (waits and error.problem.is_refusal):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -60,20 +61,26 @@ def send(sock: socket.socket, packet: Packet, payload: bytes = b"") -> None:
     sock.sendall(_FRAME.pack(packet, len(payload)) + payload)
 
 
-def receive(sock: socket.socket) -> tuple[Packet, bytes] | None:
-    """The next packet; None when the peer is gone. Raises PeerError for bytes that are no
-    packet."""
-    header = _exactly(sock, _FRAME.size)
+def receive(
+    sock: socket.socket, most_bytes: int = MAX_MESSAGE_BYTES, until_s: float | None = None
+) -> tuple[Packet, bytes] | None:
+    """The next packet; None when the peer is gone. It must have come by `until_s`, of the monotonic
+    clock. Raises PeerError for bytes that are no packet, TimeoutError."""
+    header = _exactly(sock, _FRAME.size, until_s)
     if header is None:
         return None
     packet, size = _header(header)
-    payload = _exactly(sock, size)
+    if size > most_bytes:
+        raise PeerError(f"the peer sent a packet of {size} bytes, over {most_bytes}")
+    payload = _exactly(sock, size, until_s)
     return None if payload is None else (packet, payload)
 
 
-def _exactly(sock: socket.socket, size: int) -> bytes | None:
+def _exactly(sock: socket.socket, size: int, until_s: float | None = None) -> bytes | None:
     data = bytearray()
     while len(data) < size:
+        if until_s is not None:
+            sock.settimeout(max(0.001, until_s - time.monotonic()))
         try:
             piece = sock.recv(size - len(data))
         except ConnectionResetError:
@@ -116,10 +123,14 @@ def welcomed(sock: socket.socket, address: str) -> None:
     _introduction(answer(sock, address, Packet.WELCOME))
 
 
-def answer(sock: socket.socket, address: str, expected: Packet) -> bytes:
-    """The payload of the peer's next packet. Raises PeerError when it is another one."""
+def answer(
+    sock: socket.socket, address: str, expected: Packet, most_bytes: int = MAX_MESSAGE_BYTES
+) -> bytes:
+    """The payload of the peer's next packet, which must come whole within HANDSHAKE_TIMEOUT_S.
+    Raises PeerError when it is another one, or longer."""
     try:
-        received = receive(sock)
+        received = receive(sock, most_bytes, time.monotonic() + HANDSHAKE_TIMEOUT_S)
+        sock.settimeout(HANDSHAKE_TIMEOUT_S)
     except OSError as error:
         raise PeerError(f"{address} did not answer: {error}") from error
     if received is None or received[0] is not expected:

@@ -52,6 +52,8 @@ class ThreadGroup:
 
 _LISTENS_NO_MORE = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)
 """Errors of `accept` that would repeat. All others concern one peer, or pass."""
+MOST_GREETING = 64
+"""Peers in their handshake, each on a thread; what comes beside them is closed."""
 _REST_S = 0.05
 """Pause after a peer could not be accepted."""
 _COPY_ENDS_S = 1.0
@@ -199,7 +201,7 @@ class PeerEndpoint:
 
     def _greet(self, sock: socket.socket) -> None:
         with self._changed:
-            if self._closed:
+            if self._closed or len(self._greeting) >= MOST_GREETING:
                 sock.close()
                 return
             sock.settimeout(control_wire.HANDSHAKE_TIMEOUT_S)

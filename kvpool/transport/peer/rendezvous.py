@@ -20,6 +20,8 @@ from kvpool.transport.peer.control_wire import HANDSHAKE_TIMEOUT_S, Packet
 from kvrelay.errors import ConfigError, PeerError
 from kvrelay.types import Incarnation
 
+_MOST_BYTES = 1024
+"""Of a packet from somebody who has proved nothing yet."""
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _NONCE_BYTES = 32
 _SILENCE_S = 4
@@ -127,7 +129,7 @@ class Network:
         _tune(sock)
         ours = secrets.token_bytes(_NONCE_BYTES)
         control_wire.send(sock, Packet.CHALLENGE, ours)
-        proof = control_wire.answer(sock, "the peer", Packet.PROOF)
+        proof = control_wire.answer(sock, "the peer", Packet.PROOF, _MOST_BYTES)
         theirs, digest = proof[:_NONCE_BYTES], proof[_NONCE_BYTES:]
         if not hmac.compare_digest(digest, self._digest(b"connects", ours, theirs)):
             reason = "its cluster has another token"
@@ -136,10 +138,10 @@ class Network:
         control_wire.send(sock, Packet.PROOF, self._digest(b"accepts", ours, theirs))
 
     def _prove(self, sock: socket.socket, address: str) -> None:
-        theirs = control_wire.answer(sock, address, Packet.CHALLENGE)
+        theirs = control_wire.answer(sock, address, Packet.CHALLENGE, _MOST_BYTES)
         ours = secrets.token_bytes(_NONCE_BYTES)
         control_wire.send(sock, Packet.PROOF, ours + self._digest(b"connects", theirs, ours))
-        digest = control_wire.answer(sock, address, Packet.PROOF)
+        digest = control_wire.answer(sock, address, Packet.PROOF, _MOST_BYTES)
         if not hmac.compare_digest(digest, self._digest(b"accepts", theirs, ours)):
             raise PeerError(f"{address} does not know this cluster's token")
 

@@ -36,6 +36,7 @@ class Reloaded(Generic[Made]):
         self._make = make
         self._lock = threading.Lock()
         self._stamp: _Stamp | None = None
+        self._told = ""
         self._made = self._read()
 
     def latest(self) -> Made:
@@ -44,9 +45,16 @@ class Reloaded(Generic[Made]):
                 if _stamp(self._files) != self._stamp:
                     self._made = self._read()
                     log.info("took the new certificate in %s", self._files.certificate)
+                    self._told = ""
             except ConfigError as error:
-                log.warning("the certificate stays as it is: %s", error)
+                self._tell(str(error))
             return self._made
+
+    def _tell(self, why: str) -> None:
+        """Once: any client can begin connections."""
+        if why != self._told:
+            log.warning("the certificate stays as it is: %s", why)
+            self._told = why
 
     def _read(self) -> Made:
         """A file that can't be used is looked at again once it changes."""

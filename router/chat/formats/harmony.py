@@ -96,7 +96,7 @@ class HarmonyMachine(ToolMachine):
 
 
 class Harmony(ToolFormat):
-    """Its reasoning is a channel, so the grammars here have it too."""
+    """Its reasoning is a channel: `thought` is the grammar of it, before calls and content."""
 
     name = "harmony"
     reads_all = True
@@ -115,11 +115,10 @@ class Harmony(ToolFormat):
         return f"{lark.words(CHANNEL)} {either(heads)}"
 
     def required(self, lark: Lark, tools: Sequence[Tool], *, many: bool) -> str:
-        return f"{self.thought(lark)} {self.unit(lark, tools, many=many)}"
+        return self.unit(lark, tools, many=many)
 
     def allowed(self, lark: Lark, tools: Sequence[Tool], *, many: bool) -> str:
-        unit = self.unit(lark, tools, many=many)
-        return f"{self.thought(lark)} ({unit} | {self.answer(lark, ANY_TEXT)})"
+        return f"({self.unit(lark, tools, many=many)} | {self.answer(lark, ANY_TEXT)})"
 
     def thought(self, lark: Lark) -> str:
         """Messages that are read and not called or answered: reasoning, and what is said ahead."""

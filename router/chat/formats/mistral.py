@@ -18,7 +18,7 @@ from router.chat.values.form import Tool
 
 OPEN = "[TOOL_CALLS]"
 HEAD = re.compile(r"\s*(?P<name>[\w.:/-]+)(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*")
-HEAD_SO_FAR = re.compile(r"\s*[\w.:/-]*(?:\[[A-Z_]*\]?[\w-]*)*\s*")
+HEAD_SO_FAR = re.compile(r"\s*[\w.:/-]*(?:\[[A-Z_]*(?:\][\w-]*)?)*\s*")
 LONGEST_HEAD = 512
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from router.chat.formats.format import ToolFormat, schema_of
 from router.chat.machines.lark import Lark, either, json_rule, quoted
@@ -225,12 +225,16 @@ def _kind_of(value: object) -> str:
             return "object"
 
 
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
 def json_of(text: str, kinds: frozenset[str]) -> str:
     """The JSON of a value that the model wrote as text. Text that is nothing else is a string."""
     plain = text.strip()
     plain = {"True": "true", "False": "false", "None": "null"}.get(plain, plain)
     try:
-        value = json.loads(plain)
+        value = json.loads(plain, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     kind = _kind_of(value)
@@ -259,7 +263,8 @@ def _call(lark: Lark, tool: Tool, number: int) -> str:
     properties = _properties(schema)
     if not tool.strict and not properties:
         properties = _properties(tool.parameters)
-    needed = schema.get("required") or ()
+    given = schema.get("required")
+    needed = given if isinstance(given, list) else ()
     parts = []
     for position, (key, one) in enumerate(properties.items()):
         parameter = _parameter(lark, f"value_{number}_{position}", key, one, schema)

@@ -10,6 +10,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from kvrelay.errors import InvalidRequest
+from router.text.grammar.grammars import MAX_GRAMMAR_BYTES
+from router.text.grammar.grammars import WHITESPACE as WHITE_SPACE
+
 ANY_TEXT = "/(?s:.*)/"
 
 
@@ -19,6 +23,7 @@ class Lark:
     def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
         self._rules: list[str] = []
+        self._size = 0
 
     def is_special(self, text: str) -> bool:
         return text in self._special
@@ -29,7 +34,15 @@ class Lark:
         return " ".join(parts)
 
     def rule(self, name: str, body: str, options: str = "") -> str:
-        """Its name."""
+        """Its name. Raises InvalidRequest where all rules together are more than workers take."""
+        self._size += len(body)
+        if self._size > MAX_GRAMMAR_BYTES:
+            raise InvalidRequest(
+                f"tools makes a grammar that is too large: at most {MAX_GRAMMAR_BYTES} bytes are "
+                "taken; send fewer tools, or shorter schemas",
+                code="grammar_too_large",
+                param="tools",
+            )
         self._rules.append(f"{name}{options}: {body}")
         return name
 
@@ -45,11 +58,6 @@ class Lark:
 
 def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-WHITE_SPACE = r" |\n[ \t]{0,32}"
-"""Between JSON's tokens: a space, or a new line with its indentation. Without a bound a model may
-write white space until its tokens end."""
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, Tag
 
+from router.chat.asking import MOST_TOOLS
 from router.http.bodies import AskingBody
 from router.http.neutral_fields import ANYTHING, NO_MEDIA, VLLM_NEUTRAL, Neutral
 from router.http.parts.strict import JsonObject, StrictPart, by_type, text_or_list
@@ -224,7 +225,7 @@ class PromptFields(StrictPart):
 
     messages: list[Message]
     system: TextBlocks | None = None
-    tools: list[ToolBody] | None = None
+    tools: Annotated[list[ToolBody], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: ChoiceBody | None = None
     thinking: ThinkingBody | None = None
     output_config: OutputConfig | None = None

@@ -8,16 +8,16 @@ from dataclasses import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.chat.asking import chat_request
+from router.chat.asking import chat_prompt, chat_request
 from router.chat.reader import reader_of
 from router.chat.turns import TurnReader
 from router.http.api import api_of, json_response, new_id
 from router.http.asking import text_request
-from router.http.bodies import read_fields, wants_ledger
+from router.http.bodies import wants_ledger
 from router.http.messages.bodies import CountTokensBody, MessagesBody
 from router.http.messages.form import check_last, form_of
 from router.http.messages.reply import MessagesReply
-from router.http.parts.strict import strict
+from router.http.parts.reading import strict_body
 from router.http.reply import GenerationResponse
 from router.text.sampling import RequestedSampling
 
@@ -25,7 +25,7 @@ from router.text.sampling import RequestedSampling
 async def create_message(request: Request) -> Response:
     received_s = time.perf_counter()
     api = api_of(request)
-    body = strict(await read_fields(request, api.max_body_bytes), MessagesBody)
+    body = await strict_body(request, api.max_body_bytes, MessagesBody)
     check_last(body)
     message_id = new_id("msg", request)
     form = form_of(body)
@@ -44,10 +44,9 @@ async def create_message(request: Request) -> Response:
 
 async def count_tokens(request: Request) -> Response:
     api = api_of(request)
-    body = strict(await read_fields(request, api.max_body_bytes), CountTokensBody)
+    body = await strict_body(request, api.max_body_bytes, CountTokensBody)
     api.service.check_model(body.model or "")
-    asked = text_request(request, body, "", sampling=RequestedSampling())
-    ids = await api.service.prompt_ids(chat_request(api.service, form_of(body), asked).prompt)
+    ids = await api.service.prompt_ids(chat_prompt(api.service, form_of(body)))
     answer = json_response({"input_tokens": len(ids)})
     answer.headers["request-id"] = request.state.request_id
     return answer

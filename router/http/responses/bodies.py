@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, Tag
 
+from router.chat.asking import MOST_TOOLS
 from router.http.bodies import AskingBody
 from router.http.neutral_fields import (
     ANYTHING,
@@ -285,7 +286,7 @@ class PromptFields(StrictPart):
     input: Input
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: list[ToolBody] | None = None
+    tools: Annotated[list[ToolBody], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: ChoiceBody | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None

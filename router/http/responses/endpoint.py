@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay.errors import InvalidRequest
-from router.chat.asking import chat_request
+from router.chat.asking import chat_prompt, chat_request
 from router.chat.conversations import KeptConversations, Turn
 from router.chat.reader import reader_of
 from router.chat.turns import TurnReader
 from router.http.api import api_of, json_bytes, json_response, new_id
 from router.http.asking import text_request
-from router.http.bodies import logit_bias_of, read_fields, stop_strings, wants_ledger
+from router.http.bodies import logit_bias_of, stop_strings, wants_ledger
 from router.http.errors import NotKept
-from router.http.parts.strict import strict
+from router.http.parts.reading import strict_body
 from router.http.reply import GenerationResponse
 from router.http.responses import reply as replies
 from router.http.responses.bodies import InputTokensBody, Item, PromptFields, ResponsesBody
 from router.http.responses.form import form_of, items_of
+from router.text.bounds import MAX_MESSAGES, check_count
 from router.text.sampling import RequestedSampling
 
 ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
@@ -32,13 +34,13 @@ ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 async def create_response(request: Request) -> Response:
     received_s = time.perf_counter()
     api = api_of(request)
-    body = strict(await read_fields(request, api.max_body_bytes), ResponsesBody)
+    body = await strict_body(request, api.max_body_bytes, ResponsesBody)
     _check(body)
     response_id = new_id("resp", request)
     asked = text_request(request, body, response_id, sampling=_sampling(body))
     before = _turn_before(api.conversations, body, asked.tenant)
     new_items = items_of(body.input)
-    form = form_of(body, [*_conversation(before), *new_items])
+    form = form_of(body, [*await _conversation(before), *new_items])
 
     def keep(response: replies.Response) -> None:
         if body.store is not False:
@@ -65,12 +67,12 @@ async def create_response(request: Request) -> Response:
 
 async def count_input_tokens(request: Request) -> Response:
     api = api_of(request)
-    body = strict(await read_fields(request, api.max_body_bytes), InputTokensBody)
+    body = await strict_body(request, api.max_body_bytes, InputTokensBody)
     api.service.check_model(body.model or "")
     asked = text_request(request, body, "", sampling=RequestedSampling())
     before = _turn_before(api.conversations, body, asked.tenant)
-    form = form_of(body, [*_conversation(before), *items_of(body.input)])
-    ids = await api.service.prompt_ids(chat_request(api.service, form, asked).prompt)
+    form = form_of(body, [*await _conversation(before), *items_of(body.input)])
+    ids = await api.service.prompt_ids(chat_prompt(api.service, form))
     return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 
@@ -149,9 +151,23 @@ def _not_kept(response_id: str, param: str) -> NotKept:
     )
 
 
-def _conversation(turn: Turn | None) -> list[Item]:
-    turns = turn.conversation() if turn is not None else []
-    return [item for items in turns for item in ITEMS.validate_json(items)]
+async def _conversation(turn: Turn | None) -> list[Item]:
+    """Raises InvalidRequest for one that is too long, or can't be told again."""
+    if turn is None:
+        return []
+    items = await asyncio.to_thread(_items, turn.conversation())
+    check_count("previous_response_id", len(items), MAX_MESSAGES, "items")
+    return items
+
+
+def _items(turns: Sequence[bytes]) -> list[Item]:
+    try:
+        return [item for items in turns for item in ITEMS.validate_json(items)]
+    except ValidationError:
+        raise InvalidRequest(
+            "the kept conversation has a text that is no Unicode: send the whole as input",
+            param="previous_response_id",
+        ) from None
 
 
 def _items_bytes(asked: Sequence[Item], output: object) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
@@ -11,6 +12,8 @@ from kvrelay.errors import InvalidRequest
 from router.arriving.parts import PromptPart
 from router.http.bodies import TokenIds, invalid_fields
 from router.http.json_body import json_object
+
+LINES_AT_ONCE = 64
 
 
 class PartBody(BaseModel):
@@ -40,7 +43,9 @@ async def json_lines(
     rest = bytearray()
     async for chunk in chunks:
         *lines, tail = chunk.split(b"\n")
-        for line in lines:
+        for number, line in enumerate(lines):
+            if number % LINES_AT_ONCE == LINES_AT_ONCE - 1:
+                await asyncio.sleep(0)  # other requests have their turn
             rest += line
             if found := await _object(rest, most_bytes):
                 yield found

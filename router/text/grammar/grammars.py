@@ -84,12 +84,18 @@ def grammar_of_lark(text: str, *, param: str = "structured_outputs") -> str:
     `param` if it is empty or too large."""
     if not text.strip():
         raise InvalidRequest(f"{param} must not be empty", param=param)
+    if text.lstrip().startswith("{"):
+        raise InvalidRequest(f"{param} must be Lark, whose first rule is start", param=param)
     return bounded(text, param)
 
 
 def bounded(grammar: str, param: str) -> str:
-    """Raises InvalidRequest if the grammar is larger than workers take."""
-    if len(grammar.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
+    """Raises InvalidRequest if the grammar is larger than workers take, or is no text."""
+    try:
+        size = len(grammar.encode())
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{param} has half of a surrogate pair", param=param) from None
+    if size > MAX_GRAMMAR_BYTES:
         raise _too_large(param)
     return grammar
 
