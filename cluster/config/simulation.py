@@ -72,6 +72,27 @@ class HostSection(Section):
     """Time that a disk takes for each block besides."""
 
 
+class NoiseSection(Section):
+    """By how much steps last longer or shorter than the profile says."""
+
+    sigma: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Steps last a log-normal factor of mean 1 as long; this is the standard deviation of its
+    logarithm. 0: exactly as the profile says."""
+    correlation: Seconds | None = None
+    """The time in which a worker's factor changes: what is so far apart is alike to 1/e. null: each
+    step has a factor of its own."""
+    recorded: str | None = None
+    """A folder with traces of live workers (observability.trace_dir), whose steps are replayed: by
+    how much they differed from what was predicted, in stretches as they came. Workers of a role
+    have those of that role. null: none."""
+
+    @model_validator(mode="after")
+    def _one(self) -> NoiseSection:
+        if self.recorded is not None and self.sigma:
+            raise ValueError("either sigma or recorded")
+        return self
+
+
 class FailureSection(Section):
     """A worker or a pool node that dies, as if by SIGKILL."""
 
@@ -108,6 +129,7 @@ class Simulation(Section):
     kv: Kv = Kv()
     fabric: FabricSection = FabricSection()
     host: HostSection = HostSection()
+    noise: NoiseSection = NoiseSection()
     slo: SloSection = SloSection()
     max_model_len: Count = 262_144
     """Prompt plus output, in tokens."""

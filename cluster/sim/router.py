@@ -74,6 +74,7 @@ class SimRouter:
         self._workers: dict[Incarnation, SimWorker] = {}
         self._streams: dict[Incarnation, _Stream] = {}
         self._clients: SimulatedClients | None = None
+        self.level_changes = 0
 
     def attach(self, worker: SimWorker) -> None:
         """It may come at any time."""
@@ -113,7 +114,9 @@ class SimRouter:
             case Send(worker=worker, message=message):
                 events = (FromRouter(self._streams[worker], message),)
                 self._clock.after(self._latency_s, self._workers[worker].hear, events)
-            case PairQuarantined() | PairTrusted() | LadderStepped():
+            case LadderStepped():
+                self.level_changes += 1
+            case PairQuarantined() | PairTrusted():
                 pass  # for the log
             case _:
                 assert self._clients is not None

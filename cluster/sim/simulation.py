@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from random import Random
 
 from cluster.config.schema import Config
@@ -13,6 +14,7 @@ from cluster.core.resolve import Site, resolve, worker_names
 from cluster.sim.failures import Failures, check_failures
 from cluster.sim.machines.clock import Clock
 from cluster.sim.machines.links import Fabric, Post
+from cluster.sim.machines.noise import DrawnNoise, StepNoise
 from cluster.sim.pools import SimPools, hosts_of, settle_pool
 from cluster.sim.profiles.load import HardwareProfile, read_profile, told_times
 from cluster.sim.router import Clients, SimRouter
@@ -60,6 +62,7 @@ class Simulated:
     ended_s: float
     events: int
     moved_bytes: int
+    level_changes: int
     pools: SimPools | None
 
 
@@ -82,6 +85,7 @@ class ClusterSimulation:
         )
         answers = Answers(timed, simulation.max_tokens)
         self._fabric = Fabric(simulation.fabric)
+        self._noises = count()
         self._posts: dict[Incarnation, Post] = {}
         self.routers = [self._router(n) for n in range(self._config.router.replicas)]
         self.pools = self._pools() if self._config.pool.enabled == "on" else None
@@ -173,7 +177,20 @@ class ClusterSimulation:
             blocks=blocks,
             max_model_len=max_model_len,
             most_steps=simulation.most_steps,
+            noise=self._noise() if simulation.noise.sigma else None,
         )
+
+    def _noise(self) -> Callable[[], StepNoise]:
+        """Each worker, and each of its lives, has a generator of its own."""
+        noise, numbers = self._config.simulation.noise, self._noises
+
+        def drawn() -> StepNoise:
+            rng = Random(f"{self._config.simulation.seed}-{next(numbers)}")
+            return DrawnNoise(
+                sigma=noise.sigma, correlation_s=noise.correlation or 0.0, gauss=_gauss(rng)
+            )
+
+        return drawn
 
     def run(self) -> Simulated:
         """Until every request has ended and nothing is held."""
@@ -191,6 +208,7 @@ class ClusterSimulation:
             ended_s=self.clock.now_s,
             events=events,
             moved_bytes=self._fabric.moved_bytes,
+            level_changes=sum(router.level_changes for router in self.routers),
             pools=self.pools,
         )
 
@@ -203,6 +221,10 @@ class ClusterSimulation:
             node.assert_nothing_held()
         for router in self.routers:
             _assert_empty(router.core)
+
+
+def _gauss(rng: Random) -> Callable[[], float]:
+    return lambda: rng.gauss(0.0, 1.0)
 
 
 def _assert_empty(core: RouterCore) -> None:

@@ -14,6 +14,7 @@ from cluster.sim.device import SimDevice
 from cluster.sim.machines.clock import Clock
 from cluster.sim.machines.links import Fabric, Post, SimLinks, SimMover
 from cluster.sim.machines.node_links import SimNodeLinks
+from cluster.sim.machines.noise import StepNoise
 from cluster.sim.machines.pool_node import SimPoolNode
 from cluster.sim.trace import Answers
 from engine.core.step import RunStep
@@ -37,7 +38,8 @@ _OF_PEERS = frozenset((FromPeer, LinkMeasured, PeerLost))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """What a simulated worker runs on. Its steps take `times`, and it tells of `told`."""
+    """What a simulated worker runs on. Its steps take `times`, times what `noise` makes for it
+    (None: exactly), and it tells of `told`."""
 
     times: StepTimes
     told: StepCoefficients
@@ -45,6 +47,7 @@ class Hardware:
     blocks: int
     max_model_len: int
     most_steps: int
+    noise: Callable[[], StepNoise] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,12 @@ class SimWorker:
         self._tick_s = settings.lease_ttl_s / 3
         self._ticking = False
         self.device = SimDevice(
-            around.clock, hardware.times, around.answers, _layers(hardware.layout), self.hear
+            around.clock,
+            hardware.times,
+            around.answers,
+            _layers(hardware.layout),
+            self.hear,
+            None if hardware.noise is None else hardware.noise(),
         )
         staging = plan_staging(
             hardware.layout,
