@@ -82,15 +82,34 @@ class NoiseSection(Section):
     """The time in which a worker's factor changes: what is so far apart is alike to 1/e. null: each
     step has a factor of its own."""
     recorded: str | None = None
-    """A folder with traces of live workers (observability.trace_dir), whose steps are replayed: by
-    how much they differed from what was predicted, in stretches as they came. Workers of a role
-    have those of that role. null: none."""
+    """A folder with traces of live workers (observability.trace_dir): by how much their steps
+    differed from what was predicted is replayed, in stretches as they came, prompts' and decode
+    steps apart. null: none."""
 
     @model_validator(mode="after")
     def _one(self) -> NoiseSection:
         if self.recorded is not None and self.sigma:
             raise ValueError("either sigma or recorded")
         return self
+
+    @property
+    def is_any(self) -> bool:
+        return self.recorded is not None or self.sigma > 0
+
+
+class ServiceSection(Section):
+    """What else takes time, one thing after another: each of these is a single server. null: no
+    time. `python -m bench.live.fidelity` measures them on a real cluster."""
+
+    router_request: Seconds | None = None
+    """Of a router, for each request that comes: 0.6ms on a CPU core, HTTP included."""
+    router_message: Seconds | None = None
+    """Of a router, for each report of a worker: 0.2ms on a CPU core."""
+    worker_turn: Seconds | None = None
+    """Of a worker's loop, for all that came since its last turn: 0.2ms on a CPU core."""
+    mover_job: Seconds | None = None
+    """Of a worker's transfer thread to a peer, for each job beside its bytes: 0.1ms on a CPU core.
+    Its jobs then run one after another, and the next one is not gathered while one is sent."""
 
 
 class FailureSection(Section):
@@ -130,6 +149,7 @@ class Simulation(Section):
     fabric: FabricSection = FabricSection()
     host: HostSection = HostSection()
     noise: NoiseSection = NoiseSection()
+    service: ServiceSection = ServiceSection()
     slo: SloSection = SloSection()
     max_model_len: Count = 262_144
     """Prompt plus output, in tokens."""

@@ -7,9 +7,9 @@ from dataclasses import replace
 from math import ceil
 from typing import Protocol, assert_never
 
-from cluster.config.simulation import Simulation
+from cluster.config.simulation import ServiceSection, Simulation
 from cluster.core.worker.events import FromRouter, RouterJoined
-from cluster.sim.machines.clock import Clock
+from cluster.sim.machines.clock import Clock, Server
 from cluster.sim.trace import Answers, Outcome, TraceArrival
 from cluster.sim.worker import SimWorker
 from kvrelay.messages import BlockChanges, Counters, WorkerEvent
@@ -65,12 +65,23 @@ class SimulatedClients(Protocol):
 
 
 class SimRouter:
-    """`latency_s` is that of a message to a worker, or back."""
+    """`latency_s` is that of a message to a worker, or back; `service` says what takes it time."""
 
-    def __init__(self, core: RouterCore, clock: Clock, latency_s: float) -> None:
+    def __init__(
+        self, core: RouterCore, clock: Clock, latency_s: float, service: ServiceSection
+    ) -> None:
         self.core = core
         self._clock = clock
         self._latency_s = latency_s
+        self._server = Server(clock)
+        self._service_s: dict[type, float] = {
+            kind: seconds
+            for kind, seconds in (
+                (Submitted, service.router_request),
+                (WorkerSaid, service.router_message),
+            )
+            if seconds is not None
+        }
         self._workers: dict[Incarnation, SimWorker] = {}
         self._streams: dict[Incarnation, _Stream] = {}
         self._clients: SimulatedClients | None = None
@@ -106,6 +117,13 @@ class SimRouter:
         self._watch_waiting()
 
     def hear(self, event: Event) -> None:
+        """At once, or when it has done what came before."""
+        if not self._service_s:
+            self._handle(event)
+        else:
+            self._server.serve(self._service_s.get(type(event), 0.0), self._handle, event)
+
+    def _handle(self, event: Event) -> None:
         for command in self.core.handle(event, self._clock.now_s):
             self._execute(command)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
+from pathlib import Path
 from random import Random
 
 from cluster.config.schema import Config
@@ -14,7 +16,8 @@ from cluster.core.resolve import Site, resolve, worker_names
 from cluster.sim.failures import Failures, check_failures
 from cluster.sim.machines.clock import Clock
 from cluster.sim.machines.links import Fabric, Post
-from cluster.sim.machines.noise import DrawnNoise, StepNoise
+from cluster.sim.machines.noise import DrawnNoise, ReplayedNoise, StepNoise
+from cluster.sim.machines.recorded import read_recorded
 from cluster.sim.pools import SimPools, hosts_of, settle_pool
 from cluster.sim.profiles.load import HardwareProfile, read_profile, told_times
 from cluster.sim.router import Clients, SimRouter
@@ -107,8 +110,9 @@ class ClusterSimulation:
         )
 
     def _router(self, number: int) -> SimRouter:
-        latency_s = self._config.simulation.fabric.router_latency
-        return SimRouter(begin(_beginning(self._config, number)), self.clock, latency_s)
+        simulation = self._config.simulation
+        core = begin(_beginning(self._config, number))
+        return SimRouter(core, self.clock, simulation.fabric.router_latency, simulation.service)
 
     def _pools(self) -> SimPools:
         config = self._config
@@ -177,20 +181,24 @@ class ClusterSimulation:
             blocks=blocks,
             max_model_len=max_model_len,
             most_steps=simulation.most_steps,
-            noise=self._noise() if simulation.noise.sigma else None,
+            noise=self._noise() if simulation.noise.is_any else None,
+            turn_s=simulation.service.worker_turn,
+            job_s=simulation.service.mover_job,
         )
 
     def _noise(self) -> Callable[[], StepNoise]:
         """Each worker, and each of its lives, has a generator of its own."""
-        noise, numbers = self._config.simulation.noise, self._noises
+        noise, seed = self._config.simulation.noise, self._config.simulation.seed
+        recorded = None if noise.recorded is None else read_recorded(Path(noise.recorded))
 
-        def drawn() -> StepNoise:
-            rng = Random(f"{self._config.simulation.seed}-{next(numbers)}")
-            return DrawnNoise(
-                sigma=noise.sigma, correlation_s=noise.correlation or 0.0, gauss=_gauss(rng)
-            )
+        def one() -> StepNoise:
+            rng = Random(f"{seed}-{next(self._noises)}")
+            if recorded is not None:
+                return ReplayedNoise(recorded=recorded, uniform=rng.random)
+            gauss, correlation_s = partial(rng.gauss, 0.0, 1.0), noise.correlation or 0.0
+            return DrawnNoise(sigma=noise.sigma, correlation_s=correlation_s, gauss=gauss)
 
-        return drawn
+        return one
 
     def run(self) -> Simulated:
         """Until every request has ended and nothing is held."""
@@ -221,10 +229,6 @@ class ClusterSimulation:
             node.assert_nothing_held()
         for router in self.routers:
             _assert_empty(router.core)
-
-
-def _gauss(rng: Random) -> Callable[[], float]:
-    return lambda: rng.gauss(0.0, 1.0)
 
 
 def _assert_empty(core: RouterCore) -> None:

@@ -39,7 +39,8 @@ _OF_PEERS = frozenset((FromPeer, LinkMeasured, PeerLost))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """What a simulated worker runs on. Its steps take `times`, times what `noise` makes for it
-    (None: exactly), and it tells of `told`."""
+    (None: exactly), and it tells of `told`. A turn of its loop takes `turn_s`, and a job of a
+    transfer thread `job_s` beside its bytes (None: no time)."""
 
     times: StepTimes
     told: StepCoefficients
@@ -48,6 +49,8 @@ class Hardware:
     max_model_len: int
     most_steps: int
     noise: Callable[[], StepNoise] | None = None
+    turn_s: float | None = None
+    job_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +77,8 @@ class SimWorker:
         self._clock = around.clock
         self._tick_s = settings.lease_ttl_s / 3
         self._ticking = False
+        self._inbox: list[CoreEvent] = []
+        self._turning = False
         self.device = SimDevice(
             around.clock,
             hardware.times,
@@ -91,7 +96,9 @@ class SimWorker:
         )
         self.core = self._core(settings, staging)
         self.links = SimLinks(around.clock, around.fabric, self._peer_hello(staging), around.posts)
-        mover = SimMover(around.clock, around.fabric, self.incarnation, around.posts)
+        mover = SimMover(
+            around.clock, around.fabric, self.incarnation, around.posts, hardware.job_s
+        )
         self._executors: dict[type, Callable[[Any], None]] = mover.executors | {
             RunStep: self.device.submit,
             SendPeer: self.links.send,
@@ -105,7 +112,21 @@ class SimWorker:
     # --- what happens ---------------------------------------------------------------------------
 
     def hear(self, events: Sequence[CoreEvent]) -> None:
-        """All that comes at once: one turn."""
+        """All that comes at once: one turn. Where turns take time, what comes meanwhile belongs to
+        the next one."""
+        if self.hardware.turn_s is None:
+            self._turn(events)
+            return
+        self._inbox += events
+        if not self._turning:
+            self._turning = True
+            self._clock.after(self.hardware.turn_s, self._take_turn)
+
+    def _take_turn(self, _: None) -> None:
+        events, self._inbox, self._turning = self._inbox, [], False
+        self._turn(events)
+
+    def _turn(self, events: Sequence[CoreEvent]) -> None:
         if self.is_dead:
             return
         for event in events:
