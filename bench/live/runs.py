@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench.live.calibrate import Calibration
 from bench.live.offered import poisson
-from bench.live.outcome import Objectives, Outcome
-from bench.live.points import Load, Point, Simulated, bucket_quantile, point
-from bench.live.replay import EARLY_S, Window, replay, simulated
+from bench.live.outcome import Outcome
+from bench.live.points import Load, Point, bucket_quantile, point
+from bench.live.simulated.measured import Stretch, measure, watched
+from bench.live.simulated.replay import EARLY_S, Window, median_phases, phases, replay, simulated
 from bench.live.stack import Policy, load, stack
 from bench.live.subject import Subject
-from bench.live.told import Predicted, Told, read_record
+from bench.live.told import Predicted, read_record
 from bench.serving.plain_cluster import PlainCluster
 
 WARM_FACTOR, WARM_S = 1.0, 20.0
 """Before the first rate, so that the router has learnt how far to trust its predictions."""
 REFUSALS = "kvrelay:refusal_seconds"
+CALIBRATED_AT = 0.5
+"""Times the capacity: the simulator is told what was measured there, and predicts the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,32 +35,88 @@ class Plan:
     patience_s: float
     routers: int = 1
 
+    @property
+    def simulates(self) -> bool:
+        """Clients of the simulator never give up, so what takes all has no simulated figures."""
+        admits = self.policy.admission != "none"
+        return admits and self.routers == 1 and self.factors[0] == CALIBRATED_AT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phases:
+    """# phase of the ledger |-> its median in seconds, live and simulated"""
+
+    factor: float
+    live: dict[str, float]
+    simulated: dict[str, float]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Predictions of the requests of all rates; none where several routers have decided."""
+    """Predictions of the requests of all rates; none where several routers have decided. `phases`:
+    of each rate that was simulated."""
 
     points: list[Point]
     predictions: list[Predicted]
+    phases: list[Phases] = field(default_factory=list)
 
 
 def run(plan: Plan, calibration: Calibration, corpus: Sequence[int]) -> Run:
+    """Where the first rate is `CALIBRATED_AT`, all are simulated with what was measured there."""
     asked, model = calibration.objectives, plan.subject.folder
     if plan.routers > 1:
         with stack(plan.policy, asked, model=model, routers=plan.routers) as cluster:
             points = [one for one, _ in _measure(plan, calibration, corpus, cluster)]
             return Run(points=points, predictions=[])
     with tempfile.TemporaryDirectory() as name:
-        record = Path(name) / "record.jsonl"
-        with stack(plan.policy, asked, record, model=model) as cluster:
-            measured = list(_measure(plan, calibration, corpus, cluster))
+        record, traces = Path(name) / "record.jsonl", Path(name) / "traces"
+        given = traces if plan.simulates else None
+        with (
+            stack(plan.policy, asked, record, model=model, traces=given) as cluster,
+            watched(cluster) as router,
+        ):
+            lived = list(_measure(plan, calibration, corpus, cluster))
         told = read_record(record)
-        points = [one for one, _ in measured]
-        if not plan.subject.mix.own_ends:
-            points = _beside(plan, calibration, told, record, measured)
-    began_s = measured[0][1][0].sent_s - EARLY_S
-    asked_for = [one for one in told.predictions() if one.at_s > began_s]
-    return Run(points=points, predictions=asked_for)
+        began_s = lived[0][1][0].sent_s - EARLY_S
+        predictions = [one for one in told.predictions() if one.at_s > began_s]
+        if not plan.simulates:
+            return Run(points=[one for one, _ in lived], predictions=predictions)
+        stretch = _stretch(lived[0][1])
+        measured = measure(told, router, traces, stretch, Path(name) / "stretch")
+        replayed = replay(
+            record,
+            told,
+            measured,
+            plan.policy,
+            asked,
+            plan.subject.kv(),
+            own_ends=plan.subject.mix.own_ends,
+            seed=plan.seed,
+        )
+    windows = [_window(point, outcomes) for point, outcomes in lived]
+    points = [
+        replace(one, simulated=simulated(replayed, window, asked))
+        for (one, _), window in zip(lived, windows, strict=True)
+    ]
+    compared = [
+        Phases(
+            factor=one.factor,
+            live=median_phases([each.phases_s for each in predictions if each.at_s in window]),
+            simulated=phases(replayed, window),
+        )
+        for one, window in zip(points, windows, strict=True)
+    ]
+    return Run(points=points, predictions=predictions, phases=compared)
+
+
+def _stretch(outcomes: Sequence[Outcome]) -> Stretch:
+    sent_s = [one.sent_s for one in outcomes]
+    return Stretch(first_s=min(sent_s), last_s=max(sent_s))
+
+
+def _window(point: Point, outcomes: Sequence[Outcome]) -> Window:
+    stretch = _stretch(outcomes)
+    return Window(first_s=stretch.first_s, last_s=stretch.last_s, seconds=point.seconds)
 
 
 def _measure(
@@ -83,31 +142,3 @@ def _measure(
         )
         if number:
             yield point(it, outcomes, calibration.objectives, p99_s), outcomes
-
-
-def _beside(
-    plan: Plan,
-    calibration: Calibration,
-    told: Told,
-    record: Path,
-    measured: Sequence[tuple[Point, list[Outcome]]],
-) -> list[Point]:
-    """Lengths of refused requests are known only where each is as long as it may be."""
-    return [
-        replace(one, simulated=_simulated(plan, calibration.objectives, told, record, one, live))
-        for one, live in measured
-    ]
-
-
-def _simulated(
-    plan: Plan,
-    objectives: Objectives,
-    told: Told,
-    record: Path,
-    one: Point,
-    live: Sequence[Outcome],
-) -> Simulated:
-    sent_s = [outcome.sent_s for outcome in live]
-    window = Window(first_s=min(sent_s), last_s=max(sent_s), seconds=one.seconds)
-    outcomes = replay(record, told, plan.policy, objectives, window, plan.subject.kv())
-    return simulated(outcomes, window, objectives)

@@ -259,6 +259,7 @@ class Clients:
             request = self._admitted.pop(command.request_id)
             outcome.cached_tokens = request.cached_tokens
             outcome.prefilled_locally = request.ledger.is_local
+            outcome.ledger = request.ledger
         outcome.last_token_s = now_s
         outcome.tokens += sum(len(one.token_ids) for one in command.tokens)
         outcome.done = command.done

@@ -21,6 +21,7 @@ import numpy as np
 from engine.core.step import Sampled, SequenceSlice
 from kvpool.core.layout.hashes import BlockHash, BlockHashes, CacheSalt, NamedTokens
 from kvrelay.types import Sampling
+from router.core.request import Ledger
 
 HASH_TOKENS = 512
 """Tokens that one hash id of a trace stands for."""
@@ -207,7 +208,7 @@ class Answers:
 @dataclass(slots=True, kw_only=True)
 class Outcome:
     """Of one request; `refused` and `failed` are reasons. `resubmitted_s`: the last
-    time that it came back."""
+    time that it came back. `ledger`: its router's, once it has a token."""
 
     request: TraceRequest
     resubmitted_s: float | None = None
@@ -222,6 +223,7 @@ class Outcome:
     retries: int = 0
     refused: str = ""
     failed: str = ""
+    ledger: Ledger | None = None
 
     @property
     def ttft_s(self) -> float | None:
