@@ -61,16 +61,17 @@ class Correction:
     _mean_log: float = 0.0
     _steps: int = _PROFILE_STEPS
 
-    def observe(self, surprise: float, seconds: float, steps: int = 1) -> None:
+    def observe(self, surprise: float, predicted_s: float, steps: int = 1) -> None:
         """`surprise`: the logarithm of actual seconds by those that `level` predicts, of so many
-        steps in a row that took `seconds`."""
+        steps in a row, of `predicted_s` together. They weigh by these, not by the actual ones: else
+        slow steps would count for more."""
         bounded = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, surprise))
         self._steps += steps
-        share = 1 - exp(-seconds / MEMORY_S)
-        share = max(steps / self._steps, min(share, 1 - (1 - _MOST_SHARE) ** steps))
-        self._log_level = max(-_MOST, min(_MOST, self._log_level + share * bounded))
+        share = min(1 - exp(-predicted_s / MEMORY_S), 1 - (1 - _MOST_SHARE) ** steps)
         self._mean += share * (exp(bounded) - self._mean)
         self._mean_log += share * (bounded - self._mean_log)
+        learnt = self._log_level + max(share, steps / self._steps) * bounded
+        self._log_level = max(-_MOST, min(_MOST, learnt))
         self.level = exp(self._log_level)
         uneven = self._mean / exp(self._mean_log) if self.by_sum else 1.0
         self.factor = min(exp(_MOST), self.level * uneven)
@@ -128,6 +129,6 @@ class StepPace:
             return
         surprise = log(seconds / steps / predicted_s)
         if work.prefill_tokens:
-            self.prefill.observe(surprise, seconds, steps)
+            self.prefill.observe(surprise, predicted_s * steps, steps)
         if work.decode_sequences:
-            self.decode.observe(surprise, seconds, steps)
+            self.decode.observe(surprise, predicted_s * steps, steps)

@@ -33,7 +33,7 @@ def test_a_device_twice_as_slow_is_found_out() -> None:
     assert pace.prefill.factor == 1.0
     run(pace, PREFILL, 0.5, steps=150, spread=0.2)
     assert pace.prefill.factor == pytest.approx(0.5, rel=0.05)
-    run(pace, DECODE, 1.0, steps=150, spread=0.2)
+    run(pace, DECODE, 1.0, steps=600, spread=0.2)
     assert pace.decode.factor == pytest.approx(1.0, rel=0.05)
 
 
