@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from engine.core.step_times import NotCovered, StepTimes, StepWork
 
-MEMORY_S = 1.0
-"""How long a step that has run counts. A prediction is of what happens within about a second: what
-changes faster is over by then, and following it would only add to the error."""
+MEMORY_S = 0.25
+"""How long a step that has run counts. What changes faster is over before a request that is
+predicted now gets there, and following it would only add to the error."""
 _MOST_SHARE = 0.05
 """Weight of the newest step, at most. The first ones weigh more."""
 _PROFILE_STEPS = 3

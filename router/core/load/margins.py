@@ -7,9 +7,10 @@ remains, so that with `confidence` 0.95 about 95 % of those admitted keep their 
 the predictions are like. What a prediction that is shorter than usual is off by is seen against the
 usual one.
 
-The quantile is so many mean deviations above the mean: both change little with each error, as the
-largest of a few errors does not. How many deviations is followed where the asked share of errors is
-below (Robbins and Monro, 1951), in steps of `_STEP`.
+The quantile is that of a log-normal distribution: so many mean deviations above the mean of the
+logarithms. Both change little with each error, as the largest of a few errors does not. How many
+deviations is followed where the asked share of errors is below (Robbins and Monro, 1951), in steps
+so small that one bad moment, which is many errors at once, changes little.
 
 Errors are told apart by how long the prediction was, in bands of a factor of 2: a step that is
 shared with others makes a short prompt take several times as long, and a long one hardly longer. A
@@ -24,17 +25,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from math import frexp, inf, pi, sqrt
+from math import exp, frexp, inf, log, pi, sqrt
 from statistics import NormalDist
 
 _MEMORY_S, _LEAST, _MOST = 30.0, 20, 256
 _FEWEST = 10.0
 """Of errors that weigh less together nothing is known."""
 _NEW_SHARE = 0.05
-_STEP, _LARGEST_REACH = 0.1, 10.0
+_STEP, _LARGEST_REACH = 0.02, 10.0
 """In mean deviations. At first as a normal distribution has it: 97.5 % are below 2.46 of them."""
-_LOWEST, _HIGHEST = -0.5, 3.0
-"""Of one error: it moves the margin by a few hundredths at most."""
+_LOWEST, _HIGHEST = 0.5, 4.0
+"""Of what it took by what was predicted: one error moves the margin by a few hundredths at most."""
 
 
 def _band(predicted_s: float) -> int:
@@ -43,7 +44,7 @@ def _band(predicted_s: float) -> int:
 
 @dataclass(slots=True)
 class _Errors:
-    """Their weighted sums: older ones have faded."""
+    """Weighted sums of their logarithms: older ones have faded."""
 
     weight: float = 0.0
     total: float = 0.0
@@ -53,11 +54,11 @@ class _Errors:
     def mean(self) -> float:
         return self.total / self.weight
 
-    def add(self, off: float) -> None:
-        known = self.mean if self.weight else off
+    def add(self, error: float) -> None:
+        known = self.mean if self.weight else error
         self.weight += 1
-        self.total += off
-        self.deviations += abs(off - known)
+        self.total += error
+        self.deviations += abs(error - known)
 
     def fade(self, kept: float) -> None:
         self.weight *= kept
@@ -65,7 +66,7 @@ class _Errors:
         self.deviations *= kept
 
     def quantile(self, reach: float) -> float:
-        return (self.total + reach * self.deviations) / self.weight
+        return exp((self.total + reach * self.deviations) / self.weight)
 
     def __add__(self, other: _Errors) -> _Errors:
         return _Errors(
@@ -115,7 +116,7 @@ class Margin:
     def _look(self, band: int) -> float:
         if self._weight < _FEWEST:
             return self.at_first
-        return max(_LOWEST, min(_HIGHEST, self._near(band).quantile(self.reach)))
+        return max(_LOWEST, min(_HIGHEST, self._near(band).quantile(self.reach))) - 1
 
     def _near(self, band: int) -> _Errors:
         known = _Errors()
@@ -139,7 +140,7 @@ class Margin:
             self._learn(_band(predicted_s), off_s / max(predicted_s, self.usual_s), now_s)
 
     def _learn(self, band: int, off: float, now_s: float) -> None:
-        off = max(_LOWEST, min(_HIGHEST, off))
+        off = max(_LOWEST, min(_HIGHEST, 1 + off)) - 1
         if self._weight >= _FEWEST:
             beyond = off > self._off(band)
             step = _STEP * (self.confidence if beyond else self.confidence - 1)
@@ -149,5 +150,5 @@ class Margin:
         self._weight = (1 - fading) * self._weight + 1
         for errors in self._bands.values():
             errors.fade(1 - fading)
-        self._bands[band].add(off)
+        self._bands[band].add(log(1 + off))
         self._offs.clear()
