@@ -21,8 +21,6 @@ from bench.serving.plain_cluster import PlainCluster
 WARM_FACTOR, WARM_S = 1.0, 20.0
 """Before the first rate, so that the router has learnt how far to trust its predictions."""
 REFUSALS = "kvrelay:refusal_seconds"
-CALIBRATED_AT = 0.5
-"""Times the capacity: the simulator is told what was measured there, and predicts the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +32,8 @@ class Plan:
     seed: int
     patience_s: float
     routers: int = 1
-
-    @property
-    def simulates(self) -> bool:
-        """Clients of the simulator never give up, so what takes all has no simulated figures."""
-        admits = self.policy.admission != "none"
-        return admits and self.routers == 1 and self.factors[0] == CALIBRATED_AT
+    simulates: bool = False
+    """With what is measured at the first of the rates; workers write traces then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +56,6 @@ class Run:
 
 
 def run(plan: Plan, calibration: Calibration, corpus: Sequence[int]) -> Run:
-    """Where the first rate is `CALIBRATED_AT`, all are simulated with what was measured there."""
     asked, model = calibration.objectives, plan.subject.folder
     if plan.routers > 1:
         with stack(plan.policy, asked, model=model, routers=plan.routers) as cluster:
