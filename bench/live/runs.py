@@ -1,4 +1,4 @@
-"""One policy on a live cluster, rate after rate, then the same arrivals in the simulator."""
+"""One policy on a live cluster, rate after rate; perhaps the same arrivals in the simulator."""
 
 from __future__ import annotations
 
@@ -9,10 +9,19 @@ from pathlib import Path
 
 from bench.live.calibrate import Calibration
 from bench.live.offered import poisson
-from bench.live.outcome import Outcome
+from bench.live.outcome import Objectives, Outcome
 from bench.live.points import Load, Point, bucket_quantile, point
 from bench.live.simulated.measured import Stretch, measure, watched
-from bench.live.simulated.replay import EARLY_S, Window, median_phases, phases, replay, simulated
+from bench.live.simulated.replay import (
+    EARLY_S,
+    Replay,
+    Replayed,
+    Window,
+    median_phases,
+    phases,
+    replay,
+    simulated,
+)
 from bench.live.stack import Policy, load, stack
 from bench.live.subject import Subject
 from bench.live.told import Predicted, read_record
@@ -62,7 +71,8 @@ def run(plan: Plan, calibration: Calibration, corpus: Sequence[int]) -> Run:
             points = [one for one, _ in _measure(plan, calibration, corpus, cluster)]
             return Run(points=points, predictions=[])
     with tempfile.TemporaryDirectory() as name:
-        record, traces = Path(name) / "record.jsonl", Path(name) / "traces"
+        folder = Path(name)
+        record, traces = folder / "record.jsonl", folder / "traces"
         given = traces if plan.simulates else None
         with (
             stack(plan.policy, asked, record, model=model, traces=given) as cluster,
@@ -72,34 +82,39 @@ def run(plan: Plan, calibration: Calibration, corpus: Sequence[int]) -> Run:
         told = read_record(record)
         began_s = lived[0][1][0].sent_s - EARLY_S
         predictions = [one for one in told.predictions() if one.at_s > began_s]
+        found = Run(points=[one for one, _ in lived], predictions=predictions)
         if not plan.simulates:
-            return Run(points=[one for one, _ in lived], predictions=predictions)
+            return found
         stretch = _stretch(lived[0][1])
-        measured = measure(told, router, traces, stretch, Path(name) / "stretch")
-        replayed = replay(
-            record,
-            told,
-            measured,
-            plan.policy,
-            asked,
-            plan.subject.kv(),
+        measured = measure(told, router, traces, stretch, folder / "stretch")
+        again = Replay(
+            record=record,
+            told=told,
+            measured=measured,
+            policy=plan.policy,
+            objectives=asked,
+            kv=plan.subject.kv(),
             own_ends=plan.subject.mix.own_ends,
             seed=plan.seed,
         )
-    windows = [_window(point, outcomes) for point, outcomes in lived]
-    points = [
-        replace(one, simulated=simulated(replayed, window, asked))
-        for (one, _), window in zip(lived, windows, strict=True)
-    ]
+        return _beside(found, [_window(*one) for one in lived], replay(again), asked)
+
+
+def _beside(
+    found: Run, windows: Sequence[Window], replayed: Sequence[Replayed], asked: Objectives
+) -> Run:
+    """With what became of the same arrivals in the simulator."""
+    pairs = [*zip(found.points, windows, strict=True)]
+    points = [replace(one, simulated=simulated(replayed, window, asked)) for one, window in pairs]
     compared = [
         Phases(
             factor=one.factor,
-            live=median_phases([each.phases_s for each in predictions if each.at_s in window]),
+            live=median_phases([p.phases_s for p in found.predictions if p.at_s in window]),
             simulated=phases(replayed, window),
         )
-        for one, window in zip(points, windows, strict=True)
+        for one, window in pairs
     ]
-    return Run(points=points, predictions=predictions, phases=compared)
+    return replace(found, points=points, phases=compared)
 
 
 def _stretch(outcomes: Sequence[Outcome]) -> Stretch:

@@ -51,24 +51,28 @@ class Replayed:
     outcome: Outcome
 
 
-def replay(
-    record: Path,
-    told: Told,
-    measured: Measured,
-    policy: Policy,
-    objectives: Objectives,
-    kv: Mapping[str, int],
-    *,
-    own_ends: bool,
-    seed: int = 0,
-) -> list[Replayed]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """A live run: what its router recorded, and what was measured in a stretch of it. `kv` is the
+    shape of a token's KV; with `own_ends` nobody knew how long outputs get."""
+
+    record: Path
+    told: Told
+    measured: Measured
+    policy: Policy
+    objectives: Objectives
+    kv: Mapping[str, int]
+    own_ends: bool
+    seed: int = 0
+
+
+def replay(live: Replay) -> list[Replayed]:
     """All requests of the live run, which teach the router as they did there."""
-    requests = read_trace(record)
-    if own_ends:
-        requests = _with_lengths(requests, told, measured, Random(seed))
-    config = _config(told, measured, policy, objectives, kv, own_ends=own_ends, seed=seed)
-    outcomes = simulate(config, requests, Scale()).outcomes
-    first_s = told.submitted_s[0]
+    requests = read_trace(live.record)
+    if live.own_ends:
+        requests = _with_lengths(requests, live.told, live.measured, Random(live.seed))
+    outcomes = simulate(_config(live), requests, Scale()).outcomes
+    first_s = live.told.submitted_s[0]
     return [Replayed(at_s=first_s + one.request.arrival_s, outcome=one) for one in outcomes]
 
 
@@ -113,25 +117,17 @@ def _is_good(one: Outcome, objectives: Objectives) -> bool:
     return one.tpot_s is None or one.tpot_s <= objectives.tpot_s
 
 
-def _config(
-    told: Told,
-    measured: Measured,
-    policy: Policy,
-    objectives: Objectives,
-    kv: Mapping[str, int],
-    *,
-    own_ends: bool,
-    seed: int,
-) -> Config:
+def _config(live: Replay) -> Config:
     """The live cluster's file, with its machines' measures."""
-    by_role = {hello.role: hello for hello in told.hellos.values()}
+    measured, objectives = live.measured, live.objectives
+    by_role = {hello.role: hello for hello in live.told.hellos.values()}
     pools = [by_role[role] for role in (Role.PREFILL, Role.DECODE)]
-    raw = cluster_file(policy, objectives) | {
+    raw = cluster_file(live.policy, objectives) | {
         "simulation": {
-            "seed": seed,
+            "seed": live.seed,
             "pools": [{"profile": _profile(hello)} for hello in pools],
             "blocks": pools[0].total_blocks,
-            "kv": dict(kv),
+            "kv": dict(live.kv),
             "fabric": {
                 "latency": "0.1ms",
                 "bandwidth": "50GB",
@@ -142,7 +138,7 @@ def _config(
             "service": measured.service(),
             "slo": {**durations(objectives), "told": False},
             "max_model_len": pools[0].max_model_len,
-            "max_tokens": LIMIT if own_ends else "auto",
+            "max_tokens": LIMIT if live.own_ends else "auto",
             "balancing": "random",
             "most_steps": 8,
         }
