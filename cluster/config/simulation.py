@@ -112,6 +112,18 @@ class ServiceSection(Section):
     Its jobs then run one after another, and the next one is not gathered while one is sent."""
 
 
+class ArrivingSection(Section):
+    """Requests whose prompts arrive in parts, and are computed meanwhile. The last part comes when
+    the trace has the request; its time to first token counts from there."""
+
+    share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Of all requests."""
+    over: Seconds = 2.0
+    """For so long before the last part the others come, evenly."""
+    every: Seconds = 0.25
+    """A part comes this often."""
+
+
 class FailureSection(Section):
     """A worker or a pool node that dies, as if by SIGKILL."""
 
@@ -151,6 +163,7 @@ class Simulation(Section):
     noise: NoiseSection = NoiseSection()
     service: ServiceSection = ServiceSection()
     slo: SloSection = SloSection()
+    arriving: ArrivingSection = ArrivingSection()
     max_model_len: Count = 262_144
     """Prompt plus output, in tokens."""
     max_tokens: AutoCount = None

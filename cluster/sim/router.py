@@ -9,6 +9,7 @@ from typing import Protocol, assert_never
 
 from cluster.config.simulation import ServiceSection, Simulation
 from cluster.core.worker.events import FromRouter, RouterJoined
+from cluster.sim.arriving import PromptParts
 from cluster.sim.machines.clock import Clock, Server
 from cluster.sim.trace import Answers, Outcome, TraceArrival
 from cluster.sim.worker import SimWorker
@@ -156,6 +157,7 @@ class Clients:
         answers: Answers,
         simulation: Simulation,
         draw: Callable[[], float],
+        block_size: int,
     ) -> None:
         self._routers = routers
         self._clock = clock
@@ -169,6 +171,9 @@ class Clients:
         self._promises: dict[int, ToldPromise | None] = {}  # number |-> what it was told
         self._sent_to: dict[int, SimRouter] = {}  # number |-> where it was sent last
         self._comes_back = [draw() < simulation.retrying_share for _ in arrivals]
+        self.parts = PromptParts(clock, simulation.arriving, block_size, self._submit)
+        share = simulation.arriving.share
+        self._arrives_in_parts = [share > 0 and draw() < share for _ in arrivals]
         slo = simulation.slo
         self._objectives = Objectives(ttft_s=slo.ttft, tpot_s=slo.tpot)
         if not slo.told:
@@ -188,7 +193,11 @@ class Clients:
         return self._open > 0
 
     def begin(self) -> None:
-        """One arrival waits on the clock at a time."""
+        """One arrival waits on the clock at a time, and all that come in parts."""
+        for number, in_parts in enumerate(self._arrives_in_parts):
+            if in_parts:
+                router = self._sent_to[number] = self._next_router(number)
+                self.parts.expect(number, self._arrivals[number], router)
         self._next(0)
 
     def _next(self, number: int) -> None:
@@ -197,7 +206,10 @@ class Clients:
 
     def _arrive(self, number: int) -> None:
         self._next(number + 1)
-        self._submit(number)
+        if number in self.parts:
+            self.parts.arrived(number)
+        else:
+            self._submit(number)
 
     def _submit(self, number: int) -> None:
         arrival = self._arrivals[number]
@@ -211,10 +223,14 @@ class Clients:
             objectives=self._objectives,
             promise=self._promises.pop(number, None),
         )
-        router = self._sent_to[number] = self._next_router(number)
-        router.hear(Submitted(request=request))
+        is_first = not self.outcomes[number].retries
+        if not (is_first and number in self.parts):  # else where its parts went
+            self._sent_to[number] = self._next_router(number)
+        self._sent_to[number].hear(Submitted(request=request))
 
     def hear(self, command: Admit | Refuse | Deliver | Fail) -> None:
+        if self.parts.hear(command):
+            return
         outcome, now_s = self.outcomes[int(command.request_id)], self._clock.now_s
         match command:
             case Admit():

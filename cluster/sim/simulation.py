@@ -66,6 +66,7 @@ class Simulated:
     events: int
     moved_bytes: int
     level_changes: int
+    ahead_tokens: int
     pools: SimPools | None
 
 
@@ -101,7 +102,10 @@ class ClusterSimulation:
         )
         self.fleet = self._fleet()
         draw = Random(simulation.seed).random
-        self.clients = Clients(self.routers, self.clock, timed, answers, simulation, draw)
+        block_size = simulation.block_size or self._config.engine.block_size
+        self.clients = Clients(
+            self.routers, self.clock, timed, answers, simulation, draw, block_size
+        )
         for router in self.routers:
             router.serve(self.clients)
         span_s = timed[-1].request.arrival_s or 1.0
@@ -216,6 +220,7 @@ class ClusterSimulation:
             ended_s=self.clock.now_s,
             events=events,
             moved_bytes=self._fabric.moved_bytes,
+            ahead_tokens=self.clients.parts.computed_tokens,
             level_changes=sum(router.level_changes for router in self.routers),
             pools=self.pools,
         )

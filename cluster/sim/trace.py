@@ -53,7 +53,7 @@ class TracePrompt(NamedTokens):
         self._hash_ids = request.hash_ids
         self._hash_tokens = request.hash_tokens
         self._number = number
-        self._copy = copy
+        self.copy = copy
         self._named: tuple[CacheSalt, int] | None = None
         self._names = BlockHashes()
 
@@ -84,7 +84,7 @@ class TracePrompt(NamedTokens):
     def _id(self, position: int) -> int:
         if self._hash_ids is None:
             return _IDS + self._number
-        return self._hash_ids[position // self._hash_tokens] * 131 + self._copy
+        return self._hash_ids[position // self._hash_tokens] * 131 + self.copy
 
     def names(self, blocks: range, block_size: int, salt: CacheSalt) -> BlockHashes:
         if self._named != (salt, block_size):
@@ -103,7 +103,7 @@ class TracePrompt(NamedTokens):
         names = np.empty(len(at), _NAME)
         names["block"], names["end"] = of, at
         if self._hash_ids is not None:
-            of, mark = self._copy, self._copy.to_bytes(4) + bytes(4)
+            of, mark = self.copy, self.copy.to_bytes(4) + bytes(4)
             last = at * np.uint64(block_size) + np.uint64(block_size - 1)
             block, within = np.divmod(last, np.uint64(self._hash_tokens))
             names["block"] = ids = np.array(self._hash_ids, np.uint64)[block]
@@ -167,6 +167,11 @@ def _later(request: TraceRequest, put_off_s: float, rate_scale: float) -> TraceR
     return replace(request, arrival_s=request.arrival_s / rate_scale + put_off_s)
 
 
+def is_ahead(request_id: str) -> bool:
+    """Others are numbers."""
+    return "-" in request_id
+
+
 END = 2
 """The token that ends a sequence which asked for more than it yields."""
 
@@ -188,7 +193,7 @@ class Answers:
 
     def steps_left(self, one: SequenceSlice) -> int:
         """Until the sequence ends."""
-        if not one.samples:
+        if not one.samples or is_ahead(one.key.request_id):
             return 1
         return self._output[int(one.key.request_id)] - one.samples[0].index
 
@@ -196,6 +201,8 @@ class Answers:
         """Of so many steps, one for each."""
         if not one.samples:
             return ()
+        if is_ahead(one.key.request_id):
+            return (self._end,)
         number = int(one.key.request_id)
         token = Sampled(token_id=END + 1 + number)
         if len(one.samples) > 1:  # the first token of each choice

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 import numpy as np
 
@@ -134,7 +135,7 @@ def measure(told: Told, router: RouterTime, traces: Path, stretch: Stretch, to: 
     )
 
 
-def _events(path: Path) -> list[dict[str, object]]:
+def _events(path: Path) -> list[dict[str, Any]]:
     """Those that took time."""
     with path.open() as lines:
         return [one for one in trace_events(lines) if one["ph"] == "X"]
