@@ -159,12 +159,12 @@ class WorkerLoop:
 
     def _stepped(self, event: StepDone) -> None:
         """With what its worker's profile says of it: the simulator replays the ratio."""
-        predicted_s = self.core.pace.predicted_s
-        if predicted_s:
+        work, predicted_s = self.core.pace.work, self.core.pace.predicted_s
+        if work is not None and predicted_s:
             self._trace.took(
                 "stepped",
                 self._now() - event.seconds,
-                kind="decode" if self.core.stepping is self.core.decode else "prefill",
+                kind="prefill" if work.prefill_tokens else "decode",
                 steps=event.steps,
                 predicted_ns=round(1e9 * predicted_s * event.steps),
             )

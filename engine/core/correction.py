@@ -85,7 +85,7 @@ class StepPace:
     times: StepTimes
     prefill: Correction = field(default_factory=Correction)
     decode: Correction = field(default_factory=lambda: Correction(by_sum=True))
-    _work: StepWork | None = None
+    work: StepWork | None = None  # of the step that runs
     _begun_s: float = 0.0
     _free_s: float | None = None
 
@@ -97,7 +97,7 @@ class StepPace:
     def predicted_s(self) -> float:
         """Of the step that runs, without a correction; 0: nothing is known of such a step."""
         try:
-            return 0.0 if self._work is None else self.times.step_s(self._work)
+            return 0.0 if self.work is None else self.times.step_s(self.work)
         except NotCovered:
             return 0.0
 
@@ -106,14 +106,14 @@ class StepPace:
         return self.corrected.step_s(work)
 
     def begun(self, work: StepWork, now_s: float) -> None:
-        self._work = work
+        self.work = work
         self._begun_s = now_s if self._free_s is None else self._free_s
 
     def ended(self, now_s: float, steps: int = 1) -> None:
         """This many similar steps have run in a row."""
-        assert self._work is not None, "a step ended that was not begun"
-        self._learn(self._work, now_s - self._begun_s, steps)
-        self._work, self._free_s = None, now_s
+        assert self.work is not None, "a step ended that was not begun"
+        self._learn(self.work, now_s - self._begun_s, steps)
+        self.work, self._free_s = None, now_s
 
     def idle(self) -> None:
         """There is no step to run now."""
