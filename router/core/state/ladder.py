@@ -49,10 +49,6 @@ class Recent:
         known = len(self._ascending)
         return None if known < round(1 / (1 - share)) else self._ascending[int(share * known)]
 
-    def clear(self) -> None:
-        self._latest.clear()
-        self._ascending.clear()
-
     def _drop_oldest(self) -> None:
         _, seconds = self._latest.popleft()
         del self._ascending[bisect_left(self._ascending, seconds)]
