@@ -5,7 +5,7 @@ STAMP  := $(VENV)/.installed
 TESTS_AT_ONCE ?= 2
 SOAK_MINUTES ?= 60
 
-.PHONY: help install demo check test test-long soak-sim test-families test-gpu bench chaos soak figures bench-peers bench-gpu proto format clean
+.PHONY: help install demo check test test-long soak-sim soak-inputs test-families test-gpu bench chaos soak figures bench-peers bench-gpu proto format clean
 
 help:            ## list the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -35,6 +35,9 @@ test-long: $(STAMP)  ## the long versions of tests, which `make test` leaves out
 soak-sim: $(STAMP)  ## simulated clusters with every fault at any moment, new seeds; SOAK_MINUTES=60
 	$(BIN)/python -m tests.sim.soak --minutes $(SOAK_MINUTES)
 
+soak-inputs: $(STAMP)  ## 100,000 cases of any input to a router's APIs: no crash, no 5xx
+	$(BIN)/python -m tests.inputs.soak --cases 100000
+
 test-families: $(STAMP)  ## every causal family of transformers: its tokens, or a named refusal
 	$(BIN)/pytest tests/families --numprocesses=$(TESTS_AT_ONCE)
 
@@ -58,6 +61,7 @@ bench: $(STAMP)  ## the benchmarks of this machine, with their limits and peers
 	$(BIN)/python -m bench.router.trace_request
 	$(BIN)/python -m bench.router.metrics
 	$(BIN)/python -m bench.router.wire
+	$(BIN)/python -m bench.router.loop_lag
 	$(BIN)/python -m bench.serving.prefix_live
 	$(BIN)/python -m bench.transfer
 	$(BIN)/python -m bench.transfer --handoff

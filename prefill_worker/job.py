@@ -20,7 +20,7 @@ from engine.core.step import (
 )
 from kvpool.core.blocks.holding import Holder
 from kvpool.core.layout.block_names import ChainNames, HashChain
-from kvpool.core.layout.hashes import NO_NAMES, BlockHashes, FullNames
+from kvpool.core.layout.hashes import NO_NAMES, BlockHashes, FullNames, tenant_name
 from kvpool.core.layout.layout import Tables
 from kvrelay.messages import Lifetime, LifetimeMoment, Prefill, Tokens
 from kvrelay.types import FinishReason, PrefixOrigin, RequestKey, Sampling
@@ -62,7 +62,7 @@ class PrefillJob:
     def __post_init__(self) -> None:
         self.message = self.sender.message
         spec = self.message.spec
-        self.key, self.tenant, self.qos_tier = spec.key, spec.tenant, spec.qos_tier
+        self.key, self.tenant, self.qos_tier = spec.key, tenant_name(spec.tenant), spec.qos_tier
         self.within_s, self.is_alone = self.message.within_s, spec.alone_tokens > 0
         self.is_resumed = bool(spec.emitted_ids or spec.resumed)
         self.prompt, self.prompt_tokens = spec.context_ids, spec.context_tokens

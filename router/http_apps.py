@@ -1,49 +1,159 @@
-"""The public and the internal ASGI application: routes, error shapes, the echoed x-request-id."""
+"""The public and the internal ASGI application: routes, who may call them, error shapes, the echoed
+x-request-id."""
 
 from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Awaitable, Callable
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrelay.errors import KvrelayError
 from router.http import info
-from router.http.api import HttpApi
+from router.http.api import HttpApi, json_bytes
+from router.http.asking import Authentication
+from router.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.http.chat import chat_completions
 from router.http.completions import completions
+from router.http.description import answers
+from router.http.description.document import document_of
+from router.http.description.operation import JSON_LINES, OF_BODIES, OF_GENERATION, Operation
 from router.http.errors import on_bug, on_disconnect, on_http_exception, on_kvrelay_error
-from router.http.streamed_input.endpoint import streamed_completions
+from router.http.neutral_fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL, TEMPLATE_NEUTRAL
+from router.http.streamed_input.endpoint import StreamedInputBody, streamed_completions
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 METRICS = Route("/metrics", info.metrics)
-PUBLIC_ROUTES = [
-    Route("/v1/completions", completions, methods=["POST"]),
-    Route("/v1/completions/stream", streamed_completions, methods=["POST"]),
-    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-    Route("/v1/models", info.models),
-    Route("/v1/models/{model:path}", info.model),
-    Route("/tokenize", info.tokenize, methods=["POST"]),
-    Route("/detokenize", info.detokenize, methods=["POST"]),
-    Route("/health", info.health),
-    Route("/ping", info.ping, methods=["GET", "POST"]),
-    Route("/load", info.load),
-    Route("/ready", info.ready),
-    Route("/version", info.version),
+PUBLIC = [
+    Operation(
+        path="/v1/completions",
+        endpoint=completions,
+        methods=("POST",),
+        summary="Continues prompts.",
+        body=CompletionBody,
+        neutral=COMPLETION_NEUTRAL,
+        answer=answers.CompletionAnswer,
+        event=answers.CompletionEvent,
+        errors=OF_GENERATION,
+    ),
+    Operation(
+        path="/v1/completions/stream",
+        endpoint=streamed_completions,
+        methods=("POST",),
+        summary="Continues a prompt that arrives in parts, a line of JSON each.",
+        body=StreamedInputBody,
+        body_type=JSON_LINES,
+        neutral=COMPLETION_NEUTRAL,
+        answer=answers.CompletionAnswer,
+        event=answers.CompletionEvent,
+        errors=OF_GENERATION,
+    ),
+    Operation(
+        path="/v1/chat/completions",
+        endpoint=chat_completions,
+        methods=("POST",),
+        summary="Answers in a chat.",
+        body=ChatBody,
+        neutral=CHAT_NEUTRAL,
+        answer=answers.ChatAnswer,
+        event=answers.ChatEvent,
+        errors=OF_GENERATION,
+    ),
+    Operation(
+        path="/v1/models",
+        endpoint=info.models,
+        summary="The model that is served.",
+        answer=answers.ModelList,
+    ),
+    Operation(
+        path="/v1/models/{model:path}",
+        endpoint=info.model,
+        summary="One model.",
+        answer=answers.ModelCard,
+        errors=frozenset({404}),
+    ),
+    Operation(
+        path="/tokenize",
+        endpoint=info.tokenize,
+        methods=("POST",),
+        summary="The token ids of a text or a chat.",
+        body=TokenizeBody,
+        neutral=TEMPLATE_NEUTRAL,
+        answer=answers.TokenizeAnswer,
+        errors=OF_BODIES,
+    ),
+    Operation(
+        path="/detokenize",
+        endpoint=info.detokenize,
+        methods=("POST",),
+        summary="The text of token ids.",
+        body=DetokenizeBody,
+        answer=answers.DetokenizeAnswer,
+        errors=OF_BODIES,
+    ),
+    Operation(
+        path="/health",
+        endpoint=info.health,
+        summary="Whether the router runs.",
+        answer=answers.HealthAnswer,
+    ),
+    Operation(
+        path="/ping",
+        endpoint=info.ping,
+        methods=("GET", "POST"),
+        summary="Whether the router runs, without a body.",
+    ),
+    Operation(
+        path="/load",
+        endpoint=info.load,
+        summary="The number of requests that run.",
+        answer=answers.LoadAnswer,
+    ),
+    Operation(
+        path="/ready",
+        endpoint=info.ready,
+        summary="Whether requests can be served.",
+        answer=answers.ReadyAnswer,
+        unready=answers.NotReadyAnswer,
+    ),
+    Operation(
+        path="/version",
+        endpoint=info.version,
+        summary="kvrelay's version.",
+        answer=answers.VersionAnswer,
+    ),
 ]
+"""All of the public API: its routes and its description are made from this table."""
+OPEN_PATHS = ("/health", "/ping", "/ready", "/version", "/openapi.json", METRICS.path)
+"""Of the public application: for probes, which bring no API key. `/metrics` is there only where
+`router.public_metrics` says so."""
 INTERNAL_ROUTES = [METRICS, Route("/debug/kv", info.debug_kv)]
 
 
 def create_public_app(api: HttpApi, *, with_metrics: bool = False) -> Starlette:
     """The application for clients."""
-    return _app(api, [*PUBLIC_ROUTES, *([METRICS] if with_metrics else [])])
+    guard = Middleware(Authentication, api=api, open_paths=OPEN_PATHS)
+    routes = [one.route() for one in PUBLIC]
+    routes.append(Route("/openapi.json", _description(api.version)))
+    return _app(api, [*routes, *([METRICS] if with_metrics else [])], guard)
+
+
+def _description(version: str) -> Callable[[Request], Awaitable[Response]]:
+    made = json_bytes(document_of(PUBLIC, version))
+
+    async def openapi(request: Request) -> Response:
+        return Response(made, media_type="application/json")
+
+    return openapi
 
 
 def create_internal_app(api: HttpApi) -> Starlette:
@@ -51,10 +161,10 @@ def create_internal_app(api: HttpApi) -> Starlette:
     return _app(api, INTERNAL_ROUTES)
 
 
-def _app(api: HttpApi, routes: list[Route]) -> Starlette:
+def _app(api: HttpApi, routes: list[Route], *guards: Middleware) -> Starlette:
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(RequestIdEcho)],
+        middleware=[Middleware(RequestIdEcho), *guards],
         exception_handlers={
             KvrelayError: on_kvrelay_error,
             HTTPException: on_http_exception,

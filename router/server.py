@@ -11,6 +11,8 @@ from pathlib import Path
 
 import grpc
 
+from router.access.caller import NO_KEYS, KeySources
+from router.access.door import Door
 from router.core.state.generation import Dispatcher
 from router.grpc_api.server import (
     Health,
@@ -21,6 +23,7 @@ from router.grpc_api.server import (
 from router.http.api import HttpApi
 from router.http.event_stream import KEEP_ALIVE_S
 from router.http_apps import create_internal_app, create_public_app
+from router.live.http_protocol import HttpBounds
 from router.live.listener import ListenAt, Listener, Ports
 from router.live.metrics import RouterMetrics
 from router.text.request_fields import ONE_FOR_ALL, TierRules
@@ -50,16 +53,20 @@ class ServerOptions:
     public_metrics: bool = False
     tiers: TierRules = ONE_FOR_ALL
     cluster_key: bytes = field(default=b"", repr=False)
+    keys: KeySources = NO_KEYS
     keep_alive_s: float = KEEP_ALIVE_S
+    bounds: HttpBounds = field(default_factory=HttpBounds)
 
     @property
     def public(self) -> ListenAt:
-        return ListenAt(host=self.host, ports=Ports(http=self.http_port, grpc=self.grpc_port))
+        ports = Ports(http=self.http_port, grpc=self.grpc_port)
+        return ListenAt(host=self.host, ports=ports, bounds=self.bounds)
 
     @property
     def internal(self) -> ListenAt:
         ports = Ports(http=self.internal_http_port, grpc=self.internal_grpc_port)
-        return ListenAt(host=self.internal_host, ports=ports, kind="internal ")
+        bounds = self.bounds
+        return ListenAt(host=self.internal_host, ports=ports, kind="internal ", bounds=bounds)
 
 
 class RouterServers:
@@ -83,6 +90,7 @@ class RouterServers:
             metrics=RouterMetrics(served_model_name),
             tiers=options.tiers,
             key=ClusterKey(options.cluster_key),
+            door=Door(options.keys, cluster_key=options.cluster_key, tiers=options.tiers.tiers),
         )
         self._options = options
         self._add_internal = add_internal
@@ -90,6 +98,7 @@ class RouterServers:
         self._public: Listener | None = None
         self._internal: Listener | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._following_keys: asyncio.Task[None] | None = None
 
     async def start(self) -> tuple[Ports, Ports]:
         """Public and internal ports. Raises ConfigError, and serves nothing, when one is busy."""
@@ -116,6 +125,8 @@ class RouterServers:
         if self._watching is not None:
             left_s = await self._drain(grace_s)
             self._watching.cancel()
+            if self._following_keys is not None:
+                self._following_keys.cancel()
             self._health.end_watches()
         if self._public is not None and self._internal is not None:
             await self._public.stop(left_s)
@@ -140,6 +151,7 @@ class RouterServers:
         await public.start()
         await internal.start()
         self._watching = asyncio.create_task(self._watch_health())
+        self._following_keys = asyncio.create_task(self.service.door.watch())
         return ports
 
     def _http_api(self) -> HttpApi:

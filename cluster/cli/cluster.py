@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from cluster.cli.options import (
+    ApiKeys,
     Format,
     FormatOption,
     GrpcPort,
@@ -20,6 +21,7 @@ from cluster.cli.options import (
     SetOption,
     devices,
     given,
+    key_hashes,
     parsed,
     replicas,
     served,
@@ -40,6 +42,7 @@ def serve(
     decode: Annotated[int | None, typer.Option(min=1, help="Decode workers.")] = None,
     name: NameOption = None,
     ray_address: RayAddress = None,
+    api_key: ApiKeys = None,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return when the cluster serves; it keeps running.")
     ] = False,
@@ -58,6 +61,7 @@ def serve(
         router__host=host,
         router__http_port=http_port,
         router__grpc_port=grpc_port,
+        router__api_key_hashes=key_hashes(api_key),
         ray__address=ray_address,
     )
     overrides += devices(config, device)

@@ -18,6 +18,7 @@ from cluster.cli import plan as cli_plan
 from cluster.cli import process as cli_process
 from cluster.cli import simulate as cli_simulate
 from cluster.cli import trace as cli_trace
+from cluster.cli.access import keys as cli_keys
 from cluster.cli.options import ConfigFile, SetOption, parsed
 from kvrelay.errors import KvrelayError
 
@@ -84,6 +85,7 @@ app.command("plan")(cli_plan.plan)
 app.command("router", rich_help_panel="Single processes, without Ray")(cli_process.router)
 app.command("worker", rich_help_panel="Single processes, without Ray")(cli_process.worker)
 app.command("pool-node", rich_help_panel="Single processes, without Ray")(cli_process.pool_node)
+app.add_typer(cli_keys.app, name="keys")
 app.add_typer(config_app, name="config")
 
 

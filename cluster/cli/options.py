@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -47,6 +48,16 @@ HttpPort = Annotated[
 GrpcPort = Annotated[
     int | None, typer.Option("--grpc-port", help="gRPC port. 0: the system chooses.")
 ]
+ApiKeys = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--api-key",
+        metavar="KEY",
+        envvar="KVRELAY_API_KEY",
+        show_envvar=True,
+        help="Serve only calls with this key; may be repeated. See also kvrelay keys.",
+    ),
+]
 NameOption = Annotated[str | None, typer.Option("--name", help="The cluster's name.")]
 RayAddress = Annotated[
     str | None,
@@ -64,6 +75,21 @@ def given(**options: object) -> list[Override]:
         for name, value in options.items()
         if value is not None
     ]
+
+
+HEADER_TEXT = re.compile(r"[\x21-\x7e]+")
+
+
+def key_hashes(keys: Iterable[str] | None) -> tuple[str, ...] | None:
+    """`--api-key`: what the cluster file holds of such keys. Raises ConfigError for one that no
+    header can carry."""
+    if not keys:
+        return None
+    from router.access.keys import key_digest
+
+    if not all(HEADER_TEXT.fullmatch(key) for key in keys):
+        raise ConfigError("--api-key: expected printable ASCII without spaces")
+    return tuple(key_digest(key) for key in keys)
 
 
 def parsed(texts: Iterable[str] | None) -> list[Override]:

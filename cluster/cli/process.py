@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from cluster.cli.options import (
+    ApiKeys,
     GrpcPort,
     Host,
     HttpPort,
@@ -16,6 +17,7 @@ from cluster.cli.options import (
     NameOption,
     SetOption,
     given,
+    key_hashes,
     only,
     parsed,
 )
@@ -76,6 +78,8 @@ ROUTER_KEYS = (
     "router.internal_http_port",
     "router.internal_grpc_port",
     "router.public_metrics",
+    "router.api_keys",
+    "router.api_key_hashes",
     "router.max_body",
     "router.record",
     "router.record_size",
@@ -126,6 +130,7 @@ def router(
     host: Host = None,
     http_port: HttpPort = None,
     grpc_port: GrpcPort = None,
+    api_key: ApiKeys = None,
     name: NameOption = None,
     set_: SetOption = None,
 ) -> None:
@@ -136,6 +141,7 @@ def router(
         router__host=host,
         router__http_port=http_port,
         router__grpc_port=grpc_port,
+        router__api_key_hashes=key_hashes(api_key),
     )
     overrides += only(parsed(set_), ROUTER_KEYS)
 

@@ -36,8 +36,6 @@ class TierSection(Section):
     """true: requests that match no tier belong here. Exactly one tier has it."""
     match: tuple[str, ...] = ()
     """Values of the header that mean this tier, besides its name."""
-    api_keys: tuple[str, ...] = Field(default=(), repr=False)
-    """Bearer tokens that mean this tier."""
 
 
 _Share = Annotated[float, Field(gt=0, le=1)]
@@ -82,7 +80,7 @@ class Qos(Section):
     def _lower_case(cls, given: str) -> str:
         if not re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", given):
             raise ValueError("the name of a header in lower case")
-        if given == "authorization" or given.startswith("grpc-"):
+        if given in ("authorization", "x-api-key") or given.startswith("grpc-"):
             raise ValueError("another header: that one has a meaning of its own")
         return given
 
@@ -106,8 +104,6 @@ class Qos(Section):
     def _each_match_once(self) -> Qos:
         """A tier's name is one of its values."""
         matches = [v for name, tier in self.tiers.items() for v in {name, *tier.match}]
-        keys = [key for tier in self.tiers.values() for key in tier.api_keys]
-        for field, values in (("match", matches), ("api_keys", keys)):
-            if len({*values}) < len(values):
-                raise ValueError(f"{field}: each value in one tier only")
+        if len({*matches}) < len(matches):
+            raise ValueError("match: each value in one tier only")
         return self

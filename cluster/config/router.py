@@ -14,6 +14,7 @@ from cluster.config.types import (
     AutoText,
     Bytes,
     Count,
+    KeyHash,
     Port,
     Quantity,
     Seconds,
@@ -92,6 +93,12 @@ class RouterSection(Section):
     """true: /metrics is on the public HTTP port too."""
     same_ports: bool = False
     """true: all routers have the same ports, because each has a host of its own, such as a pod."""
+    api_keys: str | None = None
+    """A file of API keys, made by `kvrelay keys add`: only calls with one of them are served. Each
+    router reads it at this path, and again when it changes. null: no file."""
+    api_key_hashes: tuple[KeyHash, ...] = ()
+    """SHA-256 of further API keys, in hex, as `kvrelay serve --api-key KEY` sets them. They belong
+    to the tenant `default` and have no limits."""
     max_body: Bytes = 4 * 2**20
     """The largest HTTP body or gRPC message that is accepted."""
     record: str | None = None

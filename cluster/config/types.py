@@ -149,6 +149,7 @@ AutoFarTransports = Annotated[tuple[FarTransport, ...] | None, BeforeValidator(_
 AutoTransports = Annotated[
     Annotated[tuple[Transport, ...], Field(min_length=1)] | None, BeforeValidator(_as_tuple), *_AUTO
 ]
+KeyHash = Annotated[str, *_spelled(r"[0-9a-f]{64}", "a SHA-256 of 64 hex digits")]
 Device = Annotated[str, *_spelled(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")]
 StepTimesSource = Annotated[
     str, BeforeValidator(_off_if_false), *_spelled(r".+", "auto, off or a file")

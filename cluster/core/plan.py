@@ -20,6 +20,7 @@ from cluster.core.resolve import device_share, router_names, worker_names
 from cluster.core.settings import PoolNodeSettings, RouterSettings, WorkerSettings
 from engine.core.options import CudaOptions
 from kvrelay.types import Role
+from router.access.caller import KeySources
 from router.core.policy.choice import Policies
 from router.text.preload import PreloadText
 
@@ -238,6 +239,7 @@ def router_settings(config: Config, number: int = 0) -> RouterSettings:
         ),
         qos=router_tiers(config.qos, config.router.admission.policy),
         tier_match=tier_match(config.qos),
+        keys=KeySources(file=config.router.api_keys, digests=config.router.api_key_hashes),
         secret=config.network.secret or "",
     )
 

@@ -55,7 +55,6 @@ def tier_match(qos: Qos) -> TierMatch:
     return TierMatch(
         header=qos.header,
         values={value: name for name, tier in qos.tiers.items() for value in (name, *tier.match)},
-        api_keys={key: name for name, tier in qos.tiers.items() for key in tier.api_keys},
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from engine.core.options import DEFAULT_OPTIONS, CudaOptions
 from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import Role
+from router.access.caller import NO_KEYS, KeySources
 from router.core.faults.silence import DETECT_S
 from router.core.policy.choice import DEFAULT_POLICIES, Policies
 from router.core.state.directory import DIRECTORY_BYTES
@@ -102,7 +103,7 @@ class RouterSettings:
     core's events and decisions are recorded, up to `record_bytes`; None: no record. The core's
     directory takes up to `directory_bytes`. A request that lost its worker waits up to
     `failover_patience_s` for another one. A worker that is silent for `detect_s` is lost. Routers
-    with the same `secret` go on with each other's requests."""
+    with the same `secret` go on with each other's requests. `keys`: who may call."""
 
     name: str
     process: str
@@ -126,6 +127,7 @@ class RouterSettings:
     policies: Policies = DEFAULT_POLICIES
     qos: QosTiers = ONE_TIER
     tier_match: TierMatch = NO_MATCH
+    keys: KeySources = NO_KEYS
     secret: str = field(default="", repr=False)
 
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from datetime import datetime
+from typing import Any
 
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 PACKAGES = ["kvrelay", "kvpool", "engine", "prefill_worker", "decode_worker", "router", "cluster"]
 
 
 class LineFormatter(logging.Formatter):
     """`DATE-TIME PROCESS LEVEL MESSAGE [REQUEST]`: local time in ISO 8601, with its offset.
 
-    The request's id comes from `extra={"request_id": ...}` of the logging call.
+    The request's id comes from `extra={"request_id": ...}` of the logging call. What a client has
+    sent may be part of any of them, so control characters are written as escapes, and the lines of
+    a traceback are indented: nobody can forge a line.
     """
 
     def __init__(self, process_name: str) -> None:
@@ -27,7 +32,15 @@ class LineFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         line = super().formatMessage(record)
         request_id = getattr(record, "request_id", None)
-        return line if request_id is None else f"{line} [{request_id}]"
+        return _plain(line if request_id is None else f"{line} [{request_id}]")
+
+    def formatException(self, info: Any) -> str:  # noqa: N802
+        lines = super().formatException(info).split("\n")
+        return "\n".join(f"  {_plain(line)}" for line in lines)
+
+
+def _plain(line: str) -> str:
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], line)
 
 
 def configure_logging(process_name: str) -> None:

@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Sequence
 from hashlib import sha256
+from ipaddress import ip_address
 from pathlib import Path
 
 import grpc
@@ -119,3 +120,11 @@ def _no_port(host: str, port_range: tuple[int, int] | None) -> ConfigError:
     return ConfigError(
         f"can't listen on {host}, {where}: check network.host and network.port_range"
     )
+
+
+def is_loopback(host: str) -> bool:
+    """Only this machine reaches it."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -38,7 +38,12 @@ def local_gpus() -> tuple[int, str]:
 
 
 def located(config: Config) -> Config:
-    """Gives a model folder its full path: Ray's processes have other working directories."""
+    """Gives a model folder and the file of API keys their full paths: Ray's processes have other
+    working directories."""
+    if config.router.api_keys is not None:
+        keys = str(Path(config.router.api_keys).expanduser().resolve())
+        router = config.router.model_copy(update={"api_keys": keys})
+        config = config.model_copy(update={"router": router})
     path = config.model.path
     folder = None if path is None else Path(path).expanduser()
     if folder is None or not folder.is_dir():

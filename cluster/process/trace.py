@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvrelay.errors import ConfigError
+from kvrelay.private_files import create_private
 
 if TYPE_CHECKING:
     from engine.device.threads import Nvtx
@@ -72,7 +73,7 @@ class TraceFile:
         self._lock = threading.Lock()
         self._nvtx = nvtx
         self._threads: set[int] = set()
-        self._file = path.open("w")
+        self._file = create_private(path)
         self._file.write("[")
         self._write(_metadata("process_name", process, 0))
 

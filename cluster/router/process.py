@@ -10,13 +10,14 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import grpc
 
 from cluster.core.settings import RouterSettings
+from cluster.process.net import is_loopback
 from engine.core.activity import Stage, StartActivity
 from engine.model.checkpoint import find_text_files
 from kvrelay.errors import ConfigError, InvalidRequest
@@ -130,8 +131,9 @@ class RouterProcess:
             find_text_files, settings.model, settings.revision, self._now_does
         )
         tokenizer = TextTokenizer.load(folder)
+        options = _server_options(settings)
         self.dispatcher = WorkerDispatcher(
-            _preloads(settings, tokenizer),
+            _preloads(settings, tokenizer, options.cluster_key),
             settings.policies,
             settings.qos,
             directory_bytes=settings.directory_bytes,
@@ -142,19 +144,6 @@ class RouterProcess:
         self._registry = RegistryService(
             self.dispatcher, only_router=settings.policies.shared_queue
         )
-        options = ServerOptions(
-            host=settings.host,
-            http_port=settings.http_port,
-            grpc_port=settings.grpc_port,
-            internal_host=settings.internal_host,
-            internal_http_port=settings.internal_http_port,
-            internal_grpc_port=settings.internal_grpc_port,
-            public_metrics=settings.public_metrics,
-            max_body_bytes=settings.max_body_bytes,
-            cluster=settings.name,
-            tiers=TierRules(tiers=settings.qos, match=settings.tier_match),
-            cluster_key=settings.secret.encode(),
-        )
         self._servers = RouterServers(
             self.dispatcher,
             folder,
@@ -164,6 +153,7 @@ class RouterProcess:
             add_internal=self._add_registry,
         )
         public, internal = await self._servers.start()
+        tell_who_may_call(settings.host, guarded=settings.keys.guarded)
         return RouterAddress(public=public, internal=internal)
 
     def _add_registry(self, server: grpc.aio.Server) -> None:
@@ -195,14 +185,50 @@ class RouterProcess:
         self._registry.close()
 
 
+def _server_options(settings: RouterSettings) -> ServerOptions:
+    return ServerOptions(
+        host=settings.host,
+        http_port=settings.http_port,
+        grpc_port=settings.grpc_port,
+        internal_host=settings.internal_host,
+        internal_http_port=settings.internal_http_port,
+        internal_grpc_port=settings.internal_grpc_port,
+        public_metrics=settings.public_metrics,
+        max_body_bytes=settings.max_body_bytes,
+        cluster=settings.name,
+        tiers=TierRules(tiers=settings.qos, match=settings.tier_match),
+        cluster_key=settings.secret.encode(),
+        keys=settings.keys,
+    )
+
+
+def tell_who_may_call(host: str, *, guarded: bool) -> None:
+    if guarded:
+        log.info("only calls with an API key are served")
+    elif is_loopback(host):
+        log.info("there are no API keys, so only this machine is served (router.host: %s)", host)
+    else:
+        log.warning(
+            "there are no API keys, and router.host is %s: whoever reaches it is served; set "
+            "router.api_keys, or --api-key",
+            host,
+        )
+
+
 def _recording(settings: RouterSettings) -> Callable[[Beginning], Recorder] | None:
     if settings.record is None:
         return None
     return partial(Recorder, Path(settings.record), settings.record_bytes)
 
 
-def _preloads(settings: RouterSettings, tokenizer: TextTokenizer) -> tuple[RequestSpec, ...]:
+def _preloads(
+    settings: RouterSettings, tokenizer: TextTokenizer, cluster_key: bytes
+) -> tuple[RequestSpec, ...]:
+    texts = [
+        replace(one, tenant=settings.keys.space_of(cluster_key, one.tenant))
+        for one in settings.preload
+    ]
     try:
-        return preload_specs(settings.preload, tokenizer)
+        return preload_specs(texts, tokenizer)
     except InvalidRequest as error:
         raise ConfigError(f"preload: {error}") from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import keyword
 import logging
 import operator
 import time
@@ -23,7 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from engine.compiled.fusing import whole_rotaries
 from engine.compiled.graph import Captured, TensorKind
-from engine.device.native_build import cache_folder, write_whole
+from engine.device.kept_files import NotKept, cache_folder, checked, keep, own_folder
 from engine.model import capture as capturing
 from engine.model import interface
 from engine.model.capture import capture
@@ -33,6 +34,12 @@ log = logging.getLogger(__name__)
 
 
 _MOST_VALUES = 4096
+_OPERATORS = frozenset(
+    (
+        *("getitem", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg"),
+        *("and_", "or_", "eq", "ne", "lt", "le", "gt", "ge"),
+    )
+)
 
 
 class NotRecorded(Exception):
@@ -130,6 +137,9 @@ class _Reader:
                 found = _add(known, tensors, target)
             elif op == "call_function":
                 found = _function(target)
+            elif op == "call_method":
+                _check_method(target)
+            _check_names(name, *kwargs)
             plain = tuple(_read(arg, nodes) for arg in args)
             named = {key: _read(arg, nodes) for key, arg in kwargs.items()}
             node = known.graph.create_node(op, found, plain, named, name)
@@ -145,15 +155,35 @@ def _add(known: Captured, tensors: Mapping[str, torch.Tensor], target: Any) -> s
         return target
     dtype, shape, values = target
     name = f"value_{len(known.constants)}"
-    known.constants[name] = torch.tensor(values, dtype=getattr(torch, dtype)).reshape(shape)
+    known.constants[name] = torch.tensor(values, dtype=_torch_kind(dtype)).reshape(shape)
     return name
 
 
+def _check_names(*names: str) -> None:
+    """They become part of a function's text."""
+    for name in names:
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise NotRecorded(f"the name {name!r}")
+
+
+def _check_method(name: str) -> None:
+    _check_names(name)
+    if name.startswith("_") or not callable(getattr(torch.Tensor, name, None)):
+        raise NotRecorded(f"the method {name!r}")
+
+
 def _function(name: str) -> Any:
+    """An operator of torch or a plain one of Python's, and nothing else that has a name."""
     space, *path = name.split(".")
-    found: Any = operator if space == "operator" else getattr(torch.ops, space)
+    if space == "operator":
+        if path not in [[one] for one in _OPERATORS]:
+            raise NotRecorded(f"the function {name!r}")
+        return getattr(operator, path[0])
+    found: Any = getattr(torch.ops, space)
     for part in path:
         found = getattr(found, part)
+    if not isinstance(found, torch._ops.OpOverload):
+        raise NotRecorded(f"the function {name!r}")
     return found
 
 
@@ -162,7 +192,7 @@ def _read(arg: Any, nodes: Mapping[str, Node]) -> Any:
         case {"node": name}:
             return nodes[name]
         case {"torch": name}:
-            return getattr(torch, name)
+            return _torch_kind(name)
         case {"device": name}:
             return torch.device(name)
         case list():
@@ -170,19 +200,27 @@ def _read(arg: Any, nodes: Mapping[str, Node]) -> Any:
     return arg
 
 
+def _torch_kind(name: str) -> Any:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype | torch.layout | torch.memory_format):
+        raise NotRecorded(f"torch.{name}")
+    return found
+
+
 def _read_kind(dtype: str, shape: list[int | str], strides: list[int | str]) -> TensorKind:
-    return TensorKind(getattr(torch, dtype), tuple(shape), tuple(strides))
+    return TensorKind(_torch_kind(dtype), tuple(shape), tuple(strides))
 
 
 def recorded(model: Model) -> Captured:
     """The graph from its recording, else captured and recorded. Raises NotCaptured."""
     path = cache_folder() / f"graph-{_key(model)}.json"
     try:
-        return replay(path.read_text(), model.module)
-    except FileNotFoundError:
+        path = own_folder(path.parent) / path.name
+        return replay(checked(path).decode(), model.module)
+    except NotKept:
         pass
     except (OSError, NotRecorded) as error:
-        log.info("compile: %s is made again: %s", path, error)
+        log.warning("compile: %s is made again: %s", path, error)
     return _record(model, path)
 
 
@@ -194,7 +232,7 @@ def _record(model: Model, path: Path) -> Captured:
     except NotRecorded as error:
         raise capturing.NotCaptured(str(error)) from error
     try:
-        write_whole(path, text)
+        keep(path, text.encode())
         log.info("compile: captured in %.1f s, once: %s", time.monotonic() - started_s, path)
     except OSError as error:
         log.warning("compile: the graph is not kept, so the next start takes as long: %s", error)

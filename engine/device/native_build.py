@@ -1,7 +1,6 @@
 """Builds our C and C++ with the host's compiler, once for each source, compiler and processor.
 
-Also the folder for files that the next start can reuse, and torch's OpenMP threads for our code: a
-second team would take their cores.
+Also torch's OpenMP threads for our code: a second team would take their cores.
 """
 
 from __future__ import annotations
@@ -24,25 +23,13 @@ from pathlib import Path
 
 import torch
 
+from engine.device.kept_files import NotKept, cache_folder, checked, keep_digest, own_folder
+
 SOURCES = Path(__file__).parent / "source"
 """The C++ sources of kernels. One may include parts of another."""
 
 
 log = logging.getLogger(__name__)
-
-
-def cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "kvrelay"
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that concurrent readers never see half of it. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        file.write(text)
-    Path(file.name).rename(path)
-
 
 _TIMEOUT_S = 120
 
@@ -76,19 +63,27 @@ def built(source: Source, folder: Path | None = None, processor: str = "native")
     others wait, if the file system can lock. The file appears whole. Raises BuildError.
     """
     compiler = source.compiler()
-    folder = folder or cache_folder() / "native"
     flags = (*source.flags, f"-march={processor}")
-    target = folder / f"{source.name}-{_key(source, compiler, flags)}.so"
-    if target.exists():
-        return target
+    name = f"{source.name}-{_key(source, compiler, flags)}.so"
+    folder = folder or cache_folder() / "native"
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _alone_in(target.parent):
-            if not target.exists():
-                _build([compiler, *flags], source, target)
+        own_folder(folder.parent)
+        target = own_folder(folder) / name
+        if not _is_kept(target):
+            with _alone_in(target.parent):
+                if not _is_kept(target):
+                    _build([compiler, *flags], source, target)
     except OSError as error:
-        raise BuildError(f"{target.name} can't be kept in {target.parent}: {error}") from error
+        raise BuildError(f"{name} can't be kept in {folder}: {error}") from error
     return target
+
+
+def _is_kept(target: Path) -> bool:
+    try:
+        checked(target)
+    except NotKept:
+        return False
+    return True
 
 
 @contextmanager
@@ -107,6 +102,8 @@ def _build(compiler: list[str], source: Source, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         draft = Path(folder) / target.name
         _compile(compiler, source.main, draft)
+        draft.chmod(0o700)
+        keep_digest(target, draft.read_bytes())
         os.replace(draft, target)
     log.info(
         "built the CPU's %s in %.1f s with %s, once for this host: %s",

@@ -125,6 +125,8 @@ def load_model(checkpoint: Checkpoint, *, device: str, dtype: str) -> Model:
             dtype=wanted,
             attn_implementation=interface.NAME,
             output_loading_info=True,
+            trust_remote_code=False,
+            use_safetensors=True,
         )
         module = module.to(torch.device(device)).eval().requires_grad_(False)
     except LOAD_ERRORS as error:
@@ -173,7 +175,7 @@ def _use_device(device: torch.device) -> None:
 
 def _load_config(checkpoint: Checkpoint) -> PretrainedConfig:
     try:
-        return AutoConfig.from_pretrained(checkpoint.path)
+        return AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
     except (*LOAD_ERRORS, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"{checkpoint.path}/config.json can't be used: {reason}") from error

@@ -18,6 +18,9 @@ class RefusalReason(StrEnum):
     SLOTS_EXHAUSTED = "slots_exhausted"
     TIER_SHARE_EXHAUSTED = "tier_share_exhausted"
     DRAINING = "draining"
+    KEY_REQUESTS = "key_requests_exhausted"
+    KEY_TOKENS = "key_tokens_exhausted"
+    KEY_CONCURRENCY = "key_concurrency_exhausted"
     NO_CAPACITY = "no_capacity"
 
 
@@ -34,6 +37,7 @@ class FailureReason(StrEnum):
     WORKER_LOST = "worker_lost"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     POISON = "poison"
+    SLOW_READER = "slow_reader"
     ABORTED = "aborted"
     INTERNAL = "internal"
 
@@ -66,6 +70,20 @@ class InvalidRequest(KvrelayError):
 
 class ModelNotFound(InvalidRequest):
     """The cluster doesn't serve the requested model: HTTP 404, gRPC NOT_FOUND."""
+
+
+class NotAuthenticated(InvalidRequest):
+    """The call has no valid API key: HTTP 401, gRPC UNAUTHENTICATED."""
+
+    def __init__(self, message: str, *, code: str = "invalid_api_key", param: str | None = None):
+        super().__init__(message, code=code, param=param)
+
+
+class NotAllowed(InvalidRequest):
+    """Its API key does not allow this: HTTP 403, gRPC PERMISSION_DENIED."""
+
+    def __init__(self, message: str, *, code: str = "not_allowed", param: str | None = None):
+        super().__init__(message, code=code, param=param)
 
 
 class Refused(KvrelayError):

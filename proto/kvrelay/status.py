@@ -9,7 +9,15 @@ from typing import NoReturn
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
-from kvrelay.errors import InvalidRequest, KvrelayError, ModelNotFound, Refused, RequestFailedError
+from kvrelay.errors import (
+    InvalidRequest,
+    KvrelayError,
+    ModelNotFound,
+    NotAllowed,
+    NotAuthenticated,
+    Refused,
+    RequestFailedError,
+)
 
 ERROR_DOMAIN = "kvrelay"
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
@@ -37,6 +45,10 @@ def error_of(code: grpc.StatusCode, message: str, trailing: Metadata) -> Kvrelay
             return ModelNotFound(message, code=info.reason, param=param)
         case grpc.StatusCode.INVALID_ARGUMENT:
             return InvalidRequest(message, code=info.reason, param=param)
+        case grpc.StatusCode.UNAUTHENTICATED:
+            return NotAuthenticated(message, code=info.reason, param=param)
+        case grpc.StatusCode.PERMISSION_DENIED:
+            return NotAllowed(message, code=info.reason, param=param)
     has_delay = retry.HasField("retry_delay")
     if not has_delay and code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
         return RequestFailedError(info.reason, message)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import replace
 
 from kvrelay.errors import InvalidRequest, Refused, RequestFailedError
@@ -84,12 +85,15 @@ class Ahead:
     async def _compute(self, tokens: int) -> None:
         self._asked += 1
         asked = replace(self._asking(), prompt_ids=self._ids[:tokens])
+        booking = self._request.booking
+        assert booking is not None, "begun when its first part came"
         try:
+            booking.pay(tokens, time.monotonic())
             self._running = await self._service.dispatcher.submit(asked)
             async for _ in self._running:
                 pass
             self._service.metrics.prompt_tokens_ahead.inc(tokens - self.computed_tokens)
-            self.computed_tokens = tokens
+            self.computed_tokens = booking.computed_tokens = tokens
         except Refused as refused:
             log.debug("not ahead: %s", refused.message, extra=self._log_id)
             await asyncio.sleep(refused.retry_after_s or REFUSED_S)
@@ -103,7 +107,7 @@ class Ahead:
 
     def _asking(self) -> GenerationRequest:
         return GenerationRequest(
-            request_id=f"{self._request.request_id}-ahead-{self._asked}",
+            request_id=f"{self._request.own_id}-ahead-{self._asked}",
             prompt_ids=(),
             sampling=PROMPT_ONLY,
             tenant=self._request.tenant,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from kvrelay.errors import InvalidRequest, Refused
 from kvrelay.types import Sampling
+from router.access.limits import Booking
 from router.arriving.ahead import Ahead
 from router.arriving.parts import PartsSoFar, PromptPart
 from router.core.state.generation import GenerationRequest, ModelFacts
@@ -35,19 +36,27 @@ async def start_arriving(service: TextService, arriving: Arriving) -> TextGenera
     Raises InvalidRequest, ModelNotFound or Refused, and what the parts raise.
     """
     request = arriving.request
+    booking = Booking(request.caller.meter)
+    request = replace(request, booking=booking)
     ahead = Ahead(service, request)
     try:
-        prompt = await service.counted(request, _arrived(service, arriving, ahead))
+        prompt = await service.counted(request, _arrived(service, arriving, ahead, booking))
         whole = replace(request, prompt=prompt, received_s=time.perf_counter())
         await ahead.settle()
         return await _started(service, whole, ahead.computed_tokens)
+    except BaseException:
+        booking.cancel(time.monotonic())
+        raise
     finally:
         await ahead.close()
 
 
-async def _arrived(service: TextService, arriving: Arriving, ahead: Ahead) -> str | tuple[int, ...]:
+async def _arrived(
+    service: TextService, arriving: Arriving, ahead: Ahead, booking: Booking
+) -> str | tuple[int, ...]:
     """The whole prompt."""
     facts = service.check_open(arriving.request.model)
+    booking.begin(time.monotonic())
     _check_expected(service, arriving, facts)
     so_far = PartsSoFar(most_characters=arriving.most_characters, most_tokens=facts.max_model_len)
     while (part := await _next(arriving.parts, arriving.idle_s)) is not None:
@@ -81,7 +90,7 @@ def _check_expected(service: TextService, arriving: Arriving, facts: ModelFacts)
             param="expected_tokens",
         )
     asked = GenerationRequest(
-        request_id=request.request_id,
+        request_id=request.own_id,
         prompt_ids=(0,) * expected_tokens,
         sampling=Sampling(max_tokens=1, seed=0, n=request.sampling.n),
         tenant=request.tenant,

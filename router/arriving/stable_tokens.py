@@ -40,8 +40,13 @@ class StableTokens:
         self._text += text
         first = max(0, len(self._tokens) - OVERLAP_TOKENS)
         if not first or not self._try_append(first):
-            whole = self._tokenizer.encode(self._text, add_special_tokens=self._add_special_tokens)
+            whole = self._encoded(self._text, add_special_tokens=self._add_special_tokens)
             self._tokens = _placed(whole, 0)
+
+    def _encoded(self, text: str, *, add_special_tokens: bool) -> Encoding:
+        """As a batch of one: only a batch lets other threads run meanwhile."""
+        found = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        return found[0]
 
     def stable_ids(self) -> tuple[int, ...]:
         return tuple(token.token_id for token in self._tokens[:-UNSTABLE_TOKENS])
@@ -49,7 +54,7 @@ class StableTokens:
     def _try_append(self, first: int) -> bool:
         """Tokenizes from the token `first` on; False: that does not fit the tokens before."""
         begin = self._tokens[first].start
-        encoding = self._tokenizer.encode(self._text[begin:], add_special_tokens=False)
+        encoding = self._encoded(self._text[begin:], add_special_tokens=False)
         new = _placed(encoding, begin)
         border = _border(self._tokens[first:], new)
         if border is None:

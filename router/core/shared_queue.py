@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from engine.core.prompt_order import Order
 from engine.core.step_times import NotCovered, StepWork
+from kvpool.core.layout.hashes import tenant_name
 from kvrelay.qos import QosTiers
 from kvrelay.types import RequestKey, RequestSpec
 from router.core import lifecycle
@@ -54,7 +55,7 @@ class Queued:
 
     @property
     def tenant(self) -> str:
-        return self.spec.tenant
+        return tenant_name(self.spec.tenant)
 
     @property
     def qos_tier(self) -> str:

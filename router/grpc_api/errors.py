@@ -17,6 +17,8 @@ from kvrelay.errors import (
     FailureReason,
     InvalidRequest,
     ModelNotFound,
+    NotAllowed,
+    NotAuthenticated,
     RefusalReason,
     Refused,
     RequestFailedError,
@@ -27,6 +29,7 @@ log = logging.getLogger(__name__)
 
 FAILURES: Mapping[str, Any] = {
     FailureReason.ABORTED: grpc.StatusCode.ABORTED,
+    FailureReason.SLOW_READER: grpc.StatusCode.ABORTED,
     FailureReason.DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
     FailureReason.POISON: grpc.StatusCode.INVALID_ARGUMENT,
 }
@@ -52,6 +55,10 @@ def grpc_error_of(error: Exception, request_id: str | None = None) -> GrpcError:
     match error:
         case ModelNotFound():
             return _invalid(grpc.StatusCode.NOT_FOUND, error)
+        case NotAuthenticated():
+            return _invalid(grpc.StatusCode.UNAUTHENTICATED, error)
+        case NotAllowed():
+            return _invalid(grpc.StatusCode.PERMISSION_DENIED, error)
         case InvalidRequest():
             return _invalid(grpc.StatusCode.INVALID_ARGUMENT, error)
         case Refused():

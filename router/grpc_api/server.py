@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from kvrelay.status import LEDGER_KEY
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc, worker_pb2
 from kvrelay.v1 import inference_pb2 as pb
+from router.access.caller import Caller
 from router.arriving.prompt import Arriving, start_arriving
 from router.core.state.generation import Dispatcher
 from router.core.state.story import unknown
@@ -61,7 +62,8 @@ class InferenceApi(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         received_s = time.perf_counter()
         try:
-            asked = self._text_request(request, prompt_of(request), context, received_s)
+            caller = self._caller(context)
+            asked = self._text_request(request, prompt_of(request), caller, context, received_s)
             generation = await self._service.start(asked)
             async with aclosing(_responses(generation)) as responses:
                 async for response in responses:
@@ -76,9 +78,10 @@ class InferenceApi(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         request = pb.GenerateRequest()
         try:
+            caller = self._caller(context)
             first = await first_part(parts)
             request = first.request
-            asked = self._text_request(request, "", context, time.perf_counter())
+            asked = self._text_request(request, "", caller, context, time.perf_counter())
             generation = await start_arriving(
                 self._service,
                 Arriving(
@@ -96,15 +99,19 @@ class InferenceApi(inference_pb2_grpc.InferenceServicer):
         if request.ledger:
             _tell_ledger(context, generation)
 
+    def _caller(self, context: grpc.aio.ServicerContext) -> Caller:
+        """Raises NotAuthenticated."""
+        return self._service.caller_of(_metadata(context))
+
     def _text_request(
         self,
         request: pb.GenerateRequest,
         prompt: PromptInput,
+        caller: Caller,
         context: grpc.aio.ServicerContext,
         received_s: float,
     ) -> TextRequest:
         """Raises InvalidRequest."""
-        metadata = {k: v for k, v in context.invocation_metadata() or () if isinstance(v, str)}
         return TextRequest(
             request_id=request.request_id or f"gen-{uuid.uuid4().hex}",
             prompt=prompt,
@@ -112,8 +119,9 @@ class InferenceApi(inference_pb2_grpc.InferenceServicer):
             continuation=continuation_of(request),
             promise=request.promise,
             model=request.model,
-            tenant=request.tenant,
-            tier=self._service.tiers.tier_of(request.tier, metadata),
+            caller=caller,
+            tenant=caller.space(request.tenant),
+            tier=self._service.tier_of(request.tier, _metadata(context), caller),
             objectives=objectives_in(request.slo, context.time_remaining()),
             received_s=received_s,
         )
@@ -121,14 +129,19 @@ class InferenceApi(inference_pb2_grpc.InferenceServicer):
     async def Abort(  # noqa: N802
         self, request: pb.AbortRequest, context: grpc.aio.ServicerContext
     ) -> pb.AbortResponse:
+        try:
+            caller = self._caller(context)
+        except Exception as error:
+            await abort_with(context, error)
         for request_id in request.request_ids:
-            self._service.dispatcher.abort(request_id)
+            self._service.dispatcher.abort(caller.own_id(request_id))
         return pb.AbortResponse()
 
     async def GetModelInfo(  # noqa: N802
         self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetModelInfoResponse:
         try:
+            self._caller(context)
             facts = self._service.facts()
         except Exception as error:
             await abort_with(context, error)
@@ -144,6 +157,13 @@ class InferenceApi(inference_pb2_grpc.InferenceServicer):
     async def GetServerInfo(  # noqa: N802
         self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetServerInfoResponse:
+        try:
+            self._caller(context)
+        except Exception as error:
+            await abort_with(context, error)
+        return self.server_info()
+
+    def server_info(self) -> pb.GetServerInfoResponse:
         dispatcher = self._service.dispatcher
         return pb.GetServerInfoResponse(
             version=self._version,
@@ -154,6 +174,10 @@ class InferenceApi(inference_pb2_grpc.InferenceServicer):
             workers=[worker_info(worker) for worker in dispatcher.workers()],
             quarantined=[quarantined_pair(pair) for pair in dispatcher.quarantined()],
         )
+
+
+def _metadata(context: grpc.aio.ServicerContext) -> dict[str, str]:
+    return {k: v for k, v in context.invocation_metadata() or () if isinstance(v, str)}
 
 
 async def _responses(generation: TextGeneration) -> AsyncGenerator[pb.GenerateResponse]:
@@ -192,7 +216,7 @@ class AdminApi(admin_pb2_grpc.AdminServicer):
     async def GetServerInfo(  # noqa: N802
         self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetServerInfoResponse:
-        return await self._inference.GetServerInfo(request, context)
+        return self._inference.server_info()
 
 
 class Health(health.aio.HealthServicer):
@@ -237,11 +261,26 @@ class Health(health.aio.HealthServicer):
         return await super().Check(request, context)
 
 
+METADATA_BYTES = 64 * 1024
+STREAMS_PER_CONNECTION = 1024
+HANDSHAKE_S = 10
+PUBLIC = (
+    ("grpc.max_metadata_size", METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", METADATA_BYTES),
+    ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
+    ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_S),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+)
+"""What a client may send beside its messages. A call over the number of streams waits at its
+client. Pings find clients that have vanished."""
+
+
 def create_public_server(
     api: InferenceApi, watcher: Health, max_body_bytes: int
 ) -> grpc.aio.Server:
     """The server for clients."""
-    server = _server(watcher, (("grpc.max_receive_message_length", max_body_bytes),))
+    server = _server(watcher, (("grpc.max_receive_message_length", max_body_bytes), *PUBLIC))
     inference_pb2_grpc.add_InferenceServicer_to_server(api, server)
     reflection.enable_server_reflection((SERVICE_NAME, *STANDARD_NAMES), server)
     return server

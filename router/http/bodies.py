@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 from starlette.requests import Request
 
 from kvrelay.errors import InvalidRequest
 from kvrelay.types import Objectives, value
-from router.http.errors import BodyTooLarge, UnsupportedMediaType
+from router.http.errors import UnsupportedMediaType
+from router.http.json_body import json_object, read_bytes
 from router.http.neutral_fields import MESSAGE_NEUTRAL, Neutral
 from router.text.continuation import Continuation, Delivered
 from router.text.request_fields import HEADERS, objectives_of
@@ -30,9 +31,9 @@ Body = TypeVar("Body", bound=BaseModel)
 async def read_body(
     request: Request, kind: type[Body], neutral: Mapping[str, Neutral], max_body_bytes: int
 ) -> Body:
-    """Raises InvalidRequest, of which BodyTooLarge and UnsupportedMediaType are kinds."""
+    """Raises InvalidRequest, of which those in `router.http.errors` are kinds."""
     _check_media_type(request)
-    return parsed(json_object(await _read(request, max_body_bytes)), kind, neutral)
+    return parsed(await json_object(await read_bytes(request, max_body_bytes)), kind, neutral)
 
 
 def parsed(fields: dict[str, Any], kind: type[Body], neutral: Mapping[str, Neutral]) -> Body:
@@ -58,39 +59,6 @@ def _check_media_type(request: Request) -> None:
             f"the content type is {media_type!r}: send application/json",
             code="unsupported_media_type",
         )
-
-
-async def _read(request: Request, max_body_bytes: int) -> bytes:
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > max_body_bytes:
-        raise _too_large(max_body_bytes)
-    chunks: list[bytes] = []
-    size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > max_body_bytes:
-            raise _too_large(max_body_bytes)
-        chunks.append(chunk)
-    return b"".join(chunks)
-
-
-def _too_large(limit: int) -> BodyTooLarge:
-    return BodyTooLarge(f"the body exceeds the limit of {limit} bytes", code="body_too_large")
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-def json_object(body: bytes) -> dict[str, Any]:
-    """Raises InvalidRequest for anything else."""
-    try:
-        value = json.loads(body, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(value, dict):
-        raise InvalidRequest("the body must be a JSON object", code="invalid_json")
-    return value
 
 
 def _drop_neutral(fields: dict[str, Any], neutral: Mapping[str, Neutral], prefix: str) -> None:
@@ -142,6 +110,29 @@ def _path(where: tuple[int | str, ...]) -> str:
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+"""Of long lists only the first fault is looked for."""
+
+
+def _kind_of_prompt(prompt: object) -> str:
+    """By its first part, because trying each kind in turn takes long."""
+    first = prompt[0] if isinstance(prompt, list) and prompt else prompt
+    match first:
+        case str():
+            return "text" if first is prompt else "texts"
+        case list():
+            return "many ids" if first is not prompt else "texts"
+        case _:
+            return "ids"
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], Field(fail_fast=True), Tag("texts")]
+    | Annotated[TokenIds, Tag("ids")]
+    | Annotated[list[TokenIds], Field(fail_fast=True), Tag("many ids")],
+    Discriminator(_kind_of_prompt),
+]
 
 
 class StrictBody(BaseModel):
@@ -162,7 +153,7 @@ class StreamOptions(BaseModel):
 class DeliveredBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    token_ids: list[TokenId]
+    token_ids: TokenIds
     finished: bool = False
 
 
@@ -171,7 +162,7 @@ class ContinuationBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    choices: list[DeliveredBody]
+    choices: Annotated[list[DeliveredBody], Field(fail_fast=True)]
     ticket: str = ""
 
 
@@ -191,8 +182,8 @@ class GenerationBody(StrictBody):
     min_tokens: int | None = None
     n: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     logit_bias: dict[str, float] | None = None
     prompt_logprobs: int | None = None
     ignore_eos: bool | None = None
@@ -218,7 +209,7 @@ class CompletionFields(GenerationBody):
 
 
 class CompletionBody(CompletionFields):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: Prompt
 
 
 class TextPart(BaseModel):
@@ -232,12 +223,15 @@ class MessageBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
 
 
+Messages = Annotated[list[MessageBody], Field(fail_fast=True)]
+
+
 class ChatBody(GenerationBody):
-    messages: list[MessageBody]
+    messages: Messages
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
@@ -248,7 +242,7 @@ class TokenizeBody(StrictBody):
     """As in vLLM: a prompt or messages."""
 
     prompt: str | None = None
-    messages: list[MessageBody] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -256,7 +250,7 @@ class TokenizeBody(StrictBody):
 
 
 class DetokenizeBody(StrictBody):
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
 LEDGER_HEADER = "x-kvrelay-ledger"

@@ -32,10 +32,9 @@ from router.http.reply import (
     Reply,
     prompt_logprobs,
 )
+from router.text.bounds import check_sequences
 from router.text.sampling import RequestedSampling
 from router.text.service import TextDelta, TextGeneration, TextRequest
-
-MAX_PROMPTS = 128
 
 
 async def completions(request: Request) -> Response:
@@ -48,7 +47,9 @@ async def completions(request: Request) -> Response:
     asked = replace(
         asked, add_special_tokens=body.add_special_tokens is not False, received_s=received_s
     )
-    return GenerationResponse(api, _one_each(asked, _prompts(body)), reply)
+    prompts = _prompts(body)
+    check_sequences(len(prompts), body.n)
+    return GenerationResponse(api, _one_each(asked, prompts), reply)
 
 
 def completion_sampling(body: CompletionFields) -> RequestedSampling:
@@ -80,15 +81,11 @@ def _prompts(body: CompletionBody) -> list[str | tuple[int, ...]]:
     """A list of numbers is one prompt; a list of strings or lists is several."""
     if isinstance(body.prompt, str):
         return [body.prompt]
-    numbers = tuple(part for part in body.prompt if isinstance(part, int))
-    if numbers:
-        return [numbers]
-    parts = [part for part in body.prompt if not isinstance(part, int)]
-    if not 1 <= len(parts) <= MAX_PROMPTS:
-        raise InvalidRequest(
-            f"the prompt is an empty list or has over {MAX_PROMPTS} prompts", param="prompt"
-        )
-    return [part if isinstance(part, str) else tuple(part) for part in parts]
+    if not body.prompt:
+        raise InvalidRequest("the prompt is an empty list: send at least one", param="prompt")
+    if isinstance(body.prompt[0], int):
+        return [tuple(body.prompt)]
+    return [part if isinstance(part, str) else tuple(part) for part in body.prompt]
 
 
 class CompletionReply(Reply):

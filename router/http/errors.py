@@ -18,6 +18,8 @@ from kvrelay.errors import (
     InvalidRequest,
     KvrelayError,
     ModelNotFound,
+    NotAllowed,
+    NotAuthenticated,
     RefusalReason,
     Refused,
     RequestFailedError,
@@ -33,6 +35,10 @@ TIER_HEADER = "x-kvrelay-tier"
 
 class BodyTooLarge(InvalidRequest):
     """HTTP 413."""
+
+
+class BodyTimeout(InvalidRequest):
+    """HTTP 408."""
 
 
 class UnsupportedMediaType(InvalidRequest):
@@ -80,6 +86,32 @@ FAILURES: Mapping[str, int] = {
 """# reason of a RequestFailedError |-> its status, where it isn't 503"""
 
 
+REASONS: Mapping[int, str] = {
+    400: "The request can never be served as it is.",
+    404: "The model does not exist.",
+    408: "The body has not come in time.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    422: "The request has failed on several workers, and is not tried again.",
+    429: "The request can't be served now; `retry-after` says when it can.",
+    431: "The header block is too large.",
+    500: "The router or a worker has a fault.",
+    503: "There is no worker that could serve the request.",
+    504: "The request's deadline has passed.",
+}
+"""# status |-> what it means, in words"""
+
+INVALID: Mapping[type[InvalidRequest], int] = {
+    NotAuthenticated: 401,
+    NotAllowed: 403,
+    ModelNotFound: 404,
+    BodyTimeout: 408,
+    BodyTooLarge: 413,
+    UnsupportedMediaType: 415,
+}
+"""# kind of an InvalidRequest |-> its status, where it isn't 400"""
+
+
 def reply_of(error: Exception) -> ErrorReply:
     match error:
         case InvalidRequest():
@@ -97,13 +129,13 @@ def reply_of(error: Exception) -> ErrorReply:
 
 
 def _invalid(error: InvalidRequest) -> ErrorReply:
-    statuses = {ModelNotFound: 404, BodyTooLarge: 413, UnsupportedMediaType: 415}
     return ErrorReply(
-        status=statuses.get(type(error), 400),
+        status=INVALID.get(type(error), 400),
         message=error.message,
         type="invalid_request_error",
         code=error.code,
         param=error.param,
+        headers={"www-authenticate": "Bearer"} if isinstance(error, NotAuthenticated) else {},
     )
 
 

@@ -5,11 +5,12 @@ Log probabilities have OpenAI's two shapes.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from abc import ABC, abstractmethod
 from base64 import b64encode
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 
 from starlette.responses import Response
@@ -17,7 +18,16 @@ from starlette.types import Receive, Scope, Send
 
 from kvrelay.errors import KvrelayError
 from kvrelay.types import PromptLogprob, TokenLogprobs, value
-from router.http.api import DONE_EVENT, HttpApi, event, json_response, run_until_disconnect
+from router.http.api import (
+    DONE_EVENT,
+    HttpApi,
+    event,
+    event_of,
+    json_bytes,
+    json_response,
+    long_json_bytes,
+    run_until_disconnect,
+)
 from router.http.bodies import StreamFlags
 from router.http.errors import INTERNAL, TIER_HEADER, reply_of
 from router.http.event_stream import EventStream
@@ -56,7 +66,9 @@ class Reply(ABC):
     @abstractmethod
     def whole(self, totals: ChoiceTotals) -> dict[str, object]: ...
 
-    def streamed(self, position: int, delta: TextDelta) -> bytes:
+    def streamed(
+        self, position: int, delta: TextDelta, encode: Callable[[object], bytes] = json_bytes
+    ) -> bytes:
         """One event, with the usage of its choice so far if every event shall have it."""
         chunk = self.chunk(position, delta)
         if self._flags.continuous_usage:
@@ -65,7 +77,7 @@ class Reply(ABC):
         if self._told_tickets is not None and position not in self._told_tickets:
             self._told_tickets.add(position)
             chunk["ticket"] = b64encode(self.generations[position].ticket).decode()
-        return event(chunk)
+        return event_of(encode(chunk))
 
     def usage(self) -> dict[str, object]:
         prompt = sum(len(generation.prompt_ids) for generation in self.generations)
@@ -101,6 +113,14 @@ def _usage(prompt: int, completion: int) -> dict[str, object]:
     }
 
 
+TOLD_AT_ONCE = 500
+"""An answer that tells of more tokens of its prompts is written on a thread."""
+
+
+def _told(generation: TextGeneration) -> int:
+    return len(generation.prompt_logprobs)
+
+
 class GenerationResponse(Response):
     """Runs the requests while it answers; those in `started` run already."""
 
@@ -117,6 +137,7 @@ class GenerationResponse(Response):
         self._requests = requests
         self._reply = reply
         self._started = started
+        self._begun: set[int] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = self._stream(send) if self._reply.stream else self._whole(scope, receive, send)
@@ -136,8 +157,24 @@ class GenerationResponse(Response):
             async for position, delta in deltas:
                 sums[position, delta.choice].add(delta)
         totals = {key: sums[key].total() for key in sorted(sums)}
-        body = self._reply.whole(totals) | self._reply.ledger_extra()
-        await json_response(body, headers=dict(self._reply.headers()))(scope, receive, send)
+        content = await self._whole_body(totals)
+        await json_response(content, headers=dict(self._reply.headers()))(scope, receive, send)
+
+    async def _whole_body(self, totals: ChoiceTotals) -> bytes:
+        def shape(encode: Callable[[object], bytes]) -> bytes:
+            return encode(self._reply.whole(totals) | self._reply.ledger_extra())
+
+        if sum(map(_told, self._reply.generations)) <= TOLD_AT_ONCE:
+            return shape(json_bytes)
+        return await asyncio.to_thread(shape, long_json_bytes)
+
+    async def _event(self, position: int, delta: TextDelta) -> bytes:
+        """The first one of a prompt tells of the prompt."""
+        begun = position in self._begun
+        self._begun.add(position)
+        if begun or _told(self._reply.generations[position]) <= TOLD_AT_ONCE:
+            return self._reply.streamed(position, delta)
+        return await asyncio.to_thread(self._reply.streamed, position, delta, long_json_bytes)
 
     async def _stream(self, send: Send) -> None:
         """A first token, or a comment, opens the stream; until then errors have their own status.
@@ -151,7 +188,7 @@ class GenerationResponse(Response):
         ):
             try:
                 async for position, delta in deltas:
-                    await out.send(reply.streamed(position, delta))
+                    await out.send(await self._event(position, delta))
             except Exception as error:
                 if not out.is_open:
                     raise

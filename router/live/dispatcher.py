@@ -15,7 +15,7 @@ from secrets import randbits
 from typing import Protocol
 from uuid import uuid4
 
-from kvrelay.errors import InvalidRequest, Refused, RequestFailedError
+from kvrelay.errors import FailureReason, InvalidRequest, Refused, RequestFailedError
 from kvrelay.messages import BlockChanges, Counters, WorkerEvent, WorkerHello
 from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import Incarnation, PromptLogprob, RequestSpec
@@ -50,6 +50,7 @@ from router.core.request import Request
 from router.core.start import Beginning, begin
 from router.core.state.directory import DIRECTORY_BYTES
 from router.core.state.generation import ChoiceTokens, GenerationRequest, RefusedUntil
+from router.core.state.story import bare_id
 from router.core.state.waiting import FAILOVER_PATIENCE_S
 from router.core.state.worker_view import check_joins
 from router.live import status
@@ -60,6 +61,16 @@ from router.live.status import ClusterViews, RecentActivity
 from router.live.witness import ask_witness
 
 log = logging.getLogger(__name__)
+
+
+MAX_UNREAD_TOKENS = 4096
+"""So many tokens may wait for a client that reads slowly. With more, its request is aborted."""
+MAX_UNREAD_OF_CHOICE = 256
+"""A request of many choices may have so many waiting for each, if that is more."""
+
+
+MOST_IN_A_TURN = 32
+"""After so many tokens that were waiting, the loop's other tasks have their turn."""
 
 
 class GenerationOwner(Protocol):
@@ -75,8 +86,10 @@ class GenerationOwner(Protocol):
 class WorkerGeneration:
     """A request on the workers. What it yields comes in index order, each token once."""
 
-    def __init__(self, owner: GenerationOwner, request_id: str) -> None:
+    def __init__(self, owner: GenerationOwner, request_id: str, n: int = 1) -> None:
         self.request_id = request_id
+        self.unread_tokens = 0
+        self._most_unread = max(MAX_UNREAD_TOKENS, MAX_UNREAD_OF_CHOICE * n)
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.request: Request | None = None
         self.alarm: asyncio.TimerHandle | None = None  # rings when its deadline passes
@@ -84,12 +97,17 @@ class WorkerGeneration:
         self._deliveries: asyncio.Queue[Deliver | Fail | None] = asyncio.Queue()
 
     async def __aiter__(self) -> AsyncIterator[ChoiceTokens]:
+        taken = 0
         try:
             while (delivery := await self._deliveries.get()) is not None:
                 if isinstance(delivery, Fail):
                     raise RequestFailedError(delivery.reason, delivery.message)
+                self.unread_tokens -= _tokens_in(delivery)
                 for tokens in delivery.tokens:
                     yield tokens
+                    taken += 1
+                    if taken % MOST_IN_A_TURN == 0:
+                        await asyncio.sleep(0)
                 if delivery.done:
                     return
         finally:
@@ -122,11 +140,33 @@ class WorkerGeneration:
         return self.request.capped_tokens if self.request is not None else None
 
     def put(self, delivery: Deliver | Fail | None) -> None:
+        if isinstance(delivery, Deliver):
+            self.unread_tokens += _tokens_in(delivery)
+            if self.unread_tokens > self._most_unread and not delivery.done:
+                self._give_up()
+                return
         self._deliveries.put_nowait(delivery)
+
+    def _give_up(self) -> None:
+        """Its client doesn't read. What waits is dropped, and its KV is freed."""
+        message = (
+            f"{self.unread_tokens} tokens were waiting for the client, and at most "
+            f"{self._most_unread} may: read the stream faster, or ask for fewer tokens"
+        )
+        self.unread_tokens = 0
+        while not self._deliveries.empty():
+            self._deliveries.get_nowait()
+        failure = FailureReason.SLOW_READER
+        self.put(Fail(request_id=self.request_id, reason=failure, message=message))
+        asyncio.get_running_loop().call_soon(self.abort)
 
 
 MAX_REQUEST_ID_BYTES = 256
 """It stands in every message between workers, and these are at most 64 KiB."""
+
+
+def _tokens_in(delivery: Deliver) -> int:
+    return sum(len(tokens.token_ids) for tokens in delivery.tokens)
 
 
 class WorkerDispatcher(ClusterViews):
@@ -285,7 +325,7 @@ class WorkerDispatcher(ClusterViews):
         if request.delivered and request.admitted:
             self.abort(request.request_id)  # its client is not there any more
         self._check(request)
-        generation = WorkerGeneration(self, request.request_id)
+        generation = WorkerGeneration(self, request.request_id, request.sampling.n)
         self._generations[request.request_id] = generation
         self._post(Submitted(request=request))
         generation.request = self.core.state.requests.get(request.request_id)
@@ -317,14 +357,15 @@ class WorkerDispatcher(ClusterViews):
 
     def _check(self, request: GenerationRequest) -> None:
         """Raises InvalidRequest for what no worker could take, even when idle."""
-        if len(request.request_id.encode()) > MAX_REQUEST_ID_BYTES:
+        sent = bare_id(request.request_id)
+        if len(sent.encode()) > MAX_REQUEST_ID_BYTES:
             raise InvalidRequest(
                 f"request_id has more than {MAX_REQUEST_ID_BYTES} bytes: choose a shorter one",
                 param="request_id",
             )
         if request.request_id in self.core.state.requests:
             raise InvalidRequest(
-                f"request id {request.request_id} is running already: choose another",
+                f"request id {sent} is running already: choose another",
                 code="duplicate_request_id",
                 param="request_id",
             )

@@ -13,13 +13,14 @@ import math
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 import uvicorn
 from starlette.types import ASGIApp
 
 from kvrelay.errors import ConfigError
+from router.live.http_protocol import HttpBounds, bounded_protocol
 
 BACKLOG = 2048
 
@@ -67,6 +68,7 @@ class ListenAt:
     host: str
     ports: Ports
     kind: str = ""
+    bounds: HttpBounds = field(default_factory=HttpBounds)
 
 
 class EmbeddedUvicorn(uvicorn.Server):
@@ -83,7 +85,7 @@ class Listener:
     def __init__(self, at: ListenAt, app: ASGIApp, server: grpc.aio.Server) -> None:
         self._at = at
         self._grpc = server
-        self._http = EmbeddedUvicorn(_uvicorn_config(app))
+        self._http = EmbeddedUvicorn(_uvicorn_config(app, at.bounds))
         self._socket: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -136,7 +138,7 @@ def _is_no_cut(record: logging.LogRecord) -> bool:
     return record.msg != "ASGI callable returned without completing response."
 
 
-def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, bounds: HttpBounds) -> uvicorn.Config:
     logging.getLogger("uvicorn.error").addFilter(_is_no_cut)
     return uvicorn.Config(
         app,
@@ -144,6 +146,6 @@ def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
         log_level="warning",
         access_log=False,
         lifespan="off",
-        http="httptools",
+        http=bounded_protocol(bounds),
         ws="none",
     )

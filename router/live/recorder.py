@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 from kvrelay.errors import ConfigError
+from kvrelay.private_files import create_private
 from router.core.events import Command, Event
 from router.core.record import Entry, to_line
 from router.core.start import Beginning
@@ -25,7 +26,7 @@ class Recorder:
         self._left_bytes = most_bytes
         self._file: TextIO | None = None
         try:
-            self._file = path.open("w", encoding="ascii", buffering=_BUFFER_BYTES)
+            self._file = create_private(path, buffering=_BUFFER_BYTES)
         except OSError as error:
             reason = f"can't write it: {error.strerror}"
             raise ConfigError(f"router.record: {path}: {reason}") from None

@@ -62,6 +62,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
+REFUSALS = (
+    *(TemplateError, TypeError, ValueError, LookupError),
+    *(AttributeError, ArithmeticError, RecursionError, MemoryError),
+)
+"""What a template raises for messages and variables that it was not written for."""
+
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
 
@@ -103,7 +109,7 @@ class ChatTemplate:
         }
         try:
             return self._template.render(variables)
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except REFUSALS as error:
             raise InvalidRequest(
                 f"the model's chat template refused the messages: {error}", param="messages"
             ) from error

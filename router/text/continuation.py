@@ -51,7 +51,9 @@ def _invalid(why: str) -> InvalidRequest:
 
 @value
 class Ticket:
-    """`until_s` is of the wall clock: routers are on several hosts."""
+    """`request_id` is the client's. `prompt`: a digest of it, and of the part of the cache that it
+    is in, so a ticket is of no use to another tenant. `until_s` is of the wall clock: routers are
+    on several hosts."""
 
     request_id: str
     prompt: str
@@ -67,11 +69,12 @@ class Ticket:
         tier: str,
         fingerprint: str,
         *,
+        space: str = "",
         until_s: float,
     ) -> Ticket:
         return cls(
             request_id=request_id,
-            prompt=digest_of(prompt_ids),
+            prompt=digest_of(prompt_ids, space),
             tier=tier,
             fingerprint=fingerprint,
             until_s=until_s,

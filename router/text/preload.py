@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreloadText:
     """`is_system`: rendered by the chat template as a system message, else a plain prompt's
-    beginning."""
+    beginning. `tenant`: the part of the cache where it is found."""
 
     text: str
     is_system: bool

@@ -6,11 +6,11 @@ that its headers mean.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
-from kvrelay.errors import InvalidRequest
+from kvrelay.errors import InvalidRequest, NotAllowed
 from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import Objectives
 
@@ -62,23 +62,14 @@ def _number(given: str | float) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierMatch:
-    """`header` is the HTTP header or gRPC metadata that names the tier. A known API key decides
-    first, because anyone can set the header; an unknown key decides nothing. Names of headers are
-    in lower case.
+    """`header` is the HTTP header or gRPC metadata that names the tier. Names of headers are in
+    lower case.
 
     # values: of the header |-> tier
-
-    # api_keys: bearer token |-> tier
     """
 
     header: str = "x-customer-tier"
     values: Mapping[str, str] = field(default_factory=dict)
-    api_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
-
-    def tier_of_key(self, headers: Mapping[str, str]) -> str:
-        """Empty without a known bearer token."""
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        return self.api_keys.get(token.strip(), "") if scheme.lower() == "bearer" else ""
 
     def tier_of_header(self, headers: Mapping[str, str]) -> str:
         """Empty for a value of no tier."""
@@ -95,18 +86,22 @@ class TierRules:
     tiers: QosTiers = ONE_TIER
     match: TierMatch = NO_MATCH
 
-    def tier_of(self, asked: str, headers: Mapping[str, str]) -> str:
-        """`asked` is the request's own field, empty if absent. Names of headers are in lower case.
-        Raises InvalidRequest for an unknown tier, and for another tier than that of its API key."""
-        keyed = self.match.tier_of_key(headers)
+    def tier_of(self, asked: str, headers: Mapping[str, str], allowed: Sequence[str] = ()) -> str:
+        """`asked` is the request's own field, empty if absent. `allowed`: the tiers of its API key,
+        the one of requests that name none first; empty: all. Names of headers are in lower case.
+        Raises InvalidRequest for an unknown tier, NotAllowed for one that the key may not use."""
         if asked and asked not in self.tiers:
-            names = ", ".join(tier.name for tier in self.tiers.tiers)
+            names = ", ".join(allowed or (tier.name for tier in self.tiers.tiers))
             raise InvalidRequest(f"tier must be one of {names}, not {asked}", param="tier")
-        if asked and keyed and asked != keyed:
-            raise InvalidRequest(
-                f"tier is {asked}, but this API key is of tier {keyed}: leave it out", param="tier"
+        named = asked or self.match.tier_of_header(headers)
+        if named and allowed and named not in allowed:
+            names = ", ".join(allowed)
+            raise NotAllowed(
+                f"this API key may use the tiers {names}, not {named}",
+                code="tier_not_allowed",
+                param="tier" if asked else self.match.header,
             )
-        return asked or keyed or self.match.tier_of_header(headers) or self.tiers.default
+        return named or (allowed[0] if allowed else self.tiers.default)
 
 
 ONE_FOR_ALL = TierRules()

@@ -15,15 +15,20 @@ from typing import Any, TypeVar
 from kvrelay.errors import InvalidRequest, ModelError
 from kvrelay.types import Sampling
 from router.core.state.generation import ModelFacts
+from router.text.bounds import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS_ENTRIES,
+    check_count,
+    check_prompt_logprobs,
+    check_stops,
+)
 from router.text.tokenizer import read_json
 
 T = TypeVar("T", int, float)
 
-MAX_CHOICES = 128
 MAX_TOP_K = 2**31 - 1
 """More than any vocabulary. The message to workers takes no more."""
 MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 2.0
 
@@ -98,7 +103,10 @@ def resolve(
     facts: ModelFacts,
 ) -> Sampling:
     """Raises InvalidRequest that names the first wrong parameter."""
-    _check_stops(asked, facts.vocab_size)
+    check_stops(asked.stop, asked.stop_token_ids)
+    for token_id in asked.stop_token_ids:
+        _token_id("stop_token_ids", token_id, facts.vocab_size)
+    check_prompt_logprobs(prompt_tokens, asked.prompt_logprobs)
     top_k = _default(asked.top_k, defaults.top_k)
     max_tokens = _max_tokens(asked, prompt_tokens, facts.max_model_len)
     own_stops = () if asked.ignore_eos else defaults.eos_token_ids
@@ -129,17 +137,17 @@ def check_prompt(token_ids: tuple[int, ...], facts: ModelFacts) -> None:
     token."""
     if not token_ids:
         raise InvalidRequest("the prompt is empty: send at least one token", param="prompt")
-    if max(token_ids) >= facts.vocab_size or min(token_ids) < 0:
-        wrong = next(i for i in token_ids if not 0 <= i < facts.vocab_size)
-        raise InvalidRequest(
-            f"token id {wrong} of the prompt is out of the vocabulary [0, {facts.vocab_size})",
-            param="prompt",
-        )
     if len(token_ids) >= facts.max_model_len:
         raise _context_exceeded(
             f"the prompt has {len(token_ids)} tokens but the model's context is "
             f"{facts.max_model_len} tokens, one of them for the answer: shorten the prompt",
             "prompt",
+        )
+    if max(token_ids) >= facts.vocab_size or min(token_ids) < 0:
+        wrong = next(i for i in token_ids if not 0 <= i < facts.vocab_size)
+        raise InvalidRequest(
+            f"token id {wrong} of the prompt is out of the vocabulary [0, {facts.vocab_size})",
+            param="prompt",
         )
 
 
@@ -217,15 +225,6 @@ def _seed(value: int | None) -> int:
     return value % 2**64
 
 
-def _check_stops(asked: RequestedSampling, vocab_size: int) -> None:
-    if len(asked.stop) > MAX_STOP_STRINGS:
-        raise _refuse("stop", f"at most {MAX_STOP_STRINGS} strings", len(asked.stop))
-    if "" in asked.stop:
-        raise InvalidRequest("stop must not hold an empty string", param="stop")
-    for token_id in asked.stop_token_ids:
-        _token_id("stop_token_ids", token_id, vocab_size)
-
-
 def _token_id(param: str, token_id: int, vocab_size: int) -> int:
     if not 0 <= token_id < vocab_size:
         raise InvalidRequest(
@@ -235,6 +234,7 @@ def _token_id(param: str, token_id: int, vocab_size: int) -> int:
 
 
 def _logit_bias(bias: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    check_count("logit_bias", len(bias), MAX_LOGIT_BIAS_ENTRIES, "entries")
     return tuple(
         (
             _token_id("logit_bias", token_id, vocab_size),

@@ -10,12 +10,15 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from kvrelay.errors import (
     FailureReason,
     InvalidRequest,
     ModelNotFound,
+    NotAllowed,
+    NotAuthenticated,
     RefusalReason,
     Refused,
     RequestFailedError,
@@ -28,6 +31,9 @@ from kvrelay.types import (
     Sampling,
     TokenLogprobs,
 )
+from router.access.caller import ANYBODY, Caller
+from router.access.door import OPEN_DOOR, Door
+from router.access.limits import Booking
 from router.core.state.generation import (
     ChoiceTokens,
     Dispatcher,
@@ -38,13 +44,14 @@ from router.core.state.generation import (
 )
 from router.live.metrics import RequestTimer, RouterMetrics
 from router.live.refusal_log import RefusalLog
+from router.text.bounds import MAX_MESSAGES, check_characters, check_count, check_depth
 from router.text.continuation import VALID_S, Continuation, Delivered, Ticket
 from router.text.detokenizer import Delta, TextStream
 from router.text.promise_token import PromiseToken
 from router.text.request_fields import ONE_FOR_ALL, TierRules
 from router.text.sampling import GenerationDefaults, RequestedSampling, check_prompt, resolve
 from router.text.signing import UNSIGNED, ClusterKey
-from router.text.tokenizer import TextTokenizer
+from router.text.tokenizer import LONG_CHARACTERS, TextTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -147,8 +154,10 @@ class ChoiceText:
 
 Counted = TypeVar("Counted")
 
-INLINE_CHARACTERS = 20_000
-"""Longer texts are tokenized on a thread: in the event loop they would delay every stream."""
+INLINE_MESSAGES = 64
+"""A longer chat is rendered on a thread: in the event loop it would delay every stream."""
+INLINE_TOKENS = 64
+"""So many delivered tokens of a continuation become text at once; more of them on a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,20 +173,29 @@ PromptInput = str | tuple[int, ...] | ChatPrompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest:
-    """`tier` is the QoS tier. `received_s`: perf_counter at the request's first byte.
-    `continuation`: another router has begun with it. `promise`: what it was told with a refusal."""
+    """`tier` is the QoS tier. `tenant` names the part of the cache that it uses: what its caller's
+    `space` says. `received_s`: perf_counter at the request's first byte. `continuation`: another
+    router has begun with it. `promise`: what it was told with a refusal. `booking`: what its key
+    has paid for it already."""
 
     request_id: str
     prompt: PromptInput
     sampling: RequestedSampling
     model: str = ""
+    caller: Caller = ANYBODY
     tenant: str = ""
     tier: str = ""
     objectives: Objectives = NO_OBJECTIVES
     add_special_tokens: bool = True
     continuation: Continuation | None = None
     promise: bytes = b""
+    booking: Booking | None = None
     received_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def own_id(self) -> str:
+        """Its id inside the cluster."""
+        return self.caller.own_id(self.request_id)
 
 
 class TextService:
@@ -191,6 +209,7 @@ class TextService:
         metrics: RouterMetrics,
         tiers: TierRules = ONE_FOR_ALL,
         key: ClusterKey = UNSIGNED,
+        door: Door = OPEN_DOOR,
     ) -> None:
         self.dispatcher = dispatcher
         self.tokenizer = tokenizer
@@ -198,9 +217,28 @@ class TextService:
         self.defaults = defaults
         self.metrics = metrics
         self.tiers = tiers
+        self.door = door
         self._key = key
         self.draining = False
         self.refusals = RefusalLog()
+
+    def caller_of(self, headers: Mapping[str, str], request_id: str = "") -> Caller:
+        """By the key that the headers bring. Raises NotAuthenticated."""
+        try:
+            return self.door.caller(headers)
+        except NotAuthenticated as stranger:
+            self.metrics.invalid(stranger.code, "")
+            self.refusals.refused(stranger.code, "", request_id)
+            raise
+
+    def tier_of(self, asked: str, headers: Mapping[str, str], caller: Caller) -> str:
+        """The tier of a call. Raises InvalidRequest, and NotAllowed for one that its key may not
+        use."""
+        try:
+            return self.tiers.tier_of(asked, headers, caller.tiers)
+        except NotAllowed as denied:
+            self.metrics.invalid(denied.code, "")
+            raise
 
     async def start(self, request: TextRequest) -> TextGeneration:
         """Raises InvalidRequest, ModelNotFound or Refused. When it returns, the request runs."""
@@ -242,18 +280,31 @@ class TextService:
             case tuple():
                 return prompt
             case ChatPrompt() as chat:
-                text = self.tokenizer.render_chat(
-                    chat.messages,
-                    add_generation_prompt=chat.add_generation_prompt,
-                    template_kwargs=chat.template_kwargs,
-                )
+                text = await self._rendered(chat)
                 return await self._encode(text, add_special_tokens=chat.add_special_tokens)
             case str():
                 return await self._encode(prompt, add_special_tokens=add_special_tokens)
 
+    async def _rendered(self, chat: ChatPrompt) -> str:
+        render = partial(
+            self.tokenizer.render_chat,
+            chat.messages,
+            add_generation_prompt=chat.add_generation_prompt,
+            template_kwargs=chat.template_kwargs,
+        )
+        check_count("messages", len(chat.messages), MAX_MESSAGES, "messages")
+        check_depth(chat.template_kwargs, "chat_template_kwargs")
+        characters = sum(len(message.get("content") or "") for message in chat.messages)
+        check_characters(characters, self.facts().max_model_len, "messages")
+        is_short = characters <= LONG_CHARACTERS and not chat.template_kwargs
+        if is_short and len(chat.messages) <= INLINE_MESSAGES:
+            return render()
+        return await asyncio.to_thread(render)
+
     async def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        if len(text) <= INLINE_CHARACTERS:
+        if len(text) <= LONG_CHARACTERS:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        check_characters(len(text), self.facts().max_model_len)
         return await asyncio.to_thread(
             self.tokenizer.encode, text, add_special_tokens=add_special_tokens
         )
@@ -266,8 +317,20 @@ class TextService:
         return self.facts()
 
     async def _start(self, request: TextRequest) -> TextGeneration:
-        parsed_s = time.perf_counter()
         facts = self.check_open(request.model)
+        booking = request.booking or Booking(request.caller.meter)
+        if request.continuation is None:
+            booking.begin(time.monotonic())
+        try:
+            return await self._start_booked(request, facts, booking)
+        except BaseException:
+            booking.cancel(time.monotonic())
+            raise
+
+    async def _start_booked(
+        self, request: TextRequest, facts: ModelFacts, booking: Booking
+    ) -> TextGeneration:
+        parsed_s = time.perf_counter()
         if request.prompt == "":
             raise InvalidRequest("the prompt is empty: send some text", param="prompt")
         prompt_ids = await self.prompt_ids(
@@ -282,7 +345,7 @@ class TextService:
             "tokenize": time.perf_counter() - parsed_s,
         }
         asked = GenerationRequest(
-            request_id=request.request_id,
+            request_id=request.own_id,
             prompt_ids=prompt_ids,
             sampling=sampling,
             tenant=request.tenant,
@@ -292,14 +355,29 @@ class TextService:
         )
         if request.continuation is not None:
             request.continuation.check(sampling.n, sampling.max_tokens, facts.vocab_size)
-            asked = self._continued(asked, request.continuation, facts.fingerprint)
-            request = replace(request, request_id=asked.request_id)
+            request, asked = self._continued(request, asked, facts.fingerprint)
+        choices = await self._choices(request, sampling.n)
+        booking.begin(time.monotonic(), goes_on=asked.admitted)
+        booking.pay(len(prompt_ids), time.monotonic())
         generation = await self._submit(asked, request.promise)
         timer = self.metrics.started(request.received_s, len(prompt_ids))
-        ticket = self._ticket(asked, facts.fingerprint, valid_s=VALID_S)
+        ticket = self._ticket(request, prompt_ids, facts.fingerprint, valid_s=VALID_S)
+        request = replace(request, booking=booking)
         return TextGeneration(
-            self, request, prompt_ids, sampling, generation, timer, self._key.sign(ticket)
+            self, request, prompt_ids, sampling, generation, timer, self._key.sign(ticket), choices
         )
+
+    async def _choices(self, request: TextRequest, n: int) -> list[ChoiceText]:
+        """Behind what another router has delivered of them."""
+        choices = [_choice_text(self.tokenizer, request.sampling, index) for index in range(n)]
+        behind = request.continuation
+        if behind is not None:
+            go_on = partial(_go_on, choices, behind)
+            if sum(len(one.token_ids) for one in behind.choices) <= INLINE_TOKENS:
+                go_on()
+            else:
+                await asyncio.to_thread(go_on)
+        return choices
 
     async def _submit(self, asked: GenerationRequest, promise: bytes) -> Generation:
         """Raises InvalidRequest or Refused, with a signed promise if there is one."""
@@ -314,26 +392,33 @@ class TextService:
             raise
 
     def _continued(
-        self, asked: GenerationRequest, behind: Continuation, fingerprint: str
-    ) -> GenerationRequest:
-        """With its ticket it is the admitted request again; without one it is like a new one to
-        admission."""
+        self, request: TextRequest, asked: GenerationRequest, fingerprint: str
+    ) -> tuple[TextRequest, GenerationRequest]:
+        """With its ticket it is the admitted request again, by its id; without one it is like a
+        new one to admission."""
+        behind = request.continuation
+        assert behind is not None, "it goes on"
         goes_on = replace(
             asked,
             delivered=tuple(one.token_ids for one in behind.choices),
             finished=frozenset(i for i, one in enumerate(behind.choices) if one.finished),
         )
         ticket = self._key.open(Ticket, behind.ticket)
-        if ticket is None or not ticket.admits(self._ticket(asked, fingerprint, valid_s=0.0)):
-            return goes_on
-        return replace(goes_on, request_id=ticket.request_id, admitted=True)
+        now = self._ticket(request, asked.prompt_ids, fingerprint, valid_s=0.0)
+        if ticket is None or not ticket.admits(now):
+            return request, goes_on
+        request = replace(request, request_id=ticket.request_id)
+        return request, replace(goes_on, request_id=request.own_id, admitted=True)
 
-    def _ticket(self, asked: GenerationRequest, fingerprint: str, *, valid_s: float) -> Ticket:
+    def _ticket(
+        self, request: TextRequest, prompt_ids: Sequence[int], fingerprint: str, *, valid_s: float
+    ) -> Ticket:
         return Ticket.of(
-            asked.request_id,
-            asked.prompt_ids,
-            asked.qos_tier,
+            request.request_id,
+            prompt_ids,
+            request.tier,
             fingerprint,
+            space=request.tenant,
             until_s=time.time() + valid_s,
         )
 
@@ -350,6 +435,7 @@ class TextGeneration:
         generation: Generation,
         timer: RequestTimer,
         ticket: bytes,
+        choices: list[ChoiceText],
     ) -> None:
         self.request_id = request.request_id
         self.ticket = ticket
@@ -360,18 +446,12 @@ class TextGeneration:
         self._timer = timer
         self._metrics = service.metrics
         self._tier = request.tier
+        self._booking = request.booking
         self._last_token_s = request.received_s
         self._ended = False
         self._cut = False  # by a stop string: the dispatcher may have more to say
-        asked = request.sampling
-        keep = asked.include_stop_str_in_output
-        self._choices = [
-            ChoiceText(index, _text_stream(service.tokenizer, asked), keep_stop_token=keep)
-            for index in range(sampling.n)
-        ]
-        if request.continuation is not None:
-            for choice, delivered in zip(self._choices, request.continuation.choices, strict=True):
-                choice.go_on_behind(delivered)
+        self._choices = choices
+        self._delivered_tokens = self.completion_tokens
 
     @property
     def completion_tokens(self) -> int:
@@ -402,6 +482,12 @@ class TextGeneration:
         if not self._ended:
             self._generation.abort()
             self._end("abort")
+
+    def withdraw(self) -> None:
+        """As `abort`, and its key pays nothing: others of its call were refused."""
+        if self._booking is not None:
+            self._booking.cancel(time.monotonic())
+        self.abort()
 
     def ledger_ms(self) -> dict[str, float]:
         """# phase |-> milliseconds, in order, up to now"""
@@ -451,6 +537,9 @@ class TextGeneration:
     def _end(self, reason: str) -> None:
         if not self._ended:
             self._ended = True
+            if self._booking is not None:
+                generated = self.completion_tokens - self._delivered_tokens
+                self._booking.settle(generated, time.monotonic())
             log.debug(
                 "a request ended: %s, %d tokens in, %d out",
                 reason,
@@ -460,6 +549,16 @@ class TextGeneration:
             )
             self._timer.finished(reason, self._generation.ledger())
             self._metrics.predicted(self._generation.prediction_errors())
+
+
+def _choice_text(tokenizer: TextTokenizer, asked: RequestedSampling, index: int) -> ChoiceText:
+    keep = asked.include_stop_str_in_output
+    return ChoiceText(index, _text_stream(tokenizer, asked), keep_stop_token=keep)
+
+
+def _go_on(choices: Sequence[ChoiceText], behind: Continuation) -> None:
+    for choice, delivered in zip(choices, behind.choices, strict=True):
+        choice.go_on_behind(delivered)
 
 
 def _text_stream(tokenizer: TextTokenizer, asked: RequestedSampling) -> TextStream:

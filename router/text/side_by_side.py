@@ -8,6 +8,8 @@ from contextlib import aclosing
 
 from router.text.service import TextDelta, TextGeneration, TextRequest, TextService
 
+WAITING_DELTAS = 64
+
 
 async def start_all(service: TextService, requests: Sequence[TextRequest]) -> list[TextGeneration]:
     """All or none: when one is refused, the admitted ones are aborted."""
@@ -15,9 +17,10 @@ async def start_all(service: TextService, requests: Sequence[TextRequest]) -> li
     try:
         for request in requests:
             started.append(await service.start(request))
+            await asyncio.sleep(0)  # others have their turn between two prompts
     except BaseException:
         for generation in started:
-            generation.abort()
+            generation.withdraw()
         raise
     return started
 
@@ -31,7 +34,7 @@ async def merged(
             async for delta in deltas:
                 yield 0, delta
         return
-    arrived: asyncio.Queue[tuple[int, TextDelta] | None] = asyncio.Queue()
+    arrived: asyncio.Queue[tuple[int, TextDelta] | None] = asyncio.Queue(WAITING_DELTAS)
     pumps = [
         asyncio.create_task(_pump(position, generation, arrived))
         for position, generation in enumerate(generations)
@@ -52,12 +55,15 @@ async def _pump(
     generation: TextGeneration,
     arrived: asyncio.Queue[tuple[int, TextDelta] | None],
 ) -> None:
+    """While nobody takes them, its tokens wait in `generation`, which bounds them."""
     try:
         async with aclosing(generation.deltas()) as deltas:
             async for delta in deltas:
-                arrived.put_nowait((position, delta))
-    finally:
-        arrived.put_nowait(None)
+                await arrived.put((position, delta))
+    except Exception:
+        await arrived.put(None)
+        raise
+    await arrived.put(None)
 
 
 async def _until_all_done(

@@ -38,7 +38,7 @@ class ClusterKey:
             return None
         try:
             value = kind(**json.loads(told))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RecursionError):
             return None
         types = get_type_hints(kind)
         return value if all(isinstance(v, types[k]) for k, v in asdict(value).items()) else None

@@ -13,10 +13,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Encoding, Tokenizer
 
 from kvrelay.errors import InvalidRequest, ModelError
 from router.text.chat_template import ChatTemplate
+
+LONG_CHARACTERS = 4_000
+"""Longer texts take milliseconds: they are tokenized on a thread."""
+LONG_TOKENS = 1_000
 
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -120,13 +124,24 @@ class TextTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Raises InvalidRequest when the text has half of a surrogate pair."""
         try:
-            encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
+            encoding = self._encoded(text, add_special_tokens)
         except TypeError as error:
             raise InvalidRequest("the text is not valid Unicode: half a surrogate pair") from error
         return tuple(encoding.ids)
 
+    def _encoded(self, text: str, add_special_tokens: bool) -> Encoding:
+        """Only a batch lets other threads run meanwhile."""
+        if len(text) <= LONG_CHARACTERS:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens)
+        found = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return found[0]
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        """Only a batch lets other threads run meanwhile."""
+        if len(token_ids) <= LONG_TOKENS:
+            return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        found = self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        return str(found[0])
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that the token adds to the text, which may be half a character."""

@@ -93,9 +93,9 @@ def test_only_the_end_of_a_long_text_is_tokenized_again(tokenizer: TextTokenizer
     class Counting:
         characters = 0
 
-        def encode(self, text: str, *, add_special_tokens: bool) -> object:
-            self.characters += len(text)
-            return tokenizer.backend.encode(text, add_special_tokens=add_special_tokens)
+        def encode_batch(self, texts: list[str], *, add_special_tokens: bool) -> object:
+            self.characters += sum(map(len, texts))
+            return tokenizer.backend.encode_batch(texts, add_special_tokens=add_special_tokens)
 
     counting = Counting()
     stable = StableTokens(counting, add_special_tokens=True)  # type: ignore[arg-type]

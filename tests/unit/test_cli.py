@@ -299,6 +299,8 @@ SAMPLES: dict[str, object] = {
     "router.internal_http_port": 3,
     "router.internal_grpc_port": 4,
     "router.public_metrics": True,
+    "router.api_keys": "/keys",
+    "router.api_key_hashes": ["0" * 64],
     "router.max_body": "1MiB",
     "router.record": "/log",
     "router.record_size": "1MiB",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import weakref
 from dataclasses import replace
@@ -14,6 +15,7 @@ import torch
 from engine.compiled import build, library, recordings
 from engine.compiled.build import compile_model
 from engine.compiled.library import Fused
+from engine.compiled.recordings import NotRecorded
 from engine.core.sizing import EngineLimits
 from engine.device import native_build as native
 from engine.device.native_build import BuildError
@@ -192,7 +194,7 @@ def test_the_next_start_captures_nothing(
     expected = all_logits(model)
     compile_model(model)
     made = sorted(path.suffix for path in cache.rglob("*.*"))
-    assert made == [".json", ".so"]
+    assert made == [".blake2b", ".blake2b", ".json", ".so"]
     monkeypatch.setattr(recordings, "capture", None)
     monkeypatch.setattr(native, "_compile", None)
     again = compile_model(plain_model(tmp_path))
@@ -219,6 +221,26 @@ def test_a_damaged_recording_is_made_anew(tmp_path: Path, cache: Path, damage: s
     again = compile_model(plain_model(tmp_path))
     assert_near(all_logits(again), expected, FAR["float32"])
     assert path.read_text() == whole
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ["a", "call_method", "view) or print(1", [], {}, None],
+        ["a", "call_method", "__reduce__", [], {}, None],
+        ["a", "call_function", "operator.attrgetter", [], {}, None],
+        ["a", "call_function", "load_library", ["evil.so"], {}, None],
+        ["a", "call_function", "aten.view", [], {}, None],
+        ["a", "call_method", "view", [], {"x=print(1), y": 1}, None],
+        ["a b", "call_method", "view", [], {}, None],
+        ["a", "call_method", "view", [{"torch": "load"}], {}, None],
+        ["a", "placeholder", "a", [], {}, ["load", [], []]],
+    ],
+)
+def test_only_a_graph_of_tensors_is_read(row: list[object]) -> None:
+    """What is read becomes the text of a function."""
+    with pytest.raises(NotRecorded):
+        recordings.replay(json.dumps([row]), torch.nn.Module())
 
 
 @pytest.mark.usefixtures("own_cache", "new_process")

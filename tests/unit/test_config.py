@@ -27,10 +27,10 @@ def set_(*texts: str) -> Config:
 REFUSED = {
     "nam=x": "nam: unknown key, did you mean name?",
     "workers.0.rol=2": "workers.0.rol: unknown key, did you mean role?",
-    "router.zzz=1": "router.zzz: unknown key, expected one of admission, directory_memory, "
-    "dispatch, failover_patience, grpc_port, host, http_port, internal_grpc_port, internal_host, "
-    "internal_http_port, max_body, placement, public_metrics, record, record_size, replicas, "
-    "resources, same_ports",
+    "router.zzz=1": "router.zzz: unknown key, expected one of admission, api_key_hashes, api_keys, "
+    "directory_memory, dispatch, failover_patience, grpc_port, host, http_port, "
+    "internal_grpc_port, internal_host, internal_http_port, max_body, placement, "
+    "public_metrics, record, record_size, replicas, resources, same_ports",
     "engine.block_size=7": "engine.block_size: got 7, expected greater than or equal to 8",
     "engine.block_size=129": "engine.block_size: got 129, expected less than or equal to 128",
     "engine.block_size=16.0": "engine.block_size: got 16.0, expected a valid integer",
@@ -512,6 +512,8 @@ CHANGES = {
     "router.internal_http_port": 3,
     "router.internal_grpc_port": 4,
     "router.public_metrics": True,
+    "router.api_keys": "/keys",
+    "router.api_key_hashes": ["0" * 64],
     "router.max_body": "5MiB",
     "router.record": "/log",
     "router.record_size": "5MiB",

@@ -159,6 +159,26 @@ def test_only_a_worker_that_goes_by_itself_is_lost(caplog: pytest.LogCaptureFixt
     assert said[-1] == ("INFO", "the worker at host:1 has left")
 
 
+def test_a_request_whose_client_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher, "MAX_UNREAD_TOKENS", 3)
+    monkeypatch.setattr(dispatcher, "MAX_UNREAD_OF_CHOICE", 0)
+
+    async def scene(s: Scene) -> None:
+        generation = await s.admitted()
+        read = aiter(generation)
+        s.say(tokens(0, 10), tokens(1, 11), tokens(2, 12))
+        assert [(await anext(read)).token_ids for _ in range(3)] == [(10,), (11,), (12,)]
+        s.say(*(tokens(index, index) for index in range(3, 7)))
+        await asyncio.sleep(0)
+        assert [m for m in s.link.sent if isinstance(m, Abort)], "its blocks are freed"
+        assert s.dispatcher.running_requests() == 0
+        with pytest.raises(RequestFailedError, match=r"4 tokens were waiting .* at most 3") as slow:
+            await anext(read)
+        assert slow.value.reason == "slow_reader"
+
+    play(scene)
+
+
 def test_what_can_never_be_served_is_invalid() -> None:
     async def scene(s: Scene) -> None:
         with pytest.raises(InvalidRequest, match="a worker runs at most 4 sequences") as wide:

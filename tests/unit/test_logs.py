@@ -38,7 +38,22 @@ def test_a_traceback_follows_the_line() -> None:
     except ValueError as error:
         info = (type(error), error, error.__traceback__)
     lines = _line(request_id="cmpl-1", exc_info=info).splitlines()
-    assert lines[0].endswith("lost x [cmpl-1]") and lines[-1] == "ValueError: broken"
+    assert lines[0].endswith("lost x [cmpl-1]") and lines[-1] == "  ValueError: broken"
+
+
+def test_no_request_can_forge_a_line() -> None:
+    """Neither by its id nor by what an error quotes."""
+    forged = "x\n2026-01-01T00:00:00 router INFO all is well\r\x1b[2J\u2028\udc00"
+    assert len(_line(request_id=forged).splitlines()) == 1
+    assert r"[x\n2026-01-01T00:00:00 router INFO all is well\r\x1b[2J\u2028\udc00]" in _line(
+        request_id=forged
+    )
+    try:
+        raise ValueError(forged)
+    except ValueError as error:
+        info = (type(error), error, error.__traceback__)
+    _, *others = _line(exc_info=info).splitlines()
+    assert all(line.startswith("  ") for line in others)
 
 
 def test_refusals_are_counted_by_reason() -> None:

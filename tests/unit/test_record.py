@@ -151,6 +151,20 @@ def test_enums_come_back_as_enums() -> None:
     assert entry.event.hello.role is Role.PREFILL
 
 
+def test_only_its_user_can_read_a_record(tmp_path: Path) -> None:
+    """Also where a file was there already; a link is not followed."""
+    path = tmp_path / "record.jsonl"
+    path.write_text("old")
+    path.chmod(0o644)
+    record(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert not path.read_text().startswith("old")
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(path)
+    with pytest.raises(ConfigError, match="can't write it"):
+        record(link)
+
+
 def test_a_full_record_ends_with_a_whole_line(tmp_path: Path) -> None:
     path = tmp_path / "log"
     record(path, most_bytes=2500)

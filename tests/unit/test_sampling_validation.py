@@ -106,7 +106,11 @@ BAD: list[tuple[str, Any, str]] = [
     ("logit_bias", {-1: 1.0}, "logit_bias: token id -1 is out of the vocabulary [0, 50)"),
     ("logit_bias", {1: 101.0}, "logit_bias must be a finite number from -100.0 to 100.0"),
     ("logit_bias", {1: math.nan}, "logit_bias must be a finite number"),
-    ("stop", ("a",) * 17, "stop must be at most 16 strings, not 17"),
+    ("stop", ("a",) * 17, "stop has 17 strings, and at most 16 are allowed"),
+    ("stop", ("a" * 1025,), "stop has a string of 1025 bytes, and at most 1024 are allowed"),
+    ("stop", ("é" * 513,), "stop has a string of 1026 bytes, and at most 1024 are allowed"),
+    ("stop_token_ids", (1,) * 257, "stop_token_ids has 257 token ids, and at most 256"),
+    ("logit_bias", dict.fromkeys(range(1025), 1.0), "logit_bias has 1025 entries, and at most"),
     ("stop", ("a", ""), "stop must not hold an empty string"),
     ("stop_token_ids", (50,), "stop_token_ids: token id 50 is out of the vocabulary [0, 50)"),
 ]

@@ -308,6 +308,24 @@ def test_all_requests_of_one_client_id_are_told_in_their_order() -> None:
     assert ring.find(first, [running_one]) == [running_one]
 
 
+def test_an_id_that_two_tenants_use_tells_both() -> None:
+    """Inside the cluster the digits of its tenant stand before it."""
+    ring = StoryRing()
+    stories = [
+        ended(f"{tenant}/mine", submitted_s=at_s)
+        for tenant, at_s in (("5f0c1a2b", 2), ("00112233", 1))
+    ]
+    over_http = ended("5f0c1a2b/cmpl-mine-01234567")
+    for story in (*stories, over_http, ended("5f0c1a2b/other")):
+        ring.keep(story)
+    assert ring.find("mine", ()) == stories[::-1]
+    assert ring.find("5f0c1a2b/mine", ()) == stories[:1]
+    assert ring.find("cmpl-mine-01234567", ()) == [over_http]
+    ring = StoryRing()
+    ring.keep(over_http)
+    assert ring.find("mine", ()) == [over_http]
+
+
 def test_times_are_told_since_submission() -> None:
     story = Story("r", 100.0)
     for at_s in (100.5, 101.5):

@@ -1,4 +1,4 @@
-"""Which tier a request gets: by its own field, its API key, the header, or none of them."""
+"""Which tier a request gets: by its own field, the header, its API key, or none of them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pytest
 
 from cluster.config.qos import Qos, TierSection
 from cluster.core.qos import qos_tiers, tier_match
-from kvrelay.errors import InvalidRequest
+from kvrelay.errors import InvalidRequest, NotAllowed
 from router.text.request_fields import ONE_FOR_ALL, TierRules
 
 QOS = Qos(
     tiers={
-        "premium": TierSection(match=("gold", "Gold Plus"), api_keys=("k-1",)),
+        "premium": TierSection(match=("gold", "Gold Plus")),
         "free": TierSection(default=True),
     }
 )
@@ -26,12 +26,6 @@ RULES = TierRules(tiers=qos_tiers(QOS), match=tier_match(QOS))
         ({"x-customer-tier": " gold "}, "premium"),
         ({"x-customer-tier": "Gold Plus"}, "premium"),
         ({"x-customer-tier": "platinum"}, "free"),
-        ({"authorization": "Bearer k-1"}, "premium"),
-        ({"authorization": "bearer k-1", "x-customer-tier": "free"}, "premium"),
-        ({"authorization": "Bearer  k-1 "}, "premium"),
-        ({"authorization": "Basic k-1"}, "free"),
-        ({"authorization": "Bearer k-2"}, "free"),
-        ({"authorization": "Bearer k-2", "x-customer-tier": "gold"}, "premium"),
     ],
 )
 def test_by_headers(headers: dict[str, str], tier: str) -> None:
@@ -40,7 +34,6 @@ def test_by_headers(headers: dict[str, str], tier: str) -> None:
 
 def test_by_its_own_field() -> None:
     assert RULES.tier_of("premium", {"x-customer-tier": "free"}) == "premium"
-    assert RULES.tier_of("premium", {"authorization": "Bearer k-1"}) == "premium"
 
 
 def test_a_tier_that_is_not_there_is_refused_with_those_that_are() -> None:
@@ -52,9 +45,23 @@ def test_a_tier_that_is_not_there_is_refused_with_those_that_are() -> None:
         ONE_FOR_ALL.tier_of("premium", {})
 
 
-def test_a_field_that_its_api_key_denies_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="tier is free, but this API key is of tier premium"):
-        RULES.tier_of("free", {"authorization": "Bearer k-1"})
+def test_a_key_has_the_first_of_its_tiers_and_may_name_the_others() -> None:
+    assert RULES.tier_of("", {}, ["premium", "free"]) == "premium"
+    assert RULES.tier_of("free", {}, ["premium", "free"]) == "free"
+    assert RULES.tier_of("", {"x-customer-tier": "free"}, ["premium", "free"]) == "free"
+    assert RULES.tier_of("", {"x-customer-tier": "nonsense"}, ["premium"]) == "premium"
+    assert RULES.tier_of("premium", {"x-customer-tier": "free"}, ["premium"]) == "premium"
+
+
+def test_a_tier_that_its_key_may_not_use_is_refused_by_field_and_by_header() -> None:
+    with pytest.raises(NotAllowed, match="may use the tiers free, not premium") as denied:
+        RULES.tier_of("premium", {}, ["free"])
+    assert (denied.value.code, denied.value.param) == ("tier_not_allowed", "tier")
+    with pytest.raises(NotAllowed, match="not premium") as denied:
+        RULES.tier_of("", {"x-customer-tier": "gold"}, ["free"])
+    assert denied.value.param == "x-customer-tier"
+    with pytest.raises(InvalidRequest, match="must be one of free, not gold"):
+        RULES.tier_of("gold", {}, ["free"])
 
 
 def test_another_header() -> None:

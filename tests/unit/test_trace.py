@@ -104,7 +104,9 @@ def test_nothing_is_traced_unless_asked_for(tmp_path: Path) -> None:
 def test_each_process_has_its_file(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "traces"
     open_trace(str(folder), "decode-1", None).close()
-    assert [path.name for path in folder.iterdir()] == [f"decode-1-{os.getpid()}.json"]
+    (path,) = folder.iterdir()
+    assert path.name == f"decode-1-{os.getpid()}.json"
+    assert path.stat().st_mode & 0o777 == 0o600, "it names requests"
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -172,11 +172,20 @@ _SHOWN_MOST = 100
 OTHERS = "others"
 
 
+TENANT_MARK = "#"
+
+
+def tenant_name(tenant: str) -> str:
+    """Without the mark and what is behind it: which part of the tenant's cache is meant."""
+    return tenant.partition(TENANT_MARK)[0]
+
+
 def tenant_label(tenant: str) -> str:
-    """Eight hex digits; empty for those without a tenant."""
+    """Eight hex digits of its name; empty for those without a tenant."""
     if not tenant:
         return ""
-    return blake2b(tenant.encode(), digest_size=4, person=b"kvrelay-tenant").hexdigest()
+    name = tenant_name(tenant).encode()
+    return blake2b(name, digest_size=4, person=b"kvrelay-tenant").hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from kvrelay.client.requests import (
     SoFar,
     Tour,
     addresses_of,
+    api_key_of,
     chunk_of,
     generate_request,
     generated_of,
@@ -28,6 +29,7 @@ from kvrelay.client.requests import (
     renew,
     retries_of,
     server_info_of,
+    with_key,
     with_options,
 )
 from kvrelay.errors import KvrelayError
@@ -147,14 +149,22 @@ class Client:
     """Talks to a cluster's gRPC port. Safe to share between threads."""
 
     def __init__(
-        self, address: str | Sequence[str] = "localhost:50051", *, timeout_s: float | None = None
+        self,
+        address: str | Sequence[str] = "localhost:50051",
+        *,
+        timeout_s: float | None = None,
+        api_key: str | None = None,
     ) -> None:
         """`address`: HOST:PORT of a router, or several: the first is used until it is gone, then
-        the next. `timeout_s`: limit for any one call; None for no limit."""
+        the next. `timeout_s`: limit for any one call; None for no limit. `api_key`: goes with every
+        call; None: the environment's KVRELAY_API_KEY, if there is one."""
         self._channels = [
             grpc.insecure_channel(one, options=CHANNEL_OPTIONS) for one in addresses_of(address)
         ]
-        self._routers = Routers([InferenceStub(channel) for channel in self._channels])
+        key = api_key_of(api_key)
+        self._routers = Routers(
+            [with_key(InferenceStub(channel), key) for channel in self._channels]
+        )
         self._timeout_s = timeout_s
 
     @with_options

@@ -9,9 +9,11 @@ refusal at the time that the refusal names.
 from __future__ import annotations
 
 import json
+import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import Parameter, cleandoc, signature
 from textwrap import fill
 from typing import Generic, TypedDict, TypeVar
@@ -165,6 +167,23 @@ def addresses_of(given: str | Sequence[str]) -> tuple[str, ...]:
     if not addresses:
         raise ValueError("expected at least one HOST:PORT")
     return addresses
+
+
+KEY_VARIABLE = "KVRELAY_API_KEY"
+
+
+def api_key_of(given: str | None) -> str:
+    """Empty: no key is sent."""
+    return os.environ.get(KEY_VARIABLE, "") if given is None else given
+
+
+def with_key(stub: Stub, api_key: str) -> Stub:
+    """Its calls bring the key. An empty one is none."""
+    if api_key:
+        metadata = (("authorization", f"Bearer {api_key}"),)
+        for name, call in list(vars(stub).items()):
+            setattr(stub, name, partial(call, metadata=metadata))
+    return stub
 
 
 class Routers(Generic[Stub]):

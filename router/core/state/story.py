@@ -129,15 +129,25 @@ class StoryRing:
             ring.popitem(last=False)
 
     def find(self, asked: str, running: Iterable[Story]) -> list[Story]:
-        """The request of this id; else all that a client knows by it, in the order in which they
-        were submitted."""
+        """The request of this id; else all that clients know by it, in the order in which they
+        were submitted: several tenants may have sent it."""
         known = [*self._refused.values(), *self._served.values(), *running]
         exact = [story for story in known if story.request_id == asked]
         if exact:
             return exact[-1:]
         is_meant = client_id(asked).fullmatch
-        meant = [story for story in known if is_meant(story.request_id)]
+        meant = [story for story in known if bare_id(story.request_id) == asked]
+        meant = meant or [story for story in known if is_meant(bare_id(story.request_id))]
         return sorted(meant, key=lambda story: story.submitted_s)
+
+
+_TENANT = re.compile(r"[0-9a-f]{8}/")
+"""What `router.access.caller` puts before the ids of a tenant's requests."""
+
+
+def bare_id(request_id: str) -> str:
+    """As its client sent it, or was told it."""
+    return _TENANT.sub("", request_id, count=1) if _TENANT.match(request_id) else request_id
 
 
 def client_id(asked: str) -> re.Pattern[str]:

@@ -18,7 +18,7 @@ from router.http.api import api_of, new_id
 from router.http.asking import text_request
 from router.http.bodies import (
     CompletionFields,
-    TokenId,
+    TokenIds,
     parsed,
     wants_ledger,
 )
@@ -31,7 +31,7 @@ MOST_LINE_BYTES = 1 << 20
 
 
 class StreamedInputBody(CompletionFields):
-    prompt: str | list[TokenId] = ""
+    prompt: str | TokenIds = ""
     expected_tokens: int = 0
     """So long the prompt is expected to be. One that could never be served is refused at once."""
 

@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvrelay.errors import InvalidRequest
 from router.arriving.parts import PromptPart
-from router.http.bodies import TokenId, invalid_fields, json_object
+from router.http.bodies import TokenIds, invalid_fields
+from router.http.json_body import json_object
 
 
 class PartBody(BaseModel):
@@ -18,7 +19,7 @@ class PartBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     text: str | None = None
-    token_ids: list[TokenId] | None = None
+    token_ids: TokenIds | None = None
     offset: int | None = None
 
     def part(self) -> PromptPart:
@@ -41,12 +42,12 @@ async def json_lines(
         *lines, tail = chunk.split(b"\n")
         for line in lines:
             rest += line
-            if found := _object(rest, most_bytes):
+            if found := await _object(rest, most_bytes):
                 yield found
             rest.clear()
         rest += tail
         _check(rest, most_bytes)
-    if found := _object(rest, most_bytes):
+    if found := await _object(rest, most_bytes):
         yield found
 
 
@@ -58,9 +59,9 @@ def part_of(fields: dict[str, Any]) -> PromptPart:
         raise invalid_fields(error) from None
 
 
-def _object(line: bytearray, most_bytes: int) -> dict[str, Any] | None:
+async def _object(line: bytearray, most_bytes: int) -> dict[str, Any] | None:
     _check(line, most_bytes)
-    return json_object(bytes(line)) if line.strip() else None
+    return await json_object(bytes(line)) if line.strip() else None
 
 
 def _check(line: bytearray, most_bytes: int) -> None:

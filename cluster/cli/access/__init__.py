@@ -1,0 +1,1 @@
+"""Commands about who may use a cluster."""

@@ -1,0 +1,1 @@
+"""Who may call, as which tenant, in which tiers, and how much."""
