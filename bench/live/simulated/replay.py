@@ -3,13 +3,14 @@ measured in one stretch of it, and how much steps varied there."""
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from statistics import median
+
+import yaml
 
 from bench.live.offered import LIMIT
 from bench.live.outcome import Objectives
@@ -145,7 +146,7 @@ def _config(live: Replay) -> Config:
     }
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "cluster.yaml"
-        path.write_text(json.dumps(raw))
+        path.write_text(yaml.safe_dump(raw))
         return load_config(path)
 
 
