@@ -13,7 +13,7 @@ from typing import Protocol
 
 from cluster.config.simulation import ArrivingSection
 from cluster.sim.machines.clock import Clock
-from cluster.sim.trace import TraceArrival, TracePrompt, is_ahead
+from cluster.sim.trace import TraceArrival, TracePrompt
 from router.arriving.pieces import PROMPT_ONLY, REFUSED_S, SETTLE_S, next_tokens
 from router.core.events import Aborted, Admit, Deliver, Event, Fail, Refuse, Submitted
 from router.core.state.generation import GenerationRequest
@@ -58,15 +58,14 @@ class PromptParts:
         self._prompts: dict[int, _Prompt] = {}
         self._running: dict[str, _Prompt] = {}  # request ahead |-> its prompt
         self.computed_tokens = 0
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._prompts
+        self.are_any = False
 
     def expect(self, number: int, arrival: TraceArrival, router: Router) -> None:
         """Its first part comes in time."""
         begun_s = max(0.0, arrival.request.arrival_s - self._section.over)
         prompt = _Prompt(arrival, number, router, begun_s)
         self._prompts[number] = prompt
+        self.are_any = True
         self._clock.at(begun_s, self._part, prompt)
 
     def _part(self, prompt: _Prompt) -> None:
@@ -120,7 +119,7 @@ class PromptParts:
         prompt = self._running.get(command.request_id)
         match command:
             case _ if prompt is None:
-                return is_ahead(command.request_id)  # one that was given up
+                return "-" in command.request_id  # one that was given up
             case Deliver(done=True):
                 self.computed_tokens += prompt.asked_tokens - prompt.computed
                 prompt.computed = prompt.asked_tokens

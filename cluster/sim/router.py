@@ -119,10 +119,11 @@ class SimRouter:
 
     def hear(self, event: Event) -> None:
         """At once, or when it has done what came before."""
-        if not self._service_s:
-            self._handle(event)
-        else:
+        if self._service_s:
             self._server.serve(self._service_s.get(type(event), 0.0), self._handle, event)
+            return
+        for command in self.core.handle(event, self._clock.now_s):
+            self._execute(command)
 
     def _handle(self, event: Event) -> None:
         for command in self.core.handle(event, self._clock.now_s):
@@ -206,7 +207,7 @@ class Clients:
 
     def _arrive(self, number: int) -> None:
         self._next(number + 1)
-        if number in self.parts:
+        if self._arrives_in_parts[number]:
             self.parts.arrived(number)
         else:
             self._submit(number)
@@ -224,12 +225,12 @@ class Clients:
             promise=self._promises.pop(number, None),
         )
         is_first = not self.outcomes[number].retries
-        if not (is_first and number in self.parts):  # else where its parts went
+        if not (is_first and self._arrives_in_parts[number]):  # else where its parts went
             self._sent_to[number] = self._next_router(number)
         self._sent_to[number].hear(Submitted(request=request))
 
     def hear(self, command: Admit | Refuse | Deliver | Fail) -> None:
-        if self.parts.hear(command):
+        if self.parts.are_any and self.parts.hear(command):
             return
         outcome, now_s = self.outcomes[int(command.request_id)], self._clock.now_s
         match command:

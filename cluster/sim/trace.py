@@ -167,11 +167,6 @@ def _later(request: TraceRequest, put_off_s: float, rate_scale: float) -> TraceR
     return replace(request, arrival_s=request.arrival_s / rate_scale + put_off_s)
 
 
-def is_ahead(request_id: str) -> bool:
-    """Others are numbers."""
-    return "-" in request_id
-
-
 END = 2
 """The token that ends a sequence which asked for more than it yields."""
 
@@ -193,7 +188,7 @@ class Answers:
 
     def steps_left(self, one: SequenceSlice) -> int:
         """Until the sequence ends."""
-        if not one.samples or is_ahead(one.key.request_id):
+        if not one.samples or "-" in one.key.request_id:
             return 1
         return self._output[int(one.key.request_id)] - one.samples[0].index
 
@@ -201,7 +196,7 @@ class Answers:
         """Of so many steps, one for each."""
         if not one.samples:
             return ()
-        if is_ahead(one.key.request_id):
+        if "-" in one.key.request_id:  # computed ahead of its prompt
             return (self._end,)
         number = int(one.key.request_id)
         token = Sampled(token_id=END + 1 + number)

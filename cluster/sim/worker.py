@@ -111,22 +111,12 @@ class SimWorker:
 
     # --- what happens ---------------------------------------------------------------------------
 
-    def hear(self, events: Sequence[CoreEvent]) -> None:
+    def hear(self, events: Sequence[CoreEvent], in_time: bool = False) -> None:
         """All that comes at once: one turn. Where turns take time, what comes meanwhile belongs to
-        the next one."""
-        if self.hardware.turn_s is None:
-            self._turn(events)
+        the next one (`in_time`: its time has passed)."""
+        if self.hardware.turn_s is not None and not in_time:
+            self._put_off(events, self.hardware.turn_s)
             return
-        self._inbox += events
-        if not self._turning:
-            self._turning = True
-            self._clock.after(self.hardware.turn_s, self._take_turn)
-
-    def _take_turn(self, _: None) -> None:
-        events, self._inbox, self._turning = self._inbox, [], False
-        self._turn(events)
-
-    def _turn(self, events: Sequence[CoreEvent]) -> None:
         if self.is_dead:
             return
         for event in events:
@@ -135,6 +125,16 @@ class SimWorker:
                 if commands:
                     self._execute(commands)
         self._act()
+
+    def _put_off(self, events: Sequence[CoreEvent], turn_s: float) -> None:
+        self._inbox += events
+        if not self._turning:
+            self._turning = True
+            self._clock.after(turn_s, self._take_turn)
+
+    def _take_turn(self, _: None) -> None:
+        events, self._inbox, self._turning = self._inbox, [], False
+        self.hear(events, in_time=True)
 
     def _is_heard(self, event: CoreEvent) -> bool:
         """Nothing more of a peer that is lost."""

@@ -67,7 +67,7 @@ class Correction:
         slow steps would count for more."""
         bounded = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, surprise))
         self._steps += steps
-        share = min(1 - exp(-predicted_s / MEMORY_S), 1 - (1 - _MOST_SHARE) ** steps)
+        share = min(1 - exp(-predicted_s / MEMORY_S), _MOST_SHARE * steps)
         self._mean += share * (exp(bounded) - self._mean)
         self._mean_log += share * (bounded - self._mean_log)
         learnt = self._log_level + max(share, steps / self._steps) * bounded

@@ -5,7 +5,7 @@
 The overhead (messages, waking up) is learnt where there was no queue; `off` is a quantile of what
 remains, so that with `confidence` 0.95 about 95 % of those admitted keep their objective, whatever
 the predictions are like. What a prediction that is shorter than usual is off by is seen against the
-usual one.
+usual one, which changes as slowly as the errors fade.
 
 The quantile is that of a log-normal distribution: so many mean deviations above the mean of the
 logarithms. Both change little with each error, as the largest of a few errors does not. How many
@@ -50,20 +50,11 @@ class _Errors:
     total: float = 0.0
     deviations: float = 0.0
 
-    @property
-    def mean(self) -> float:
-        return self.total / self.weight
-
     def add(self, error: float) -> None:
-        known = self.mean if self.weight else error
+        known = self.total / self.weight if self.weight else error
         self.weight += 1
         self.total += error
         self.deviations += abs(error - known)
-
-    def fade(self, kept: float) -> None:
-        self.weight *= kept
-        self.total *= kept
-        self.deviations *= kept
 
     def quantile(self, reach: float) -> float:
         return exp((self.total + reach * self.deviations) / self.weight)
@@ -134,21 +125,26 @@ class Margin:
             missing_s = max(0.0, actual_s - predicted_s)
             self.overhead_s += _NEW_SHARE * (missing_s - self.overhead_s)
         if predicted_s > 0:
-            new_share = _NEW_SHARE if self._weight else 1.0
-            self.usual_s += new_share * (predicted_s - self.usual_s)
+            self._fade(now_s)
+            self.usual_s += (predicted_s - self.usual_s) / self._weight
             off_s = actual_s - self.overhead_s - predicted_s
-            self._learn(_band(predicted_s), off_s / max(predicted_s, self.usual_s), now_s)
+            self._learn(_band(predicted_s), off_s / max(predicted_s, self.usual_s))
 
-    def _learn(self, band: int, off: float, now_s: float) -> None:
+    def _fade(self, now_s: float) -> None:
+        """There is one more."""
+        fading = max(1 / _MOST, min(1 / _LEAST, (now_s - self._latest_s) / _MEMORY_S))
+        self._latest_s = now_s
+        self._weight = (1 - fading) * self._weight + 1
+        for errors in self._bands.values():
+            errors.weight *= 1 - fading
+            errors.total *= 1 - fading
+            errors.deviations *= 1 - fading
+
+    def _learn(self, band: int, off: float) -> None:
         off = max(_LOWEST, min(_HIGHEST, 1 + off)) - 1
         if self._weight >= _FEWEST:
             beyond = off > self._off(band)
             step = _STEP * (self.confidence if beyond else self.confidence - 1)
             self.reach = max(0.0, min(_LARGEST_REACH, self.reach + step))
-        fading = max(1 / _MOST, min(1 / _LEAST, (now_s - self._latest_s) / _MEMORY_S))
-        self._latest_s = now_s
-        self._weight = (1 - fading) * self._weight + 1
-        for errors in self._bands.values():
-            errors.fade(1 - fading)
         self._bands[band].add(log(1 + off))
         self._offs.clear()
