@@ -5,7 +5,7 @@
 The overhead (messages, waking up) is learnt where there was no queue; `off` is a quantile of what
 remains, so that with `confidence` 0.95 about 95 % of those admitted keep their objective, whatever
 the predictions are like. What a prediction that is shorter than usual is off by is seen against the
-usual one, which changes as slowly as the errors fade.
+usual one.
 
 The quantile is that of a log-normal distribution: so many mean deviations above the mean of the
 logarithms. Both change little with each error, as the largest of a few errors does not. How many
@@ -125,8 +125,9 @@ class Margin:
             missing_s = max(0.0, actual_s - predicted_s)
             self.overhead_s += _NEW_SHARE * (missing_s - self.overhead_s)
         if predicted_s > 0:
+            new_share = _NEW_SHARE if self._weight else 1.0
+            self.usual_s += new_share * (predicted_s - self.usual_s)
             self._fade(now_s)
-            self.usual_s += (predicted_s - self.usual_s) / self._weight
             off_s = actual_s - self.overhead_s - predicted_s
             self._learn(_band(predicted_s), off_s / max(predicted_s, self.usual_s))
 
