@@ -5,7 +5,7 @@ STAMP  := $(VENV)/.installed
 TESTS_AT_ONCE ?= 2
 SOAK_MINUTES ?= 60
 
-.PHONY: help install demo check test test-long soak-sim soak-inputs test-families test-gpu bench chaos soak figures bench-peers bench-gpu proto format clean
+.PHONY: help install demo check test test-long soak-sim soak-inputs test-families test-clients test-gpu bench chaos soak figures bench-peers bench-gpu proto format clean
 
 help:            ## list the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -40,6 +40,9 @@ soak-inputs: $(STAMP)  ## 100,000 cases of any input to a router's APIs: no cras
 
 test-families: $(STAMP)  ## every causal family of transformers: its tokens, or a named refusal
 	$(BIN)/pytest tests/families --numprocesses=$(TESTS_AT_ONCE)
+
+test-clients: $(STAMP)  ## unmodified clients of others against a real cluster; installs them first
+	$(BIN)/pytest tests/clients -m clients
 
 test-gpu: $(STAMP)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu

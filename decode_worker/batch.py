@@ -140,9 +140,10 @@ def _may_overlap(running_set: RunningSet) -> bool:
 
 
 def _only_decodes(sequence: Sequence) -> bool:
-    """A sequence that ended while on the device needs no more tokens."""
+    """A sequence that ended while on the device needs no more tokens. One with a grammar needs the
+    last token only when the next one is drawn."""
     is_one = sequence.spec.sampling.n == 1 and sequence.needed <= 1
-    return is_one and not sequence.needs_history
+    return is_one and not sequence.has_penalties
 
 
 @dataclass(slots=True, kw_only=True)

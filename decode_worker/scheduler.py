@@ -35,6 +35,7 @@ from kvrelay.messages import (
     Lifetime,
     LifetimeMoment,
     Released,
+    RequestFailed,
     Reserve,
     Reserved,
     ReserveRefused,
@@ -210,6 +211,9 @@ class DecodeScheduler:
             if sequence.dropped:
                 events += self.batch.running_set.released_if_done(sequence.key, now_s)
                 continue
+            if i in done.outcome.failed:
+                events += self._fail(sequence.key, done.outcome.failed[i], now_s)
+                continue
             if done.steps > 1:
                 events += self._advance_run(sequence, sampled, now_s)
                 continue
@@ -285,6 +289,14 @@ class DecodeScheduler:
             else:
                 sequence.stopped |= {message.choice} & {*sequence.choices}
         return self._release_if_done(message.key, now_s)
+
+    def _fail(self, key: RequestKey, message: str, now_s: float) -> list[WorkerEvent]:
+        """Its grammar can't be followed; others go on."""
+        reason = FailureReason.GRAMMAR
+        failed = RequestFailed(key=key, at_s=now_s, reason=reason, message=message)
+        for sequence in self.batch.running_set.of(key):
+            self.batch.running_set.drop(sequence)
+        return [failed, *self.batch.running_set.released_if_done(key, now_s)]
 
     def _abort(self, key: RequestKey, now_s: float) -> list[Command]:
         if any(ask.spec.key == key for ask in self.asking):

@@ -15,6 +15,7 @@ from engine.core.step import (
     SampleRequest,
     SequenceSlice,
     finish_reason,
+    has_penalties,
     needs_history,
     scoring_of,
 )
@@ -56,12 +57,14 @@ class Sequence:
     key: RequestKey = field(init=False)
     prompt_tokens: int = field(init=False)
     needs_history: bool = field(init=False)
+    has_penalties: bool = field(init=False)
     _has_scored_prompt: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.key = self.spec.key
         self.prompt_tokens = len(self.spec.prompt_ids)
         self.needs_history = needs_history(self.spec.sampling)
+        self.has_penalties = has_penalties(self.spec.sampling)
         self._has_scored_prompt = self.spec.is_scored
 
     @property
@@ -194,9 +197,8 @@ class Sequence:
         """The tokens of one step, or of several in a row, whose last one may end it. `emitted` does
         not have them yet."""
         last = drawn[-1]
-        reason = finish_reason(
-            self.spec.sampling, token_id=last.token_id, emitted=len(self.emitted) + len(drawn)
-        )
+        emitted = len(self.emitted) + len(drawn)
+        reason = finish_reason(self.spec.sampling, last, emitted=emitted)
         return Tokens(
             key=self.key,
             at_s=now_s,

@@ -24,6 +24,12 @@ class Flight:
     finish: Callable[[Flight], StepOutcome]
     scored: Scored | None = None
 
+    def drawn_id(self, index: int) -> int:
+        """What this slice has drawn, once the device has reached that point. All slices draw
+        one."""
+        self.wait()
+        return self.drawn.ids()[index]
+
     def collect(self) -> StepOutcome:
         """Waits for the device. Call it once, in the order of the launches."""
         self.wait()

@@ -21,12 +21,13 @@ from engine.core.sizing import EngineLimits, KvSizing, MemoryProfile, size_kv
 from engine.core.step import StepBatch
 from engine.device.group import Group
 from engine.memory_profile import profile_memory
-from engine.model.checkpoint import Checkpoint
+from engine.model.checkpoint import Checkpoint, eos_token_ids
 from engine.model.kv_layout import derive_layout
 from engine.model.model import Model, load_model
 from engine.model.packed_linear import sizes
 from engine.parallel.ranks import ALONE, Ranks, block_bytes, own_layout
 from engine.runner import Engine, EngineFacts
+from engine.sampling.grammars import Grammars, open_grammars
 from engine.sampling.sampler import prepare_draws
 from engine.self_check import Reference, check_against_eager
 from engine.share import Loaded, check_shares, profile_of_all, share_out
@@ -206,11 +207,17 @@ def load_engine(
         assembly.check(loaded.reference)
         engine = assembly.serving(assembly.sizing(blocks), allocate)
         prepare_draws(model.device, checkpoint.vocab_size)
+        engine.grammars = _grammars(checkpoint)
         if cuda.graphs and model.device.type == "cuda":
             report(StartActivity(stage=Stage.RECORDS))
         if cuda.graphs:
             record_decode(engine, limits.max_running_requests)
         return engine
+
+
+def _grammars(checkpoint: Checkpoint) -> Grammars:
+    eos_ids = eos_token_ids(checkpoint.path)
+    return open_grammars(checkpoint.path, checkpoint.vocab_size, eos_ids)
 
 
 def _compiled(model: Model, limits: EngineLimits) -> Model:

@@ -20,6 +20,7 @@ from engine.model.families import LongRope
 from engine.model.kv_layout import layer_places
 from engine.model.model import Model
 from engine.parallel.ranks import ALONE, Ranks
+from engine.sampling.grammars import Grammars, Masks
 from engine.sampling.sampler import Scored, draw, score
 from kvpool.core.blocks.holding import CopyPairs
 from kvpool.core.layout.layout import KvLayout
@@ -54,13 +55,15 @@ class Engine:
         backend: Backend | None = None,
         goes_first: bool = False,
         ranks: Ranks = ALONE,
+        grammars: Grammars | None = None,
     ) -> None:
         """`backend` None: attention in plain torch operations. `goes_first`: before the steps of
-        other workers on the device."""
+        other workers on the device. `grammars` None: no output can be constrained."""
         self.model = model
         self.memory = memory
         self.facts = facts
         self.sizing = sizing
+        self.grammars = grammars or Grammars(None, vocab=facts.vocab_size, reason="no tokenizer")
         self._ranks = ranks
         self._own = memory.parts[0]
         self._planner = Planner(self._own.layout, model.device, model.dtype, needs_masks)
@@ -102,18 +105,29 @@ class Engine:
             if len(logits) > len(wanted):
                 scored = score(logits[len(wanted) :], batch.slices)
                 logits = logits[: len(wanted)]
-            drawn = draw(logits, wanted)
+            drawn = draw(logits, wanted, self._masks(batch.slices, before))
             return Flight(batch, logits, drawn, self._stream.mark(), self._collect, scored)
+
+    def _masks(self, slices: Sequence[SequenceSlice], before: Flight | None) -> Masks | None:
+        """A GPU computes the step meanwhile. Where a slice follows another, its draw waits for the
+        other's token, and the step's model pass does not."""
+
+        def drawn_before(index: int) -> int:
+            assert before is not None, "slices follow a step that was not launched"
+            return before.drawn_id(index)
+
+        return self.grammars.masks(slices, drawn_before)
 
     def _collect(self, flight: Flight) -> StepOutcome:
         if self._watch is not None:
             self._watch.drain()
         slices = flight.batch.slices
         with self._stream.beside():
-            tokens = iter(flight.drawn.sampled())
+            tokens, masks = iter(flight.drawn.sampled()), flight.drawn.masks
             return StepOutcome(
                 sampled=tuple([next(tokens) if s.samples else () for s in slices]),
                 prompt_logprobs={} if flight.scored is None else flight.scored.told(),
+                failed={} if masks is None else masks.failed,
             )
 
     def logits(
@@ -141,6 +155,7 @@ class Engine:
     def close(self) -> None:
         if self._watch is not None:
             self._watch.close()
+        self.grammars.close()
         self._ranks.close()
 
     def watch(self, lost: Callable[[PeerError], None]) -> None:

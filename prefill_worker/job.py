@@ -183,9 +183,7 @@ class PrefillJob:
             self.finished = tuple(range(self.sampling.n))
             return [self._end(choice, now_s) for choice in self.finished]
         spec, emitted = self.message.spec, self.first_index + 1
-        reasons = [
-            finish_reason(self.sampling, token_id=one.token_id, emitted=emitted) for one in sampled
-        ]
+        reasons = [finish_reason(self.sampling, one, emitted=emitted) for one in sampled]
         drawn = [
             choice
             for choice in range(self.sampling.n)

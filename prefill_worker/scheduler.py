@@ -332,10 +332,16 @@ class PrefillScheduler:
                 events.append(scored_event(job.message.spec, job.computed, take, entries, now_s))
             self.tables.fill(job.holder, job.filled)
             self.tables.trim(job.holder, job.seen_from)
-            if sampled and job.cancelled is None:
+            if sampled and job.cancelled is None and i not in done.outcome.failed:
                 events += job.take_first(sampled, now_s)
                 self.queue.remove(job)
-        after = [command for job, _ in ran for command in self.handoffs.after_chunk(job, now_s)]
+        after: list[Command] = []
+        for i, (job, _) in enumerate(ran):
+            if i in done.outcome.failed and job.cancelled is None:
+                message = done.outcome.failed[i]
+                after += self.jobs.fail(job, FailureReason.GRAMMAR, message, now_s)
+            else:
+                after += self.handoffs.after_chunk(job, now_s)
         return [Emit(events=tuple(events)), *after]
 
     def validate(self) -> None:

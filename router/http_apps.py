@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -16,18 +16,43 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvrelay.access.token import refusal
+from kvrelay.access.values import AUTHORIZATION
 from kvrelay.errors import KvrelayError
 from router.http import info
 from router.http.api import HttpApi, json_bytes
 from router.http.asking import Authentication
 from router.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from router.http.chat import chat_completions
+from router.http.chat import tokenizing
+from router.http.chat.endpoint import chat_completions
 from router.http.completions import completions
 from router.http.description import answers
 from router.http.description.document import document_of
-from router.http.description.operation import JSON_LINES, OF_BODIES, OF_GENERATION, Operation
-from router.http.errors import on_bug, on_disconnect, on_http_exception, on_kvrelay_error
+from router.http.description.operation import (
+    JSON_LINES,
+    OF_BODIES,
+    OF_GENERATION,
+    OF_KEYS,
+    Operation,
+)
+from router.http.errors import (
+    ErrorReply,
+    on_bug,
+    on_disconnect,
+    on_http_exception,
+    on_kvrelay_error,
+)
+from router.http.messages import errors as anthropic_errors
+from router.http.messages.bodies import CountTokensBody, MessagesBody
+from router.http.messages.endpoint import count_tokens, create_message
 from router.http.neutral_fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL, TEMPLATE_NEUTRAL
+from router.http.responses.bodies import InputTokensBody, ResponsesBody
+from router.http.responses.endpoint import (
+    count_input_tokens,
+    create_response,
+    delete_response,
+    get_response,
+)
 from router.http.streamed_input.endpoint import StreamedInputBody, streamed_completions
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
@@ -69,21 +94,83 @@ PUBLIC = [
         errors=OF_GENERATION,
     ),
     Operation(
+        path="/v1/responses",
+        endpoint=create_response,
+        methods=("POST",),
+        summary="Answers, as OpenAI's Responses API does.",
+        body=ResponsesBody,
+        neutral=ResponsesBody.neutral,
+        answer=answers.ResponseAnswer,
+        event=answers.ResponseEvent,
+        has_done=False,
+        errors=OF_GENERATION,
+    ),
+    Operation(
+        path="/v1/responses/input_tokens",
+        endpoint=count_input_tokens,
+        methods=("POST",),
+        summary="The number of tokens of a response's prompt.",
+        body=InputTokensBody,
+        neutral=InputTokensBody.neutral,
+        answer=answers.InputTokens,
+        errors=OF_BODIES,
+    ),
+    Operation(
+        path="/v1/responses/{id}",
+        endpoint=get_response,
+        summary="A response that is kept.",
+        answer=answers.ResponseAnswer,
+        errors=frozenset({400, 404}),
+    ),
+    Operation(
+        path="/v1/responses/{id}",
+        endpoint=delete_response,
+        methods=("DELETE",),
+        summary="Forgets a response.",
+        answer=answers.DeletedResponse,
+        errors=frozenset({404}),
+    ),
+    Operation(
+        path="/v1/messages",
+        endpoint=create_message,
+        methods=("POST",),
+        summary="Answers, as Anthropic's Messages API does.",
+        body=MessagesBody,
+        neutral=MessagesBody.neutral,
+        answer=answers.MessageAnswer,
+        event=answers.MessageEvent,
+        has_done=False,
+        errors=OF_GENERATION | {529},
+        error=answers.MessageError,
+    ),
+    Operation(
+        path="/v1/messages/count_tokens",
+        endpoint=count_tokens,
+        methods=("POST",),
+        summary="The number of tokens of a message's prompt.",
+        body=CountTokensBody,
+        neutral=CountTokensBody.neutral,
+        answer=answers.MessageTokens,
+        errors=OF_BODIES | {529},
+        error=answers.MessageError,
+    ),
+    Operation(
         path="/v1/models",
         endpoint=info.models,
         summary="The model that is served.",
         answer=answers.ModelList,
+        errors=OF_KEYS,
     ),
     Operation(
         path="/v1/models/{model:path}",
         endpoint=info.model,
         summary="One model.",
         answer=answers.ModelCard,
-        errors=frozenset({404}),
+        errors=OF_KEYS | {404},
     ),
     Operation(
         path="/tokenize",
-        endpoint=info.tokenize,
+        endpoint=tokenizing.tokenize,
         methods=("POST",),
         summary="The token ids of a text or a chat.",
         body=TokenizeBody,
@@ -93,7 +180,7 @@ PUBLIC = [
     ),
     Operation(
         path="/detokenize",
-        endpoint=info.detokenize,
+        endpoint=tokenizing.detokenize,
         methods=("POST",),
         summary="The text of token ids.",
         body=DetokenizeBody,
@@ -117,6 +204,7 @@ PUBLIC = [
         endpoint=info.load,
         summary="The number of requests that run.",
         answer=answers.LoadAnswer,
+        errors=OF_KEYS,
     ),
     Operation(
         path="/ready",
@@ -156,9 +244,10 @@ def _description(version: str) -> Callable[[Request], Awaitable[Response]]:
     return openapi
 
 
-def create_internal_app(api: HttpApi) -> Starlette:
-    """The application for operators."""
-    return _app(api, INTERNAL_ROUTES)
+def create_internal_app(api: HttpApi, token: bytes, *, open_metrics: bool = False) -> Starlette:
+    """The application for operators, who have the cluster's token."""
+    open_paths = (METRICS.path,) if open_metrics else ()
+    return _app(api, INTERNAL_ROUTES, Middleware(TokenAsked, token, open_paths))
 
 
 def _app(api: HttpApi, routes: list[Route], *guards: Middleware) -> Starlette:
@@ -173,6 +262,8 @@ def _app(api: HttpApi, routes: list[Route], *guards: Middleware) -> Starlette:
         },
     )
     app.state.api = api
+    app.state.error_shapes = {"/v1/messages": anthropic_errors.respond}
+    app.state.error_shapes = {"/v1/messages": anthropic_errors.respond}
     return app
 
 
@@ -197,3 +288,29 @@ class RequestIdEcho:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+class TokenAsked:
+    """Every path but the open ones needs the cluster's token, also one that doesn't exist."""
+
+    def __init__(self, app: ASGIApp, token: bytes, open_paths: Collection[str]) -> None:
+        self._app = app
+        self._token = token
+        self._open = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reason = None
+        if scope["type"] == "http" and scope["path"] not in self._open:
+            reason = refusal(Headers(scope=scope).get(AUTHORIZATION, ""), self._token)
+        answer = self._app if reason is None else _unauthorized(reason)
+        await answer(scope, receive, send)
+
+
+def _unauthorized(reason: str) -> ASGIApp:
+    return ErrorReply(
+        status=401,
+        message=reason,
+        type="invalid_request_error",
+        code="no_cluster_token",
+        headers={"www-authenticate": "Bearer"},
+    ).response()

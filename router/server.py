@@ -11,8 +11,12 @@ from pathlib import Path
 
 import grpc
 
+from kvrelay.access.values import NO_ACCESS, Access, TlsFiles
 from router.access.caller import NO_KEYS, KeySources
 from router.access.door import Door
+from router.carried.signing import ClusterKey
+from router.chat.conversations import DEFAULT_KEPT, KeptBounds, KeptConversations
+from router.chat.formats.choice import AUTO, formats_of
 from router.core.state.generation import Dispatcher
 from router.grpc_api.server import (
     Health,
@@ -26,10 +30,10 @@ from router.http_apps import create_internal_app, create_public_app
 from router.live.http_protocol import HttpBounds
 from router.live.listener import ListenAt, Listener, Ports
 from router.live.metrics import RouterMetrics
+from router.text.grammar.check import GrammarCheck
 from router.text.request_fields import ONE_FOR_ALL, TierRules
 from router.text.sampling import GenerationDefaults
 from router.text.service import TextService
-from router.text.signing import ClusterKey
 from router.text.tokenizer import TextTokenizer
 
 HEALTH_PERIOD_S = 0.1
@@ -40,7 +44,8 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """Port 0: the system chooses."""
+    """Port 0: the system chooses. The internal ports want the token of `access`, but for /metrics
+    where `open_metrics`. `cluster_key` signs what clients carry from router to router."""
 
     host: str
     http_port: int
@@ -51,22 +56,33 @@ class ServerOptions:
     internal_http_port: int = 0
     internal_grpc_port: int = 0
     public_metrics: bool = False
+    open_metrics: bool = False
+    access: Access = NO_ACCESS
+    public_tls: TlsFiles | None = None
     tiers: TierRules = ONE_FOR_ALL
     cluster_key: bytes = field(default=b"", repr=False)
     keys: KeySources = NO_KEYS
     keep_alive_s: float = KEEP_ALIVE_S
+    conversations: KeptBounds = DEFAULT_KEPT
+    tool_format: str = AUTO
+    reasoning_format: str = AUTO
     bounds: HttpBounds = field(default_factory=HttpBounds)
 
     @property
     def public(self) -> ListenAt:
         ports = Ports(http=self.http_port, grpc=self.grpc_port)
-        return ListenAt(host=self.host, ports=ports, bounds=self.bounds)
+        return ListenAt(host=self.host, ports=ports, bounds=self.bounds, tls=self.public_tls)
 
     @property
     def internal(self) -> ListenAt:
         ports = Ports(http=self.internal_http_port, grpc=self.internal_grpc_port)
-        bounds = self.bounds
-        return ListenAt(host=self.internal_host, ports=ports, kind="internal ", bounds=bounds)
+        return ListenAt(
+            host=self.internal_host,
+            ports=ports,
+            kind="internal ",
+            bounds=self.bounds,
+            tls=self.access.serves,
+        )
 
 
 class RouterServers:
@@ -90,6 +106,10 @@ class RouterServers:
             metrics=RouterMetrics(served_model_name),
             tiers=options.tiers,
             key=ClusterKey(options.cluster_key),
+            formats=formats_of(
+                tokenizer.tool_template, options.tool_format, options.reasoning_format
+            ),
+            grammars=GrammarCheck(checkpoint_dir / "tokenizer.json"),
             door=Door(options.keys, cluster_key=options.cluster_key, tiers=options.tiers.tiers),
         )
         self._options = options
@@ -110,11 +130,13 @@ class RouterServers:
             most_characters=self._options.max_body_bytes,
         )
         public = create_public_server(inference, self._health, self._options.max_body_bytes)
-        internal = create_internal_server(inference, self._health)
+        token, open_metrics = self._options.access.token, self._options.open_metrics
+        internal = create_internal_server(inference, self._health, token)
         self._add_internal(internal)
         public_app = create_public_app(api, with_metrics=self._options.public_metrics)
         self._public = Listener(self._options.public, public_app, public)
-        self._internal = Listener(self._options.internal, create_internal_app(api), internal)
+        internal_app = create_internal_app(api, token, open_metrics=open_metrics)
+        self._internal = Listener(self._options.internal, internal_app, internal)
         return await self._start(self._public, self._internal)
 
     async def stop(self, grace_s: float) -> None:
@@ -132,6 +154,7 @@ class RouterServers:
             await self._public.stop(left_s)
             await self._internal.stop(INTERNAL_GRACE_S)
             self.service.refusals.close()
+        await self.service.close()
 
     async def _drain(self, grace_s: float) -> float:
         """The seconds left of `grace_s` once no request runs."""
@@ -161,6 +184,7 @@ class RouterServers:
             version=version("kvrelay"),
             started_s=time.time(),
             keep_alive_s=self._options.keep_alive_s,
+            conversations=KeptConversations(self._options.conversations),
         )
 
     async def _watch_health(self) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+NOT_LONG = "not gpu and not long and not families and not clients"
 SOME_FAILED = 1
 MOST_SECOND_RUNS = 20
 """With more failures than that it is not the machine."""
@@ -79,7 +80,7 @@ def main() -> int:
     chosen, options = parser.parse_known_args()
     chosen.build.mkdir(parents=True, exist_ok=True)
     name = "test-long" if chosen.long else "test"
-    marks = "long and not gpu" if chosen.long else "not gpu and not long and not families"
+    marks = "long and not gpu and not clients" if chosen.long else NOT_LONG
     log = chosen.build / f"{name}.log"
     first = run_pytest(["-m", marks, *options], log)
     again, second = second_chances(first), None

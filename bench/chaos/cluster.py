@@ -18,6 +18,7 @@ from uuid import uuid4
 
 import grpc
 
+from bench.access import ACCESS
 from bench.chaos.host import SecondHost
 from bench.chaos.processes import Process, Processes, Supervisor, kvrelay_command
 from kvrelay import AsyncClient
@@ -108,12 +109,17 @@ async def _ask(address: str, call: Callable[[grpc.aio.Channel], Awaitable[Answer
 async def kv_of(internal: str, timeout_s: float = 10.0) -> admin_pb2.GetKvResponse:
     """As a router is told by all workers and pool nodes."""
     request = admin_pb2.GetKvRequest()
-    return await _ask(internal, lambda c: AdminStub(c).GetKv(request, timeout=timeout_s))
+    return await _ask(
+        internal, lambda c: AdminStub(c).GetKv(request, timeout=timeout_s, metadata=ACCESS.metadata)
+    )
 
 
 async def debug_kv(address: str, timeout_s: float) -> worker_pb2.DebugKvResponse:
     request = worker_pb2.DebugKvRequest()
-    return await _ask(address, lambda c: WorkerStub(c).DebugKv(request, timeout=timeout_s))
+    return await _ask(
+        address,
+        lambda c: WorkerStub(c).DebugKv(request, timeout=timeout_s, metadata=ACCESS.metadata),
+    )
 
 
 @asynccontextmanager
@@ -154,7 +160,6 @@ def _router(
         "router.internal_host": host,
         "router.internal_grpc_port": internal_port,
         "router.internal_http_port": 0,
-        "network.secret": "chaos",
     }
     name = f"router-{number}"
     command = kvrelay_command(
@@ -178,7 +183,6 @@ def _worker(
         "model.dtype": "float32",
         "engine.kv_memory": f"{shape.kv_mib}MiB",
         "scheduler.max_running_requests": 128,
-        "network.secret": "chaos",
     }
     there = shape.second_host if name in _far_names(shape) else None
     inside = () if there is None else ("ip", "netns", "exec", there.name)
@@ -202,7 +206,6 @@ def _pool_node(
         *(f"--join={address}" for address in internal),
         *(disk or ()),
         *far,
-        *settings_of({"network.secret": "chaos"}),
     )
     return _process(supervisor, "pool-0", "pool", command, POOL_READY, logs)
 

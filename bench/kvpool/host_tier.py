@@ -23,6 +23,7 @@ import grpc
 import torch
 from transformers import LlamaConfig
 
+from bench.access import ACCESS
 from bench.engine.speed import EngineRun, Load
 from bench.models import SMOLLM_135M, write_random_llama
 from bench.report import Reading, Row, print_table, write_json
@@ -108,7 +109,7 @@ class Restorer:
             time.sleep(0.05)
 
     def _on_disk(self) -> int:
-        tiers = self._node.Report(PoolReportRequest()).tiers
+        tiers = self._node.Report(PoolReportRequest(), metadata=ACCESS.metadata).tiers
         return sum(
             states.blocks
             for tier in tiers

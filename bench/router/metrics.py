@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 import uvloop
 
+from bench.access import ACCESS, HEADERS
 from bench.report import Row, print_table
 from bench.router.decisions import STEP_TIMES
 from engine.bundled import checkpoint_path
@@ -75,7 +76,12 @@ class ServedRouter:
         fill(self._dispatcher, each)
         tokenizer = TextTokenizer.load(checkpoint_path())
         options = ServerOptions(
-            host="127.0.0.1", http_port=0, grpc_port=0, max_body_bytes=2**20, cluster="bench"
+            host="127.0.0.1",
+            http_port=0,
+            grpc_port=0,
+            max_body_bytes=2**20,
+            cluster="bench",
+            access=ACCESS,
         )
         self._servers = RouterServers(
             self._dispatcher, checkpoint_path(), tokenizer, "bench", options
@@ -85,7 +91,9 @@ class ServedRouter:
 
     def scrape(self) -> int:
         """Lines."""
-        with urllib.request.urlopen(self._url, timeout=60) as reply:
+        with urllib.request.urlopen(
+            urllib.request.Request(self._url, headers=HEADERS), timeout=60
+        ) as reply:
             return len(reply.read().splitlines())
 
     def loop_s(self) -> float:

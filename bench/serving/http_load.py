@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from ssl import SSLContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +36,17 @@ SendOne = Callable[[Sequence[int], int], Awaitable[Sent]]
 """(prompt, output tokens)"""
 
 
-async def send(port: int, prompt: Sequence[int], output_tokens: int, **more: object) -> Sent:
-    """POST /v1/completions, streaming, greedy, exactly `output_tokens` tokens."""
+async def send(
+    port: int,
+    prompt: Sequence[int],
+    output_tokens: int,
+    *,
+    key: str = "",
+    tls: SSLContext | None = None,
+    **more: object,
+) -> Sent:
+    """POST /v1/completions, streaming, greedy, exactly `output_tokens` tokens. `key`: an API key;
+    `tls`: over TLS, by a connection of its own like every request."""
     body = {
         "prompt": list(prompt),
         "max_tokens": output_tokens,
@@ -50,9 +60,10 @@ async def send(port: int, prompt: Sequence[int], output_tokens: int, **more: obj
     head = (
         "POST /v1/completions HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n"
         "Content-Type: application/json\r\n"
-        f"x-kvrelay-ledger: 1\r\nContent-Length: {len(payload)}\r\n\r\n"
+        f"x-kvrelay-ledger: 1\r\nContent-Length: {len(payload)}\r\n"
     )
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head += f"Authorization: Bearer {key}\r\n\r\n" if key else "\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=tls)
     started_s = time.perf_counter()
     writer.write(head.encode() + payload)
     arrived: list[tuple[float, bytes]] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import ssl
 import subprocess
 import sys
 import time
@@ -16,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+
+from bench.access import HEADERS
 
 PATIENCE_S = 120.0
 
@@ -69,7 +72,8 @@ class PlainCluster:
 
 
 def _metrics(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=HEADERS)
+    with urllib.request.urlopen(request) as answer:
         return str(answer.read().decode())
 
 
@@ -83,15 +87,17 @@ def plain_cluster(
     router_settings: Sequence[str] = (),
     router_cores: Sequence[int] | None = None,
     routers: int = 1,
+    each_router: Sequence[Sequence[str]] = (),
 ) -> Iterator[PlainCluster]:
     """Ready to serve; everything is stopped at the end. `settings` are the workers' KEY=VALUE,
-    `pool` names the pool node that they use."""
+    `pool` names the pool node that they use. `each_router`: further settings of one router each."""
     with ExitStack() as stack:
         extra = [f"--set={setting}" for setting in settings]
         extra += [] if pool is None else [f"--pool={pool}"]
         own = [f"--set={setting}" for setting in router_settings]
         begin = ["router", "--model", str(model), *_ROUTER, *own]
-        started = [stack.enter_context(_process(begin, router_cores)) for _ in range(routers)]
+        further = [[f"--set={setting}" for setting in one] for one in each_router or [()] * routers]
+        started = [stack.enter_context(_process([*begin, *one], router_cores)) for one in further]
         ports = [_ports(router) for router in started]
         cluster = PlainCluster(
             http_ports=[one["HTTP"] for one in ports],
@@ -99,7 +105,7 @@ def plain_cluster(
             metrics_ports=[one["internal HTTP"] for one in ports],
         )
         for number, router in enumerate(started):
-            name = "router" if routers == 1 else f"router-{number}"
+            name = "router" if len(started) == 1 else f"router-{number}"
             cluster.processes[name] = psutil.Process(router.pid)
         for number, plan in enumerate(plans):
             name = f"{plan.role}-{number}"
@@ -116,8 +122,8 @@ def plain_cluster(
             ]
             worker = stack.enter_context(_process(command, plan.cores, nice=plan.nice))
             cluster.processes[name] = psutil.Process(worker.pid)
-        for port in cluster.http_ports:
-            _wait_ready(port)
+        for port, own_settings in zip(cluster.http_ports, further, strict=True):
+            _wait_ready(port, has_tls=any(TLS in one for one in own_settings))
         yield cluster
 
 
@@ -131,6 +137,7 @@ def pool_node(name: str) -> Iterator[psutil.Process]:
         yield psutil.Process(process.pid)
 
 
+TLS = "network.tls.public"
 HANDED_OVER = ("router.placement.local_prefill=off",)
 """Router settings of what measures handoffs."""
 _ROUTER = ["--host", "127.0.0.1", "--http-port", "0", "--grpc-port", "0"]
@@ -168,21 +175,26 @@ def _ports(router: subprocess.Popen[str]) -> dict[str, int]:
         if not line:
             raise RuntimeError("the router did not start")
         face, _, address = line.strip().partition(" on ")
-        ports[face] = int(address.rpartition(":")[2])
+        found = re.search(r":(\d+)(?: |$)", address)
+        assert found is not None, line
+        ports[face] = int(found[1])
     return ports
 
 
-def _wait_ready(http_port: int) -> None:
+def _wait_ready(http_port: int, *, has_tls: bool) -> None:
     deadline_s = time.monotonic() + PATIENCE_S
-    while not is_ready(http_port):
+    while not is_ready(http_port, has_tls=has_tls):
         if time.monotonic() > deadline_s:
             raise RuntimeError("the cluster did not become ready")
         time.sleep(0.05)
 
 
-def is_ready(http_port: int) -> bool:
+def is_ready(http_port: int, *, has_tls: bool = False) -> bool:
+    """Whose certificate it is doesn't matter here."""
+    url = f"{'https' if has_tls else 'http'}://127.0.0.1:{http_port}/ready"
+    unchecked = ssl._create_unverified_context() if has_tls else None
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/ready") as answer:
+        with urllib.request.urlopen(url, context=unchecked) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, ConnectionError):
         return False

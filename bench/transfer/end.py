@@ -34,7 +34,11 @@ class End:
             on_connect=self._connected, on_message=self._heard, on_lost=self._lost
         )
         self.endpoint = open_endpoint(
-            scheme, Incarnation(f"bench-{uuid4().hex}"), callbacks, device=shape.device
+            scheme,
+            Incarnation(f"bench-{uuid4().hex}"),
+            callbacks,
+            secret=b"bench",
+            device=shape.device,
         )
         self.connection: Connection | None = None
         self.tables = shape.tables(seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +19,8 @@ from cluster.cli.options import (
     RayAddress,
     Served,
     SetOption,
+    TokenFile,
+    caller,
     devices,
     given,
     key_hashes,
@@ -27,6 +29,9 @@ from cluster.cli.options import (
     served,
 )
 from kvrelay.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvrelay.access.values import Access
 
 
 def serve(
@@ -42,6 +47,7 @@ def serve(
     decode: Annotated[int | None, typer.Option(min=1, help="Decode workers.")] = None,
     name: NameOption = None,
     ray_address: RayAddress = None,
+    token_file: TokenFile = None,
     api_key: ApiKeys = None,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return when the cluster serves; it keeps running.")
@@ -63,6 +69,7 @@ def serve(
         router__grpc_port=grpc_port,
         router__api_key_hashes=key_hashes(api_key),
         ray__address=ray_address,
+        network__token_file=token_file,
     )
     overrides += devices(config, device)
     overrides += replicas(config, "prefill", prefill) + replicas(config, "decode", decode)
@@ -125,33 +132,37 @@ def status(
     tenant: Annotated[
         str | None, typer.Option(metavar="NAME", help="With --kv: only this tenant's KV.")
     ] = None,
+    token_file: TokenFile = None,
     format_: FormatOption = Format.TABLE,
+    set_: SetOption = None,
 ) -> None:
     """Show a running cluster: its processes, their state, their free KV blocks."""
     from cluster.cli import status as statuses
     from cluster.on_ray.connect import ray_address as ray_to_join
 
+    ray = ray_to_join(ray_address) or "auto"
+    if kv and address is not None:
+        _kv_status([address], caller(name, token_file, set_), tenant, format_)
+        return
     if kv:
-        ray = ray_to_join(ray_address) or "auto"
-        routers = [address] if address else statuses.routers_of(name, ray)
-        _kv_status(routers, tenant, format_)
+        _kv_status(*statuses.routers_of(name, ray), tenant, format_)
         return
 
     if address is not None:
-        facts = statuses.of_router(address)
+        facts = statuses.of_router(address, caller(name, token_file, set_))
     else:
-        facts = statuses.of_cluster(name, ray_to_join(ray_address) or "auto")
+        facts = statuses.of_cluster(name, ray)
     if format_ is Format.JSON:
         print(statuses.as_json(facts))
     else:
         statuses.print_table(facts)
 
 
-def _kv_status(routers: list[str], tenant: str | None, format_: Format) -> None:
+def _kv_status(routers: list[str], access: Access, tenant: str | None, format_: Format) -> None:
     from cluster.cli import status
     from cluster.cli.status import as_json
 
-    found = status.of_routers(routers)
+    found = status.of_routers(routers, access)
     if format_ is Format.JSON:
         print(as_json(status.as_facts(found)))
     else:

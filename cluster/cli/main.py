@@ -19,6 +19,10 @@ from cluster.cli import process as cli_process
 from cluster.cli import simulate as cli_simulate
 from cluster.cli import trace as cli_trace
 from cluster.cli.access import keys as cli_keys
+from cluster.cli.access import rotate as cli_rotate
+from cluster.cli.for_users import batch as cli_batch
+from cluster.cli.for_users import chat as cli_chat
+from cluster.cli.for_users import models as cli_models
 from cluster.cli.options import ConfigFile, SetOption, parsed
 from kvrelay.errors import KvrelayError
 
@@ -77,9 +81,13 @@ def show(config: ConfigFile = None, set_: SetOption = None) -> None:
 app.command("serve")(cli_cluster.serve)
 app.command("stop")(cli_cluster.stop)
 app.command("demo")(cli_cluster.demo)
+app.command("chat")(cli_chat.chat)
+app.command("batch")(cli_batch.batch)
+app.command("models")(cli_models.models)
 app.command("status")(cli_cluster.status)
 app.command("trace")(cli_trace.trace)
 app.command("doctor")(cli_doctor.doctor)
+app.command("rotate-key")(cli_rotate.rotate_key)
 app.command("simulate")(cli_simulate.simulate)
 app.command("plan")(cli_plan.plan)
 app.command("router", rich_help_panel="Single processes, without Ray")(cli_process.router)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cluster.cli.for_users.formats import Format as Format
+from cluster.cli.for_users.formats import FormatOption as FormatOption
 from cluster.config.load import Override, load_config
 from kvrelay.errors import ConfigError
 
-
-class Format(StrEnum):
-    TABLE = "table"
-    JSON = "json"
+if TYPE_CHECKING:
+    from kvrelay.access.values import Access
 
 
 ConfigFile = Annotated[
@@ -63,8 +62,14 @@ RayAddress = Annotated[
     str | None,
     typer.Option("--ray-address", metavar="HOST:PORT", help="A running Ray, or auto to find one."),
 ]
-FormatOption = Annotated[
-    Format, typer.Option("--format", help="Output for people or for programs.")
+TokenFile = Annotated[
+    str | None,
+    typer.Option(
+        "--token-file",
+        metavar="FILE",
+        envvar="KVRELAY_TOKEN_FILE",
+        help="The cluster's token. Default: NAME.token in ~/.config/kvrelay.",
+    ),
 ]
 
 
@@ -159,3 +164,16 @@ def replicas(path: Path | None, role: str, count: int | None) -> list[Override]:
             "use --set workers.INDEX.replicas=N"
         )
     return [Override(("workers", str(matching[0]), "replicas"), count)]
+
+
+CALLER_KEYS = ("network.token_file", "network.tls.internal")
+
+
+def caller(
+    cluster: str | None, token_file: str | None, set_: Iterable[str] | None = None
+) -> Access:
+    """Of a command that calls a router by its address. Raises ConfigError."""
+    from cluster.access.chosen import caller_access
+
+    overrides = given(name=cluster, network__token_file=token_file)
+    return caller_access(load_config(None, overrides + only(parsed(set_), CALLER_KEYS)))

@@ -23,6 +23,8 @@ from cluster.process.admin import NOT_INTERNAL
 from cluster.process.bars import DownloadBars
 from cluster.process.net import registration_options
 from engine.core.activity import Stage, StartActivity
+from kvrelay.access.tls import aio_channel
+from kvrelay.access.values import Access
 from kvrelay.errors import ConfigError
 from kvrelay.gc_pauses import freeze
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
@@ -57,10 +59,12 @@ async def run_router(settings: RouterSettings, *, drain_s: float) -> None:
         address = await router.start()
     freeze()
     internal = settings.internal_host
-    print(f"HTTP on {settings.host}:{address.public.http}", flush=True)
-    print(f"gRPC on {settings.host}:{address.public.grpc}", flush=True)
-    print(f"internal HTTP on {internal}:{address.internal.http}", flush=True)
-    print(f"internal gRPC on {internal}:{address.internal.grpc}", flush=True)
+    tls = "" if settings.public_tls is None else ", with TLS"
+    internal_tls = "" if settings.access.serves is None else ", with TLS"
+    print(f"HTTP on {settings.host}:{address.public.http}{tls}", flush=True)
+    print(f"gRPC on {settings.host}:{address.public.grpc}{tls}", flush=True)
+    print(f"internal HTTP on {internal}:{address.internal.http}{internal_tls}", flush=True)
+    print(f"internal gRPC on {internal}:{address.internal.grpc}{internal_tls}", flush=True)
     await stopping.wait()
     await router.stop(drain_s=drain_s)
 
@@ -79,7 +83,7 @@ async def run_worker(settings: WorkerSettings, *, join: Sequence[str], drain_s: 
     freeze()
     print(f"{settings.role} worker on {address}", flush=True)
     request = worker_pb2.RegisterRequest(address=address, routers=join)
-    registered = [stay_registered(router, request) for router in join]
+    registered = [stay_registered(router, request, settings.access) for router in join]
     await _first_of([stopping.wait(), worker.wait_closed(), *registered], worker, drain_s)
 
 
@@ -95,7 +99,7 @@ async def run_pool_node(settings: PoolNodeSettings, *, join: Sequence[str], drai
         print(f"pool node of {settings.name} on {address}", flush=True)
     print(f"internal gRPC on {addresses.reports}", flush=True)
     request = worker_pb2.RegisterRequest(address=addresses.reports, is_pool_node=True, routers=join)
-    registered = [stay_registered(router, request) for router in join]
+    registered = [stay_registered(router, request, settings.access) for router in join]
     await _first_of([stopping.wait(), node.wait_closed(), *registered], node, drain_s)
 
 
@@ -145,13 +149,13 @@ async def _first_of(
         task.result()
 
 
-async def stay_registered(join: str, request: worker_pb2.RegisterRequest) -> None:
+async def stay_registered(join: str, request: worker_pb2.RegisterRequest, access: Access) -> None:
     """Keeps the registration call open for ever; the router drops the process when the call ends.
     A router that is silent has ended it too: its host may have been started anew.
     Logs once why a router doesn't accept it, not at each try."""
     retry_s, told = FIRST_RETRY_S, ""
     while True:
-        joined, reason = await _register(join, request)
+        joined, reason = await _register(join, request, access)
         if reason and (joined or reason != told):
             log.warning("router %s: %s; trying again until it answers", join, reason)
         told = reason
@@ -159,7 +163,9 @@ async def stay_registered(join: str, request: worker_pb2.RegisterRequest) -> Non
         await asyncio.sleep(retry_s)
 
 
-async def _register(join: str, request: worker_pb2.RegisterRequest) -> tuple[bool, str]:
+async def _register(
+    join: str, request: worker_pb2.RegisterRequest, access: Access
+) -> tuple[bool, str]:
     """(whether the router accepted it, why the call has ended). Raises ConfigError when no worker
     can join at this address."""
     joined, ended, reason = asyncio.Event(), asyncio.Event(), ""
@@ -169,9 +175,10 @@ async def _register(join: str, request: worker_pb2.RegisterRequest) -> tuple[boo
         joined.set()
         await ended.wait()
 
-    async with grpc.aio.insecure_channel(join, options=registration_options()) as channel:
+    async with aio_channel(join, access.dials, registration_options()) as channel:
         try:
-            await worker_pb2_grpc.RegistryStub(channel).Register(registration())
+            stub = worker_pb2_grpc.RegistryStub(channel)
+            await stub.Register(registration(), metadata=access.metadata)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 raise ConfigError(f"--join {join}: {NOT_INTERNAL}") from None

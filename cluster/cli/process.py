@@ -16,6 +16,7 @@ from cluster.cli.options import (
     ModelOption,
     NameOption,
     SetOption,
+    TokenFile,
     given,
     key_hashes,
     only,
@@ -59,7 +60,8 @@ WORKER_KEYS = (
     "transfer.lease_ttl",
     "network.host",
     "network.port_range",
-    "network.secret",
+    "network.token_file",
+    "network.tls.internal",
     "observability.trace_dir",
     "pool.enabled",
     "qos.tiers",
@@ -71,6 +73,8 @@ ROUTER_KEYS = (
     "model.path",
     "model.revision",
     "model.served_name",
+    "model.tool_format",
+    "model.reasoning_format",
     "router.host",
     "router.http_port",
     "router.grpc_port",
@@ -78,6 +82,7 @@ ROUTER_KEYS = (
     "router.internal_http_port",
     "router.internal_grpc_port",
     "router.public_metrics",
+    "router.open_metrics",
     "router.api_keys",
     "router.api_key_hashes",
     "router.max_body",
@@ -91,6 +96,9 @@ ROUTER_KEYS = (
     "router.dispatch",
     "router.admission.policy",
     "router.admission.queue_limit",
+    "router.conversations.answers",
+    "router.conversations.memory",
+    "router.conversations.age",
     "qos.header",
     "qos.ladder.enabled",
     "qos.ladder.window",
@@ -102,7 +110,10 @@ ROUTER_KEYS = (
     "qos.tiers",
     "failure.detect",
     "preload",
-    "network.secret",
+    "network.token_file",
+    "network.key_file",
+    "network.tls.public",
+    "network.tls.internal",
     "drain_timeout",
 )
 POOL_KEYS = (
@@ -120,7 +131,8 @@ POOL_KEYS = (
     "transfer.lease_ttl",
     "network.host",
     "network.port_range",
-    "network.secret",
+    "network.token_file",
+    "network.tls.internal",
     "drain_timeout",
 )
 
@@ -132,6 +144,7 @@ def router(
     grpc_port: GrpcPort = None,
     api_key: ApiKeys = None,
     name: NameOption = None,
+    token_file: TokenFile = None,
     set_: SetOption = None,
 ) -> None:
     """Run a router; workers join it with kvrelay worker --join."""
@@ -141,10 +154,12 @@ def router(
         router__host=host,
         router__http_port=http_port,
         router__grpc_port=grpc_port,
+        network__token_file=token_file,
         router__api_key_hashes=key_hashes(api_key),
     )
     overrides += only(parsed(set_), ROUTER_KEYS)
 
+    from cluster.access.chosen import secrets_of
     from cluster.config.load import load_config
     from cluster.core.plan import router_settings
     from cluster.core.resolve import resolve
@@ -158,7 +173,8 @@ def router(
 
     from cluster.cli.plain import run_router
 
-    uvloop.run(run_router(router_settings(config), drain_s=config.drain_timeout))
+    settings = router_settings(config, secrets_of(config))
+    uvloop.run(run_router(settings, drain_s=config.drain_timeout))
 
 
 def worker(
@@ -189,6 +205,7 @@ def worker(
         str | None,
         typer.Option(metavar="CLUSTER", help="Use this host's pool node of this name."),
     ] = None,
+    token_file: TokenFile = None,
     set_: SetOption = None,
 ) -> None:
     """Run one worker and join it to one or more routers."""
@@ -199,10 +216,12 @@ def worker(
         *only(parsed(set_), WORKER_KEYS),
         *given(workers=[_pool(device, cpu_threads, cpu_pinning, tensor)]),
         *given(name=pool, pool__enabled=None if pool is None else "on"),
+        *given(network__token_file=token_file),
     ]
 
+    from cluster.access.chosen import token_of
     from cluster.config.load import load_config
-    from cluster.core.plan import worker_settings
+    from cluster.core.plan import access_of, worker_settings
     from cluster.core.resolve import resolve
     from cluster.process.logs import configure_logging
     from cluster.process.site import site_with_gpus
@@ -211,7 +230,8 @@ def worker(
     site = replace(site_with_gpus(), host=_host(loaded.network.host, join))
     config = resolve(loaded, site)
     process_name = name or f"{role}-{os.getpid()}"
-    settings = worker_settings(config, config.workers[0], process_name)
+    access = access_of(config, token_of(config))
+    settings = worker_settings(config, config.workers[0], process_name, access)
     settings = replace(settings, role=role, device_share=device_share, gpus=None)
     configure_logging(process_name)
     from cluster.cli.plain import run_worker
@@ -245,6 +265,7 @@ def pool_node(
         ),
     ] = None,
     name: NameOption = None,
+    token_file: TokenFile = None,
     set_: SetOption = None,
 ) -> None:
     """Run this host's pool node: it keeps KV in memory and on disk when workers are gone."""
@@ -255,11 +276,13 @@ def pool_node(
         pool__disk_size=disk_size,
         pool__policy=policy,
         pool__transports=transport,
+        network__token_file=token_file,
     )
     overrides += only(parsed(set_), POOL_KEYS)
 
+    from cluster.access.chosen import token_of
     from cluster.config.load import load_config
-    from cluster.core.plan import pool_node_settings
+    from cluster.core.plan import access_of, pool_node_settings
     from cluster.core.resolve import resolve
     from cluster.process.logs import configure_logging
     from cluster.process.site import local_site
@@ -272,7 +295,7 @@ def pool_node(
     configure_logging("pool-node")
     from cluster.cli.plain import run_pool_node
 
-    settings = pool_node_settings(config)
+    settings = pool_node_settings(config, access_of(config, token_of(config)))
     asyncio.run(run_pool_node(settings, join=join or (), drain_s=config.drain_timeout))
 
 

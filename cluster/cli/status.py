@@ -24,6 +24,7 @@ from rich.table import Table
 from cluster.on_ray.actor import RouterAt
 from cluster.process.admin import ask
 from kvpool.core.layout.hashes import tenant_label
+from kvrelay.access.values import Access
 from kvrelay.client.requests import server_info_of
 from kvrelay.errors import ConfigError, KvrelayError
 from kvrelay.messages import SHOWN, speed_text
@@ -90,11 +91,11 @@ Facts = dict[str, object]
 """JSON: what `--format json` prints."""
 
 
-def of_router(address: str) -> Facts:
+def of_router(address: str, access: Access) -> Facts:
     """The router's report from its internal gRPC port at HOST:PORT. Raises ConfigError when no
     router answers."""
     request = GetServerInfoRequest()
-    answer = ask(address, lambda stub: stub.GetServerInfo, request, timeout_s=ANSWER_S)
+    answer = ask(address, lambda stub: stub.GetServerInfo, request, access, timeout_s=ANSWER_S)
     return asdict(server_info_of(answer))
 
 
@@ -106,24 +107,24 @@ def of_cluster(name: str | None, address: str) -> Facts:
     from cluster.on_ray.connect import joined
 
     with joined(address):
-        status = _of_controller(name)
-        servers = {router.name: _server(router) for router in status.routers}
+        status, access = _of_controller(name)
+        servers = {router.name: _server(router, access) for router in status.routers}
         return asdict(status) | {"servers": servers}
 
 
-def routers_of(name: str | None, address: str) -> list[str]:
-    """The internal gRPC address of each router of a cluster on this Ray. Raises like
-    `of_cluster`."""
+def routers_of(name: str | None, address: str) -> tuple[list[str], Access]:
+    """The internal gRPC address of each router of a cluster on this Ray, and how it is called.
+    Raises like `of_cluster`."""
     from cluster.on_ray.connect import joined
 
     with joined(address):
-        status = _of_controller(name)
+        status, access = _of_controller(name)
     if not status.routers:
         raise KvrelayError(f"no router of {status.name} serves yet")
-    return [router.internal_grpc for router in status.routers]
+    return [router.internal_grpc for router in status.routers], access
 
 
-def _of_controller(cluster: str | None) -> ClusterStatus:
+def _of_controller(cluster: str | None) -> tuple[ClusterStatus, Access]:
     import ray
 
     from cluster.on_ray.launch import chosen, find_controller, running_clusters
@@ -133,19 +134,20 @@ def _of_controller(cluster: str | None) -> ClusterStatus:
     if controller is None:
         raise KvrelayError(f"the cluster {name} has just gone")
     try:
-        status: ClusterStatus = ray.get(controller.status.remote(), timeout=ANSWER_S)
+        asked = [controller.status.remote(), controller.access.remote()]
+        status, access = ray.get(asked, timeout=ANSWER_S)
     except ray.exceptions.GetTimeoutError:
         raise KvrelayError(f"the controller of {name} is silent for {ANSWER_S:g} s") from None
     except ray.exceptions.RayError as error:
         reason = str(error).strip().splitlines()[0]
         raise KvrelayError(f"the controller of {name} is lost: {reason}") from None
-    return status
+    return status, access
 
 
-def _server(router: RouterAt) -> Facts | None:
+def _server(router: RouterAt, access: Access) -> Facts | None:
     """None while it doesn't answer."""
     with contextlib.suppress(ConfigError):
-        return of_router(router.internal_grpc)
+        return of_router(router.internal_grpc, access)
     return None
 
 
@@ -308,19 +310,20 @@ class HeldRow:
     age: str
 
 
-def kv_of_router(address: str) -> pb.GetKvResponse:
+def kv_of_router(address: str, access: Access) -> pb.GetKvResponse:
     """Raises ConfigError when no router's internal gRPC answers at HOST:PORT."""
-    return ask(address, lambda stub: stub.GetKv, pb.GetKvRequest(), timeout_s=KV_ANSWER_S)
+    request = pb.GetKvRequest()
+    return ask(address, lambda stub: stub.GetKv, request, access, timeout_s=KV_ANSWER_S)
 
 
-def of_routers(addresses: Sequence[str]) -> pb.GetKvResponse:
+def of_routers(addresses: Sequence[str], access: Access) -> pb.GetKvResponse:
     """The answer of the first router. The tenants of requests come from all routers, because each
     knows only its own requests. Raises ConfigError when no router answers."""
     found: list[pb.GetKvResponse] = []
     errors: list[ConfigError] = []
     for address in addresses:
         try:
-            found.append(kv_of_router(address))
+            found.append(kv_of_router(address, access))
         except ConfigError as error:
             errors.append(error)
     if not found:

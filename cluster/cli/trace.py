@@ -8,12 +8,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.cli.options import Format, FormatOption, NameOption, RayAddress
+from cluster.cli.options import (
+    Format,
+    FormatOption,
+    NameOption,
+    RayAddress,
+    SetOption,
+    TokenFile,
+    caller,
+)
 from kvrelay.errors import ConfigError, KvrelayError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from kvrelay.access.values import Access
     from kvrelay.v1.admin_pb2 import StoryEvent, TraceRequestResponse
 
 ANSWER_S = 10.0
@@ -38,7 +47,9 @@ def trace(
         ),
     ] = None,
     ray_address: RayAddress = None,
+    token_file: TokenFile = None,
     format_: FormatOption = Format.TABLE,
+    set_: SetOption = None,
 ) -> None:
     """Show what happened to a request: when, at which workers, and why.
 
@@ -47,15 +58,18 @@ def trace(
     from cluster.cli.status import routers_of
     from cluster.on_ray.connect import ray_address as ray_to_join
 
-    routers = address or routers_of(name, ray_to_join(ray_address) or "auto")
-    answers = of_routers(request_id, routers)
+    if address:
+        routers, access = address, caller(name, token_file, set_)
+    else:
+        routers, access = routers_of(name, ray_to_join(ray_address) or "auto")
+    answers = of_routers(request_id, routers, access)
     if format_ is Format.JSON:
         print(json.dumps(as_facts(answers), indent=2))
     else:
         _print(answers)
 
 
-def of_routers(request_id: str, addresses: Sequence[str]) -> _Answers:
+def of_routers(request_id: str, addresses: Sequence[str], access: Access) -> _Answers:
     """Raises KvrelayError when none knows the request, and says which ones could not be asked."""
     from cluster.process.admin import NotKnown, ask
     from kvrelay.v1.admin_pb2 import TraceRequestRequest
@@ -67,7 +81,7 @@ def of_routers(request_id: str, addresses: Sequence[str]) -> _Answers:
     for address in addresses:
         try:
             answers[address] = ask(
-                address, lambda stub: stub.TraceRequest, request, timeout_s=ANSWER_S
+                address, lambda stub: stub.TraceRequest, request, access, timeout_s=ANSWER_S
             )
         except NotKnown as error:
             unknown.append(error)

@@ -72,6 +72,18 @@ class AdmissionSection(Section):
     """With queue_limit: at most this many prompts wait at a prefill worker."""
 
 
+class ConversationsSection(Section):
+    """Answers of /v1/responses that a client can go on with by their ids (previous_response_id).
+    Each router keeps its own, in memory."""
+
+    answers: Count = 10_000
+    """At most this many are kept."""
+    memory: Bytes = 256 * 2**20
+    """Memory for their text. The tenant with most of it loses its oldest answer first."""
+    age: Seconds = 3600.0
+    """How long an answer is kept."""
+
+
 class RouterSection(Section):
     replicas: Count = 1
     """Router processes, each with its own APIs and metrics; they share the workers."""
@@ -91,6 +103,8 @@ class RouterSection(Section):
     """For kvrelay worker --join and kvrelay status. auto: 900 above grpc_port, so 50951."""
     public_metrics: bool = False
     """true: /metrics is on the public HTTP port too."""
+    open_metrics: bool = False
+    """true: the internal /metrics needs no token, for a Prometheus without credentials."""
     same_ports: bool = False
     """true: all routers have the same ports, because each has a host of its own, such as a pod."""
     api_keys: str | None = None
@@ -120,6 +134,7 @@ class RouterSection(Section):
     shared_queue: it waits at the router for the next prefill worker that is about to be free. For
     one router only."""
     admission: AdmissionSection = AdmissionSection()
+    conversations: ConversationsSection = ConversationsSection()
     resources: dict[str, Quantity] = Field(default_factory=dict)
     """Resources that Ray reserves for each router."""
 

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from cluster.config.network import NetworkSection
 from cluster.config.qos import Qos
 from cluster.config.router import RouterSection
 from cluster.config.simulation import Simulation
@@ -27,7 +28,6 @@ from cluster.config.types import (
     Count,
     DtypeName,
     Name,
-    Port,
     Quantity,
     Seconds,
     Section,
@@ -52,6 +52,13 @@ class ModelSection(Section):
     """auto: the dtype of the checkpoint. A pool's dtype overrides it."""
     max_model_len: AutoCount = None
     """Prompt plus output, in tokens; auto: the model's own context length."""
+    tool_format: Literal[
+        "auto", "hermes", "llama3", "mistral", "mistral-list", "qwen3-coder", "harmony", "none"
+    ] = "auto"
+    """How the model writes tool calls; auto: as its chat template shows; none: it makes none."""
+    reasoning_format: Literal["auto", "think", "mistral", "none"] = "auto"
+    """How the model marks its reasoning. auto: as its chat template shows; think: with <think> and
+    </think>; mistral: with [THINK] and [/THINK]; none: all it says is content."""
 
 
 class EngineSection(Section):
@@ -206,24 +213,6 @@ class PoolSection(Section):
     of transfer.transports."""
     resources: dict[str, Quantity] = Field(default_factory=dict)
     """Resources that Ray reserves for each pool node."""
-
-
-class NetworkSection(Section):
-    host: AutoText = None
-    """Address of workers and pool nodes; auto: loopback on a Ray that kvrelay started, else the
-    node's address."""
-    port_range: tuple[Port, Port] | None = None
-    """First and last port that workers and pool nodes may use; null: the system chooses."""
-    secret: str | None = None
-    """KV links between hosts accept only processes that know this; null: any process that reaches
-    the port."""
-
-    @field_validator("port_range")
-    @classmethod
-    def _ascending(cls, given: tuple[int, int] | None) -> tuple[int, int] | None:
-        if given is not None and not 1024 <= given[0] <= given[1]:
-            raise ValueError("[first, last] with 1024 <= first <= last")
-        return given
 
 
 class FailureSection(Section):

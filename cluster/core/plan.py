@@ -19,8 +19,11 @@ from cluster.core.qos import qos_tiers, router_tiers, tier_match
 from cluster.core.resolve import device_share, router_names, worker_names
 from cluster.core.settings import PoolNodeSettings, RouterSettings, WorkerSettings
 from engine.core.options import CudaOptions
+from kvrelay.access.values import NO_ACCESS, NO_SECRETS, Access, Secrets, Tls, TlsFiles
+from kvrelay.errors import ConfigError
 from kvrelay.types import Role
 from router.access.caller import KeySources
+from router.chat.conversations import KeptBounds
 from router.core.policy.choice import Policies
 from router.text.preload import PreloadText
 
@@ -103,19 +106,20 @@ class ClusterPlan:
     drain_s: float
 
 
-def plan_cluster(config: Config) -> ClusterPlan:
-    """`config` must be resolved."""
+def plan_cluster(config: Config, secrets: Secrets = NO_SECRETS) -> ClusterPlan:
+    """`config` must be resolved. Raises ConfigError for TLS without a certificate of its own."""
+    access = access_of(config, secrets.token)
     named = zip(config.workers, worker_names(config.workers), strict=True)
     workers = (
-        WorkerPlan(settings=worker_settings(config, pool, name), placement=_placement(pool))
+        WorkerPlan(settings=worker_settings(config, pool, name, access), placement=_placement(pool))
         for pool, names in named
         for name in names
     )
     return ClusterPlan(
         name=config.name,
-        routers=tuple(_router_plan(config, number) for number in range(config.router.replicas)),
+        routers=tuple(_router_plan(config, secrets, n) for n in range(config.router.replicas)),
         workers=tuple(workers),
-        pool=_pool_node_plan(config) if config.pool.enabled != "off" else None,
+        pool=_pool_node_plan(config, access) if config.pool.enabled != "off" else None,
         startup_timeout_s=config.ray.startup_timeout,
         hang_timeout_s=config.ray.hang_timeout,
         drain_s=config.drain_timeout,
@@ -148,7 +152,9 @@ def shortage(
     return None
 
 
-def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettings:
+def worker_settings(
+    config: Config, pool: WorkerPool, name: str, access: Access = NO_ACCESS
+) -> WorkerSettings:
     assert config.model.path is not None, "resolved"
     return WorkerSettings(
         name=name,
@@ -183,7 +189,7 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         host=config.network.host or NODE_HOST,
         port_range=config.network.port_range,
         pool_address=host_pool_address(config.name) if config.pool.enabled != "off" else None,
-        secret=config.network.secret or "",
+        access=access,
         trace_dir=config.observability.trace_dir,
         cpu_pinning=pool.cpu_pinning,
         qos=qos_tiers(config.qos),
@@ -202,12 +208,47 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
     )
 
 
-def _router_plan(config: Config, number: int) -> RouterPlan:
-    settings = router_settings(config, number)
+def access_of(config: Config, token: bytes) -> Access:
+    """Of a process that serves others and calls them. Raises ConfigError."""
+    internal = config.network.tls.internal
+    if internal is None:
+        return Access(token=token)
+    if internal.certificate is None or internal.key is None:
+        raise ConfigError("network.tls.internal: expected certificate and key beside ca")
+    serves = TlsFiles(
+        certificate=internal.certificate, key=internal.key, client_ca=internal.client_ca
+    )
+    return Access(token=token, serves=serves, dials=dialled_tls(config))
+
+
+def dialled_tls(config: Config) -> Tls | None:
+    """How internal ports are called."""
+    internal = config.network.tls.internal
+    if internal is None:
+        return None
+    return Tls(
+        ca=internal.ca,
+        certificate=internal.certificate,
+        key=internal.key,
+        server_name=internal.server_name,
+    )
+
+
+def _public_tls(config: Config) -> TlsFiles | None:
+    tls = config.network.tls.public
+    if tls is None:
+        return None
+    return TlsFiles(certificate=tls.certificate, key=tls.key, client_ca=tls.client_ca)
+
+
+def _router_plan(config: Config, secrets: Secrets, number: int) -> RouterPlan:
+    settings = router_settings(config, secrets, number)
     return RouterPlan(settings=settings, placement=_place(config.router.resources))
 
 
-def router_settings(config: Config, number: int = 0) -> RouterSettings:
+def router_settings(
+    config: Config, secrets: Secrets = NO_SECRETS, number: int = 0
+) -> RouterSettings:
     """The settings of one router."""
     ports = config.router.ports(number)
     assert config.model.path is not None, "resolved"
@@ -221,6 +262,7 @@ def router_settings(config: Config, number: int = 0) -> RouterSettings:
         host=config.router.host,
         internal_host=internal_host(config.router),
         public_metrics=config.router.public_metrics,
+        open_metrics=config.router.open_metrics,
         **asdict(ports),
         max_body_bytes=config.router.max_body,
         preload=tuple(_preload(one) for one in config.preload),
@@ -239,8 +281,17 @@ def router_settings(config: Config, number: int = 0) -> RouterSettings:
         ),
         qos=router_tiers(config.qos, config.router.admission.policy),
         tier_match=tier_match(config.qos),
+        conversations=KeptBounds(
+            answers=config.router.conversations.answers,
+            size_bytes=config.router.conversations.memory,
+            age_s=config.router.conversations.age,
+        ),
         keys=KeySources(file=config.router.api_keys, digests=config.router.api_key_hashes),
-        secret=config.network.secret or "",
+        access=access_of(config, secrets.token),
+        public_tls=_public_tls(config),
+        cluster_key=secrets.key,
+        tool_format=config.model.tool_format,
+        reasoning_format=config.model.reasoning_format,
     )
 
 
@@ -263,15 +314,15 @@ def _preload(one: PreloadSection) -> PreloadText:
     return PreloadText(text=text, is_system=one.system is not None, tenant=one.tenant)
 
 
-def _pool_node_plan(config: Config) -> PoolNodePlan:
+def _pool_node_plan(config: Config, access: Access) -> PoolNodePlan:
     return PoolNodePlan(
-        settings=pool_node_settings(config),
+        settings=pool_node_settings(config, access),
         placement=_place(config.pool.resources),
         required=config.pool.enabled == "on",
     )
 
 
-def pool_node_settings(config: Config) -> PoolNodeSettings:
+def pool_node_settings(config: Config, access: Access = NO_ACCESS) -> PoolNodeSettings:
     """`config` must be resolved."""
     return PoolNodeSettings(
         name=config.name,
@@ -284,7 +335,7 @@ def pool_node_settings(config: Config) -> PoolNodeSettings:
         host=config.network.host or NODE_HOST,
         port_range=config.network.port_range,
         ucx=ucx_options(config.transfer.ucx),
-        secret=config.network.secret or "",
+        access=access,
     )
 
 

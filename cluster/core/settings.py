@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.core.options import DEFAULT_OPTIONS, CudaOptions
+from kvrelay.access.values import NO_ACCESS, Access, TlsFiles
 from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import Role
 from router.access.caller import NO_KEYS, KeySources
+from router.chat.conversations import DEFAULT_KEPT, KeptBounds
 from router.core.faults.silence import DETECT_S
 from router.core.policy.choice import DEFAULT_POLICIES, Policies
 from router.core.state.directory import DIRECTORY_BYTES
@@ -31,8 +33,8 @@ class WorkerSettings:
 
     `kv_memory_bytes` fixes the size of the KV pool, else `memory_fraction` of the device decides.
     `compile` is "auto" or "off", `profile` these or a file of step times, `handoff` a HandoffMode,
-    `codec` a Codec or "auto". `ucx` are fields of UcxOptions. Links between hosts accept only peers
-    with the same `secret`.
+    `codec` a Codec or "auto". `ucx` are fields of UcxOptions. Routers and the peers on other hosts
+    need the token of `access`.
 
     `pool_address` is that of the pool node, which need not run yet; None: no pool. Without
     `trace_dir` there is no trace. With `cpu_pinning` "auto" the worker gets its own CPUs if it can.
@@ -71,7 +73,7 @@ class WorkerSettings:
     host: str
     port_range: tuple[int, int] | None
     pool_address: str | None
-    secret: str = field(default="", repr=False)
+    access: Access = NO_ACCESS
     trace_dir: str | None = None
     cpu_pinning: str = "off"
     qos: QosTiers = ONE_TIER
@@ -102,8 +104,11 @@ class RouterSettings:
     `host`; workers, operators and Prometheus use `internal_host`. `record`: the file in which the
     core's events and decisions are recorded, up to `record_bytes`; None: no record. The core's
     directory takes up to `directory_bytes`. A request that lost its worker waits up to
-    `failover_patience_s` for another one. A worker that is silent for `detect_s` is lost. Routers
-    with the same `secret` go on with each other's requests. `keys`: who may call."""
+    `failover_patience_s` for another one. A worker that is silent for `detect_s` is lost. Internal
+    calls need the token of `access`, but for `open_metrics`; clients see `public_tls`. Routers with
+    the same `cluster_key` go on with each other's requests. `keys`: which clients may call.
+    `tool_format` and `reasoning_format` name how the model writes tool calls and reasoning; "auto":
+    as its chat template shows."""
 
     name: str
     process: str
@@ -119,6 +124,7 @@ class RouterSettings:
     max_body_bytes: int
     preload: tuple[PreloadText, ...]
     public_metrics: bool = False
+    open_metrics: bool = False
     record: str | None = None
     record_bytes: int = 0
     directory_bytes: int = DIRECTORY_BYTES
@@ -127,15 +133,20 @@ class RouterSettings:
     policies: Policies = DEFAULT_POLICIES
     qos: QosTiers = ONE_TIER
     tier_match: TierMatch = NO_MATCH
+    conversations: KeptBounds = DEFAULT_KEPT
     keys: KeySources = NO_KEYS
-    secret: str = field(default="", repr=False)
+    access: Access = NO_ACCESS
+    public_tls: TlsFiles | None = None
+    cluster_key: bytes = field(default=b"", repr=False)
+    tool_format: str = "auto"
+    reasoning_format: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolNodeSettings:
     """`name` is the cluster's. Without `host_bytes` the node takes a share of the memory that its
-    host has available. `transports` serve workers of other hosts, on `host`, if these know
-    the same `secret`; None: those that the machine has. `ucx` are fields of UcxOptions."""
+    host has available. `transports` serve workers of other hosts, on `host`, if these have
+    the token of `access`; None: those that the machine has. `ucx` are fields of UcxOptions."""
 
     name: str
     host_bytes: int | None
@@ -147,4 +158,4 @@ class PoolNodeSettings:
     host: str
     port_range: tuple[int, int] | None
     ucx: tuple[tuple[str, str | int], ...] = ()
-    secret: str = field(default="", repr=False)
+    access: Access = NO_ACCESS

@@ -54,10 +54,12 @@ class RouterAt:
     internal_host: str
     internal_http_port: int
     internal_grpc_port: int
+    tls: bool = False
+    internal_tls: bool = False
 
     @property
     def http(self) -> str:
-        return f"http://{self.host}:{self.http_port}"
+        return f"{_scheme(self.tls)}://{self.host}:{self.http_port}"
 
     @property
     def grpc(self) -> str:
@@ -65,11 +67,15 @@ class RouterAt:
 
     @property
     def internal_http(self) -> str:
-        return f"http://{self.internal_host}:{self.internal_http_port}"
+        return f"{_scheme(self.internal_tls)}://{self.internal_host}:{self.internal_http_port}"
 
     @property
     def internal_grpc(self) -> str:
         return f"{self.internal_host}:{self.internal_grpc_port}"
+
+
+def _scheme(tls: bool) -> str:
+    return "https" if tls else "http"
 
 
 Address = TypeVar("Address", str, RouterAt)
@@ -229,6 +235,8 @@ class RouterHost(Host[RouterAt]):
             internal_host=_reachable(self._settings.internal_host),
             internal_http_port=ports.internal.http,
             internal_grpc_port=ports.internal.grpc,
+            tls=self._settings.public_tls is not None,
+            internal_tls=self._settings.access.serves is not None,
         )
 
 

@@ -58,6 +58,7 @@ from cluster.on_ray.reports import ClusterStatus, ControllerReport, ProcessStatu
 from cluster.process.logs import configure_logging
 from engine.core.activity import Stage, StartActivity
 from engine.core.own_time import OwnTime
+from kvrelay.access.values import Access
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +142,11 @@ class Controller:
                 for p in self._core.processes()
             ),
         )
+
+    async def access(self) -> Access:
+        """How the routers are called from inside: for those who may use this Ray."""
+        await self._begun.wait()
+        return self._record.plan.routers[0].settings.access
 
     def _routers(self) -> tuple[RouterAt, ...]:
         """Routers that have served, in order."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from cluster.access.chosen import secrets_of
 from cluster.config.schema import Config
 from cluster.core.plan import ClusterPlan, plan_cluster, shortage
 from cluster.core.resolve import pinned, resolve
@@ -144,7 +145,7 @@ def start(config: Config, here: Connected, *, detach: bool, say: Printer) -> Dri
     resolved = resolve(config, here.site)
     if pinned(config.workers) and not pinned(resolved.workers):
         say("workers aren't pinned: they have more threads than there are CPUs")
-    plan = plan_cluster(resolved)
+    plan = plan_cluster(resolved, secrets_of(resolved))
     if here.own and (missing := shortage(plan, ray.cluster_resources())):
         raise ConfigError(missing)
     controller = _create_controller(plan, detach)

@@ -67,12 +67,13 @@ class PoolNode:
             raise
 
     async def _serve(self) -> str:
-        self._server = grpc_server()
+        self._server = grpc_server(self._settings.access)
         service = PoolNodeService(self._inbox.put)
         pool_node_pb2_grpc.add_PoolNodeServicer_to_server(service, self._server)
-        port = bind_port(self._server, self._settings.host, self._settings.port_range)
+        settings = self._settings
+        port = bind_port(self._server, settings.host, settings.port_range, settings.access)
         await self._server.start()
-        return f"{self._settings.host}:{port}"
+        return f"{settings.host}:{port}"
 
     async def stop(self, *, drain_s: float) -> None:
         """Accepts nothing new. For up to `drain_s`, transfers may end and blocks reach the disk."""
@@ -105,7 +106,7 @@ class PoolNode:
             options=EndpointOptions(
                 host=settings.host,
                 port_range=settings.port_range,
-                secret=settings.secret.encode(),
+                secret=settings.access.token,
                 ucx=UcxOptions(**dict(settings.ucx)),  # type: ignore[arg-type]
             ),
             post=self._inbox.put,

@@ -7,6 +7,8 @@ from typing import TypeVar
 
 import grpc
 
+from kvrelay.access.tls import blocking_channel
+from kvrelay.access.values import Access
 from kvrelay.errors import ConfigError, KvrelayError
 from kvrelay.v1.admin_pb2_grpc import AdminStub
 
@@ -23,14 +25,16 @@ def ask(
     address: str,
     method: Callable[[AdminStub], Callable[..., Answer]],
     request: object,
+    access: Access,
     *,
     timeout_s: float,
 ) -> Answer:
-    """Raises ConfigError when no router answers at HOST:PORT, and NotKnown."""
+    """Raises ConfigError when no router answers at HOST:PORT, or not to us, and NotKnown."""
     options = [("grpc.max_receive_message_length", MESSAGE_BYTES)]
-    with grpc.insecure_channel(address, options=options) as channel:
+    with blocking_channel(address, access.dials, options) as channel:
         try:
-            return method(AdminStub(channel))(request, timeout=timeout_s)
+            stub = AdminStub(channel)
+            return method(stub)(request, timeout=timeout_s, metadata=access.metadata)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 raise NotKnown(error.details()) from None
@@ -40,4 +44,6 @@ def ask(
 def _reason(error: grpc.RpcError) -> str:
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return NOT_INTERNAL
+    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+        return str(error.details())
     return f"no router answers: {error.details()}"

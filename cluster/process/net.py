@@ -15,6 +15,9 @@ from pathlib import Path
 
 import grpc
 
+from kvrelay.access.tls import add_port
+from kvrelay.access.token import TokenCheck
+from kvrelay.access.values import Access
 from kvrelay.errors import ConfigError
 
 
@@ -76,9 +79,10 @@ def registration_options() -> list[tuple[str, int]]:
     ]
 
 
-def grpc_server() -> grpc.aio.Server:
-    """Without so_reuseport, which would let two servers share a port unnoticed. Keepalive pings are
-    allowed at any time: a router sends them while a long step keeps its worker silent."""
+def grpc_server(access: Access) -> grpc.aio.Server:
+    """Every call needs the cluster's token. Without so_reuseport, which would let two servers share
+    a port unnoticed. Keepalive pings are allowed at any time: a router sends them while a long step
+    keeps its worker silent."""
     options = [
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -87,15 +91,18 @@ def grpc_server() -> grpc.aio.Server:
         ("grpc.keepalive_time_ms", PING_MS),
         ("grpc.http2.ping_timeout_ms", PATIENCE_MS),
     ]
-    return grpc.aio.server(options=options)
+    return grpc.aio.server(options=options, interceptors=[TokenCheck(access.token)])
 
 
-def bind_port(server: grpc.aio.Server, host: str, port_range: tuple[int, int] | None) -> int:
-    """A port that the system chooses, or the first free one of the range (ends included)."""
+def bind_port(
+    server: grpc.aio.Server, host: str, port_range: tuple[int, int] | None, access: Access
+) -> int:
+    """A port that the system chooses, or the first free one of the range (ends included). Raises
+    ConfigError when there is none, or no certificate."""
     ports = [0] if port_range is None else range(port_range[0], port_range[1] + 1)
     for port in ports:
         try:
-            return int(server.add_insecure_port(f"{host}:{port}"))
+            return add_port(server, f"{host}:{port}", access.serves)
         except RuntimeError:
             continue
     raise _no_port(host, port_range)

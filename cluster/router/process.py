@@ -140,6 +140,7 @@ class RouterProcess:
             failover_patience_s=settings.failover_patience_s,
             detect_s=settings.detect_s,
             record=_recording(settings),
+            access=settings.access,
         )
         self._registry = RegistryService(
             self.dispatcher, only_router=settings.policies.shared_queue
@@ -194,11 +195,17 @@ def _server_options(settings: RouterSettings) -> ServerOptions:
         internal_http_port=settings.internal_http_port,
         internal_grpc_port=settings.internal_grpc_port,
         public_metrics=settings.public_metrics,
+        open_metrics=settings.open_metrics,
+        access=settings.access,
+        public_tls=settings.public_tls,
         max_body_bytes=settings.max_body_bytes,
         cluster=settings.name,
         tiers=TierRules(tiers=settings.qos, match=settings.tier_match),
-        cluster_key=settings.secret.encode(),
+        cluster_key=settings.cluster_key,
         keys=settings.keys,
+        conversations=settings.conversations,
+        tool_format=settings.tool_format,
+        reasoning_format=settings.reasoning_format,
     )
 
 

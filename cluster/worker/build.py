@@ -89,7 +89,7 @@ def endpoint_options(settings: WorkerSettings) -> EndpointOptions:
     return EndpointOptions(
         host=settings.host,
         port_range=settings.port_range,
-        secret=settings.secret.encode(),
+        secret=settings.access.token,
         ucx=UcxOptions(**dict(settings.ucx)),  # type: ignore[arg-type]
         device=settings.device,
     )
@@ -194,7 +194,16 @@ def _build_around(
     pools = _pools(settings, engine, links, inbox)
     if pools is not None:
         opened.callback(pools.close)
-    loop = WorkerLoop(core, device, links, mover, pools, inbox, trace=trace)
+    loop = WorkerLoop(
+        core,
+        device,
+        links,
+        mover,
+        pools,
+        inbox,
+        trace=trace,
+        prepare_grammar=engine.grammars.prepare,
+    )
     watchdog.start()
     device.start()
     log.info("%s on %s: %s", settings.role, engine.facts.device, engine.sizing.reason)

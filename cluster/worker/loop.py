@@ -15,6 +15,7 @@ from cluster.core.worker.core import WorkerCore
 from cluster.core.worker.events import (
     CoreEvent,
     DropPeer,
+    FromRouter,
     MoveJob,
     SendToRouter,
     WorkerCommand,
@@ -25,9 +26,13 @@ from engine.core.step import RunStep, StepDone
 from kvpool.core.fetch.client_events import NodeOrder
 from kvpool.core.transfer.commands import DropLink, FromPeer, SendPeer
 from kvpool.core.transfer.messages import Commit
-from kvrelay.messages import LinkState
+from kvrelay.messages import Generate, LinkState, Prefill, Reserve
 
 TICK_S = 0.5
+
+
+def _ignore(grammar: str) -> None:
+    pass
 
 
 class StepDevice(Protocol):
@@ -73,12 +78,15 @@ class WorkerLoop:
         *,
         clock: Callable[[], float] = time.monotonic,
         trace: Trace = NO_TRACE,
+        prepare_grammar: Callable[[str], object] = _ignore,
     ) -> None:
+        """`prepare_grammar` begins to compile one, on a thread, before a step needs it."""
         self.core = core
         self.inbox = inbox
         self._links = links
         self._now = clock
         self._trace = trace
+        self._prepare_grammar = prepare_grammar
         self._next_tick_s = 0.0
         self._closing = False
         self.handled: CoreEvent | None = None
@@ -92,6 +100,7 @@ class WorkerLoop:
             SendToRouter: _tell,
         }
         self._own_events: dict[type, Callable[[Any], None]] = {
+            FromRouter: self._asked,
             RunOnLoop: lambda event: event.function(),
             Crashed: _die,
             Close: self._close,
@@ -149,6 +158,13 @@ class WorkerLoop:
     def _execute(self, commands: Iterable[WorkerCommand]) -> None:
         for command in commands:
             self._executors.get(type(command), self._move)(command)
+
+    def _asked(self, event: FromRouter) -> None:
+        if isinstance(event.message, Reserve | Generate | Prefill):
+            grammar = event.message.spec.sampling.grammar
+            if grammar:
+                self._prepare_grammar(grammar)
+        self._tell_core(event)
 
     def _traced(self, event: FromPeer) -> None:
         if not isinstance(event.message, Commit):

@@ -203,14 +203,14 @@ class WorkerProcess:
         self._thread.start()
         parts = await asyncio.wrap_future(started)
         self._parts = parts
-        self._server = grpc_server()
+        self._server = grpc_server(self._settings.access)
         service = WorkerService(parts.hello, self._inbox, self._report)
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
-        host = self._settings.host
-        port = bind_port(self._server, host, self._settings.port_range)
+        settings = self._settings
+        port = bind_port(self._server, settings.host, settings.port_range, settings.access)
         await self._server.start()
         self._logging = asyncio.create_task(self._log_activity(parts))
-        return f"{host}:{port}"
+        return f"{settings.host}:{port}"
 
     async def stop(self, *, drain_s: float) -> None:
         """Refuse new work, finish what runs for up to `drain_s`, then release everything."""

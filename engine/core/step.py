@@ -38,7 +38,7 @@ class SampleRequest:
     """Sample the token after the last one of this slice.
 
     `index` counts the choice's tokens so far: the draw depends on `(seed, choice, index)` alone.
-    `prompt_ids` and `emitted_ids` feed the penalties.
+    `prompt_ids` and `emitted_ids` feed the penalties; `emitted_ids` tell the place in a grammar.
     """
 
     sampling: Sampling
@@ -99,8 +99,11 @@ class StepBatch:
 
 @value
 class Sampled:
+    """`ends`: the choice's grammar is matched, so the token ends it like a stop token."""
+
     token_id: int
     logprobs: TokenLogprobs | None = None
+    ends: bool = False
 
 
 @value
@@ -108,11 +111,13 @@ class StepOutcome:
     """# slice of the batch |-> one Sampled for each of its samples; and the log probabilities of
     known tokens if wanted
 
-    After several steps: one Sampled for each step.
+    After several steps: one Sampled for each step. `failed`: # slice |-> why its request can't go
+    on; what it has drawn means nothing
     """
 
     sampled: tuple[tuple[Sampled, ...], ...]
     prompt_logprobs: Mapping[int, tuple[PromptLogprob, ...]] = field(default_factory=dict)
+    failed: Mapping[int, str] = field(default_factory=dict)
 
 
 # --- between a scheduler and its worker ---------------------------------------------------------
@@ -172,19 +177,24 @@ KvMove = WriteSlab | ScatterSlab | FetchPiece | ReplaceSlab | DigestBlocks
 Command = RunStep | Emit | SendPeer | KvMove
 
 
-def finish_reason(sampling: Sampling, *, token_id: int, emitted: int) -> FinishReason | None:
-    """Called after `token_id` became the `emitted`-th token of its choice (1-based). None:
-    continue.
+def finish_reason(sampling: Sampling, drawn: Sampled, *, emitted: int) -> FinishReason | None:
+    """Called after `drawn` became the `emitted`-th token of its choice (1-based). None: continue.
 
-    Stop ids can't be drawn before `min_tokens` (the sampler masks them).
+    Stop ids can't be drawn before `min_tokens` (the sampler masks them), unless the choice's
+    grammar allows nothing else.
     """
-    if token_id in sampling.stop_token_ids:
+    if drawn.ends or drawn.token_id in sampling.stop_token_ids:
         return FinishReason.STOP
     return FinishReason.LENGTH if emitted >= sampling.max_tokens else None
 
 
 def needs_history(sampling: Sampling) -> bool:
     """True if the sampler must see the earlier tokens."""
+    return bool(sampling.grammar) or has_penalties(sampling)
+
+
+def has_penalties(sampling: Sampling) -> bool:
+    """True if the scores depend on the earlier tokens."""
     return (
         sampling.repetition_penalty != 1.0
         or sampling.presence_penalty != 0.0

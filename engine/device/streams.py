@@ -54,10 +54,12 @@ def _no_wait() -> None:
     pass
 
 
-_Floats = NDArray[np.float32]
+_Numbers = NDArray[np.float32] | NDArray[np.int32] | NDArray[np.int64]
 
 
-def send(values: Sequence[Any] | _Floats, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def send(
+    values: Sequence[Any] | _Numbers, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """Sends numbers, or rows of numbers."""
     host = torch.tensor(values, dtype=dtype)
     if device.type != "cuda":

@@ -281,6 +281,10 @@ def read_config(folder: Path) -> dict[str, object]:
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder} has no config.json: it is not a checkpoint")
+    return _read_object(path)
+
+
+def _read_object(path: Path) -> dict[str, object]:
     try:
         content = json.loads(path.read_text())
     except ValueError as error:
@@ -335,6 +339,17 @@ def _quantised_format(config: Mapping[str, object]) -> str | None:
                 named = found.get("quant_method") if isinstance(found, Mapping) else None
                 return str(named or "in an unknown format")
     return None
+
+
+def eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """The ids that end an answer: those of generation_config.json, else of config.json. Raises
+    ModelError when such a file is not a JSON object."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        found = _read_object(path).get("eos_token_id") if path.is_file() else None
+        if found is not None:
+            return (found,) if isinstance(found, int) else tuple(found)  # type: ignore[arg-type]
+    return ()
 
 
 def _check_tokenizer(folder: Path) -> None:

@@ -14,17 +14,10 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from engine.core.step import SequenceSlice
+from engine.support.matrix import NAMED
 from kvrelay.errors import ModelError
 
 _SPANS = {"full_attention", "sliding_attention"}
-_REFUSED = {
-    "falcon": "its attention bypasses transformers' attention interface",
-    "bloom": "its attention bypasses transformers' attention interface",
-    "mpt": "its attention bypasses transformers' attention interface",
-    "qwen3_next": "its linear-attention layers keep a state that is no KV",
-    "llama4_text": "its chunked attention is not supported",
-    "llama4": "its chunked attention is not supported",
-}
 
 
 def refusal(kind: str, check: str, reason: str) -> ModelError:
@@ -35,8 +28,8 @@ def refusal(kind: str, check: str, reason: str) -> ModelError:
 def check_family(config: PretrainedConfig) -> None:
     """Raises ModelError, with the reason, for a family that would give wrong tokens."""
     kind = config.model_type
-    if kind in _REFUSED:
-        raise refusal(kind, "family", _REFUSED[kind])
+    if kind in NAMED:
+        raise refusal(kind, "family", NAMED[kind])
     _check_class(config)
     odd = sorted(set(getattr(config, "layer_types", None) or ()) - _SPANS)
     if odd:

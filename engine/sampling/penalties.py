@@ -15,7 +15,8 @@ def apply_penalties(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> 
     """`logits` fp32 `[requests, vocab]`, unchanged; a copy is returned if anything applies.
 
     Order: bias, repetition (Keskar et al., CTRL, §4.1; prompt and output ids), frequency and
-    presence (output ids), then stop ids are masked while fewer than `min_tokens` are out.
+    presence (output ids), then stop ids are masked while fewer than `min_tokens` are out. Where a
+    grammar may allow nothing else, its mask decides that (`engine.sampling.grammars`).
     """
     if all(_is_plain(request) for request in requests):
         return logits
@@ -42,7 +43,7 @@ def _is_plain(request: SampleRequest) -> bool:
         sampling.repetition_penalty == 1.0
         and not sampling.frequency_penalty
         and not sampling.presence_penalty
-        and request.index >= sampling.min_tokens
+        and (request.index >= sampling.min_tokens or bool(sampling.grammar))
         and not sampling.logit_bias
     )
 
@@ -81,7 +82,7 @@ def _counted(request: SampleRequest) -> dict[int, float]:
 
 
 def _too_early(request: SampleRequest) -> dict[int, float]:
-    if request.index >= request.sampling.min_tokens:
+    if request.index >= request.sampling.min_tokens or request.sampling.grammar:
         return {}
     return dict.fromkeys(request.sampling.stop_token_ids, float("-inf"))
 

@@ -1,4 +1,5 @@
-"""Chooses tokens from logits: penalties, then truncation, then a draw (`engine.sampling.gumbel`).
+"""Chooses tokens from logits: penalties, then the mask of a grammar, then truncation, then a draw
+(`engine.sampling.gumbel`).
 
 Counter based: a token depends on its own request alone. On a GPU nothing waits for the device until
 the tokens are asked for.
@@ -13,12 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from itertools import accumulate
 
 import torch
 
 from engine.core.step import Sampled, SampleRequest, Scoring, SequenceSlice
 from engine.device.streams import fetch, send
 from engine.sampling import gumbel
+from engine.sampling.grammars import Masks
 from engine.sampling.native_draw import host_draw
 from engine.sampling.penalties import apply_penalties
 from engine.sampling.truncation import truncate
@@ -83,28 +86,55 @@ class Drawn:
     requests: Sequence[SampleRequest]
     tokens: torch.Tensor
     logprobs: Logprobs | None
+    masks: Masks | None
     _fetched: torch.Tensor  # the tokens
+
+    def ids(self) -> list[int]:
+        """Call it when the device has reached the point of the draw."""
+        found: list[int] = self._fetched.tolist()
+        return found
 
     def sampled(self) -> list[tuple[Sampled, ...]]:
         """Call it when the device has reached the point of the draw."""
-        tokens: list[int] = self._fetched.tolist()
+        tokens, masks = self.ids(), self.masks
         logprobs = {} if self.logprobs is None else self.logprobs.told(self.requests, tokens)
-        if not logprobs and len(self.requests) == len(self.wanted):
+        if not logprobs and masks is None and len(self.requests) == len(self.wanted):
             return [(Sampled(token_id=token),) for token in tokens]
-        flat = iter([Sampled(token_id=t, logprobs=logprobs.get(i)) for i, t in enumerate(tokens)])
-        return [tuple(next(flat) for _ in row) for row in self.wanted]
+        flat = iter(enumerate(tokens))
+        return [
+            tuple(
+                Sampled(
+                    token_id=token,
+                    logprobs=logprobs.get(i),
+                    ends=masks is not None and masks.ends(row, token),
+                )
+                for i, token in (next(flat) for _ in requests)
+            )
+            for row, requests in enumerate(self.wanted)
+        ]
 
 
 @torch.inference_mode()
-def draw(logits: torch.Tensor, wanted: Sequence[Sequence[SampleRequest]]) -> Drawn:
+def draw(
+    logits: torch.Tensor, wanted: Sequence[Sequence[SampleRequest]], masks: Masks | None = None
+) -> Drawn:
     """Like `sample`. Logprobs are those of the logits before temperature and truncation."""
     requests = [request for row in wanted for request in row]
     if len(requests) > len(wanted):
         rows = [i for i, row in enumerate(wanted) for _ in row]
         logits = logits[send(rows, torch.long, logits.device)]
     logits = apply_penalties(logits, requests)
+    if masks is not None:
+        logits = masks.applied(logits, _flat_rows(wanted))
     tokens = _choose(logits, requests)
-    return Drawn(wanted, requests, tokens, find_logprobs(logits, requests, tokens), fetch(tokens))
+    logprobs = find_logprobs(logits, requests, tokens)
+    return Drawn(wanted, requests, tokens, logprobs, masks, fetch(tokens))
+
+
+def _flat_rows(wanted: Sequence[Sequence[SampleRequest]]) -> list[range]:
+    """# row |-> the places of its requests among all"""
+    ends = list(accumulate(len(row) for row in wanted))
+    return [range(end - len(row), end) for row, end in zip(wanted, ends, strict=True)]
 
 
 def _choose(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor:

@@ -85,7 +85,7 @@ def open_endpoint(
 ) -> Endpoint:
     """`host` is where links between hosts listen, and what peers are told; on a port from
     `port_range` (both ends included), else on any. Such links take only peers with the same
-    `secret`; without one, all. `ucx` is for the links whose bytes UCX moves,
+    `secret`; without one, none. `ucx` is for the links whose bytes UCX moves,
     `device` (PyTorch's name) for those between devices. With `name`, `shm` listens at `shm:NAME`,
     where peers of this host find it without being told.
 

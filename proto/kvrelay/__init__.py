@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvrelay.access.values import Tls
     from kvrelay.client.aio import AsyncClient, AsyncStream
     from kvrelay.client.blocking import Client, Stream
     from kvrelay.errors import (
@@ -34,6 +35,7 @@ __all__ = [
     "ServerInfo",
     "Slo",
     "Stream",
+    "Tls",
 ]
 
 _HOMES = {
@@ -41,6 +43,7 @@ _HOMES = {
     "AsyncStream": "kvrelay.client.aio",
     "Client": "kvrelay.client.blocking",
     "Stream": "kvrelay.client.blocking",
+    "Tls": "kvrelay.access.values",
     "InvalidRequest": "kvrelay.errors",
     "KvrelayError": "kvrelay.errors",
     "ModelNotFound": "kvrelay.errors",

@@ -37,6 +37,7 @@ class FailureReason(StrEnum):
     WORKER_LOST = "worker_lost"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     POISON = "poison"
+    GRAMMAR = "grammar"
     SLOW_READER = "slow_reader"
     ABORTED = "aborted"
     INTERNAL = "internal"

@@ -62,7 +62,7 @@ def value(cls: type[T]) -> type[T]:
 Incarnation = NewType("Incarnation", str)
 """Random id of one process life: a restarted worker is a new peer."""
 
-WIRE_VERSION = 19
+WIRE_VERSION = 20
 """1: first. 2: pool nodes have addresses for workers of other hosts. 3: requests are resumed from
 what they have emitted. 4: reservations without a source. 5: pieces of a handoff are cut at
 multiples of 16 tokens. 6: a worker's KV may be shared out among ranks. 7: the pieces of a span are
@@ -73,7 +73,8 @@ name that it has in its dataclass, and enums travel by name. 13: routers are tol
 strands. 14: a pool node confirms each store by a reply of its own. 15: decode workers are told of
 prefix sources. 16: and of what prefill workers have stored so far. 17: workers are told of silent
 ones. 18: leases are renewed for what moves, and peers hear that a link has stalled. 19: workers
-have a witness of their end, and requests may run alone."""
+have a witness of their end, and requests may run alone. 20: the output of a request may have to
+match a grammar."""
 
 
 class Role(StrEnum):
@@ -223,7 +224,8 @@ class RequestSpec:
 class TokenLogprobs:
     """Natural logarithms: of the chosen token, and of the most likely ones, best first.
 
-    Taken from the distribution before temperature and truncation, after penalties and bias.
+    Taken from the distribution before temperature and truncation, after penalties, bias and the
+    mask of a grammar.
     """
 
     token_id: int

@@ -66,7 +66,7 @@ class Door:
                 keys = await asyncio.to_thread(self._file.read_if_changed)
                 if keys is not None:
                     self._use(keys)
-                    log.info("API keys were read again: there are %d", len(self._callers))
+                    log.info("API keys were read again: %d are valid", len(self._callers))
             except ConfigError as error:
                 log.error("API keys stay as they were: %s", error)
 

@@ -16,7 +16,8 @@ from kvrelay.errors import InvalidRequest, Refused, RequestFailedError
 from router.arriving.pieces import PROMPT_ONLY, REFUSED_S, SETTLE_S, next_tokens
 from router.arriving.stable_tokens import StableTokens
 from router.core.state.generation import Generation, GenerationRequest
-from router.text.service import TextRequest, TextService
+from router.text.request import TextRequest
+from router.text.service import TextService
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,9 @@ from router.access.limits import Booking
 from router.arriving.ahead import Ahead
 from router.arriving.parts import PartsSoFar, PromptPart
 from router.core.state.generation import GenerationRequest, ModelFacts
-from router.text.service import TextGeneration, TextRequest, TextService
+from router.text.generation import TextGeneration
+from router.text.request import TextRequest
+from router.text.service import TextService
 
 IDLE_S = 60.0
 """A prompt of which nothing has come for so long is given up."""

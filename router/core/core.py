@@ -178,6 +178,9 @@ class RouterCore:
             case PromptLogprobs():
                 request.add_prompt_logprobs(event)
                 return []
+            case RequestFailed(reason=FailureReason.GRAMMAR as reason, message=message):
+                aborts = abort_attempt(request, state.workers)
+                return aborts + lifecycle.fail(state, request, reason, message, now_s)
             case RequestFailed(reason=reason, message=message):
                 suspected = learning.suspect(state, request, event, now_s)
                 return suspected + lifecycle.fail_attempt(state, request, reason, message, now_s)

@@ -32,6 +32,7 @@ FAILURES: Mapping[str, Any] = {
     FailureReason.SLOW_READER: grpc.StatusCode.ABORTED,
     FailureReason.DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
     FailureReason.POISON: grpc.StatusCode.INVALID_ARGUMENT,
+    FailureReason.GRAMMAR: grpc.StatusCode.INVALID_ARGUMENT,
 }
 """# reason of a RequestFailedError |-> its status, if not UNAVAILABLE"""
 

@@ -15,11 +15,21 @@ from kvrelay.types import Objectives
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.wire import logprobs_to_wire
 from router.arriving.parts import PromptPart
+from router.carried.continuation import Continuation, Delivered
 from router.core.state.generation import QuarantinedPair, WorkerStatus
-from router.text.continuation import Continuation, Delivered
+from router.text.choices import TextDelta
+from router.text.generation import TextGeneration
+from router.text.grammar.grammars import (
+    JSON_OBJECT,
+    grammar_of_choices,
+    grammar_of_lark,
+    grammar_of_regex,
+    grammar_of_schema,
+    schema_of_text,
+)
+from router.text.request import ChatPrompt, PromptInput
 from router.text.request_fields import FIELDS, objectives_of
 from router.text.sampling import RequestedSampling
-from router.text.service import ChatPrompt, PromptInput, TextDelta, TextGeneration
 
 OPTIONAL_FIELDS = (
     "temperature",
@@ -53,7 +63,26 @@ def sampling_of(message: pb.SamplingParams) -> RequestedSampling:
         ignore_eos=message.ignore_eos,
         n=message.n if message.HasField("n") else 1,
         logit_bias=dict(message.logit_bias),
+        grammar=_grammar_of(message),
     )
+
+
+def _grammar_of(message: pb.SamplingParams) -> str:
+    """Empty: the output is free. Raises InvalidRequest."""
+    match message.WhichOneof("constraint"):
+        case "json_schema" as param:
+            schema = schema_of_text(message.json_schema, param)
+            return grammar_of_schema(schema, param=param)
+        case "regex" as param:
+            return grammar_of_regex(message.regex, param=param)
+        case "grammar" as param:
+            return grammar_of_lark(message.grammar, param=param)
+        case "choice" as param:
+            return grammar_of_choices(message.choice.choices, param=param)
+        case "json_object" if message.json_object:
+            return JSON_OBJECT
+        case _:
+            return ""
 
 
 def objectives_in(slo: pb.Slo, call_remaining_s: float | None) -> Objectives:

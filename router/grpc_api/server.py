@@ -14,6 +14,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvrelay.access.token import TokenCheck
 from kvrelay.status import LEDGER_KEY
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc, worker_pb2
 from kvrelay.v1 import inference_pb2 as pb
@@ -34,7 +35,9 @@ from router.grpc_api.messages import (
     sampling_of,
     worker_info,
 )
-from router.text.service import PromptInput, TextGeneration, TextRequest, TextService
+from router.text.generation import TextGeneration
+from router.text.request import PromptInput, TextRequest
+from router.text.service import TextService
 
 ADMIN_NAME = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 REGISTRY_NAME = worker_pb2.DESCRIPTOR.services_by_name["Registry"].full_name
@@ -294,9 +297,10 @@ REGISTERED = (
 """Both ends of a registration ping each other: nothing else is said, and either may vanish."""
 
 
-def create_internal_server(api: InferenceApi, watcher: Health) -> grpc.aio.Server:
-    """The server for operators, and for workers and pool nodes that register."""
-    server = _server(watcher, REGISTERED)
+def create_internal_server(api: InferenceApi, watcher: Health, token: bytes) -> grpc.aio.Server:
+    """The server for operators, and for workers and pool nodes that register. All but its health
+    needs the token."""
+    server = _server(watcher, REGISTERED, [TokenCheck(token)])
     admin_pb2_grpc.add_AdminServicer_to_server(AdminApi(api), server)
     reflection.enable_server_reflection((ADMIN_NAME, REGISTRY_NAME, *STANDARD_NAMES), server)
     return server
@@ -311,7 +315,11 @@ _OPTIONS = (
 may ping while they wait for a token."""
 
 
-def _server(watcher: Health, options: Sequence[tuple[str, int]] = ()) -> grpc.aio.Server:
-    server = grpc.aio.server(options=(*_OPTIONS, *options))
+def _server(
+    watcher: Health,
+    options: Sequence[tuple[str, int]] = (),
+    checks: Sequence[grpc.aio.ServerInterceptor] = (),
+) -> grpc.aio.Server:
+    server = grpc.aio.server(options=(*_OPTIONS, *options), interceptors=checks)
     health_pb2_grpc.add_HealthServicer_to_server(watcher, server)
     return server

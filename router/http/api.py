@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
+from router.chat.conversations import KeptConversations
 from router.core.state.story import ID_LENGTH
 from router.http.event_stream import KEEP_ALIVE_S
 from router.text.service import TextService
@@ -26,6 +27,7 @@ class HttpApi:
     version: str
     started_s: float
     """Unix time."""
+    conversations: KeptConversations
     keep_alive_s: float = KEEP_ALIVE_S
     """A stream without a token for this long gets a comment."""
 
@@ -70,7 +72,8 @@ DONE_EVENT = b"data: [DONE]\n\n"
 
 
 def json_bytes(value: object) -> bytes:
-    return _encode(value).encode()
+    """A lone surrogate that a client sent becomes JSON's escape of it."""
+    return _encode(value).encode(errors="backslashreplace")
 
 
 def long_json_bytes(value: object) -> bytes:
@@ -94,6 +97,10 @@ def event(value: object) -> bytes:
 
 def event_of(data: bytes) -> bytes:
     return b"data: %b\n\n" % data
+
+
+def named_event(name: str, value: object) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), json_bytes(value))
 
 
 def json_response(

@@ -12,10 +12,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvrelay.errors import NotAuthenticated
 from router.access.caller import Caller
 from router.http.api import HttpApi, api_of
-from router.http.bodies import GenerationBody, continuation_of, objectives_in
-from router.http.errors import promise_in, reply_of
+from router.http.bodies import AskingBody, GenerationBody, continuation_of, objectives_in
+from router.http.errors import error_response, promise_in, reply_of
+from router.text.request import TextRequest
 from router.text.sampling import RequestedSampling
-from router.text.service import TextRequest
 
 
 class Authentication:
@@ -35,7 +35,8 @@ class Authentication:
                     Headers(scope=scope), state.get("request_id", "")
                 )
             except NotAuthenticated as stranger:
-                await reply_of(stranger).response()(scope, receive, send)
+                answer = error_response(Request(scope), reply_of(stranger))
+                await answer(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -48,7 +49,7 @@ def caller_of(request: Request) -> Caller:
 
 
 def text_request(
-    request: Request, body: GenerationBody, request_id: str, *, sampling: RequestedSampling
+    request: Request, body: AskingBody, request_id: str, *, sampling: RequestedSampling
 ) -> TextRequest:
     """Its prompt is still to be set. Raises InvalidRequest."""
     caller = caller_of(request)
@@ -61,6 +62,6 @@ def text_request(
         tenant=caller.space(body.cache_salt or ""),
         tier=api_of(request).service.tier_of(body.tier or "", request.headers, caller),
         objectives=objectives_in(request),
-        continuation=continuation_of(body),
+        continuation=continuation_of(body) if isinstance(body, GenerationBody) else None,
         promise=promise_in(request),
     )

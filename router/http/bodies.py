@@ -7,23 +7,25 @@ are refused, never ignored.
 
 from __future__ import annotations
 
-import json
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from kvrelay.errors import InvalidRequest
 from kvrelay.types import Objectives, value
+from router.carried.continuation import Continuation, Delivered
 from router.http.errors import UnsupportedMediaType
 from router.http.json_body import json_object, read_bytes
 from router.http.neutral_fields import MESSAGE_NEUTRAL, Neutral
-from router.text.continuation import Continuation, Delivered
+from router.http.structured import ResponseFormat, StructuredOutputs, grammar_of
+from router.http.tool_bodies import ToolBody, ToolCallBody, ToolChoiceBody
+from router.text.choices import TextDelta
 from router.text.request_fields import HEADERS, objectives_of
 from router.text.sampling import RequestedSampling
-from router.text.service import TextDelta
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -32,8 +34,13 @@ async def read_body(
     request: Request, kind: type[Body], neutral: Mapping[str, Neutral], max_body_bytes: int
 ) -> Body:
     """Raises InvalidRequest, of which those in `router.http.errors` are kinds."""
+    return parsed(await read_fields(request, max_body_bytes), kind, neutral)
+
+
+async def read_fields(request: Request, max_body_bytes: int) -> dict[str, Any]:
+    """Raises InvalidRequest, of which those in `router.http.errors` are kinds."""
     _check_media_type(request)
-    return parsed(await json_object(await read_bytes(request, max_body_bytes)), kind, neutral)
+    return await json_object(await read_bytes(request, max_body_bytes))
 
 
 def parsed(fields: dict[str, Any], kind: type[Body], neutral: Mapping[str, Neutral]) -> Body:
@@ -66,22 +73,19 @@ def _drop_neutral(fields: dict[str, Any], neutral: Mapping[str, Neutral], prefix
     for name in neutral.keys() & fields.keys():
         if not neutral[name].accepts(fields.pop(name)):
             raise InvalidRequest(
-                f"{prefix}{name} is not supported: {_advice(neutral[name])}",
+                f"{prefix}{name} is not supported: {neutral[name].advice()}",
                 code="unsupported_parameter",
                 param=f"{prefix}{name}",
             )
 
 
-def _advice(neutral: Neutral) -> str:
-    instead = f"{neutral.instead}; " if neutral.instead else ""
-    accepted = " or ".join(json.dumps(value) for value in (None, *neutral.values))
-    return f"{instead}leave it out or send {accepted}"
-
-
 EITHER = {
     "prompt": "a string, token ids (whole numbers from 0), or a list of strings or of token ids",
     "stop": "a string or a list of strings",
+    "schema": "a JSON schema: an object",
+    "json": "a JSON schema: an object, or its text",
     "content": 'a string or a list of {"type": "text", "text": ...}',
+    "tool_choice": 'none, auto, required or {"type": "function", "function": {"name": ...}}',
 }
 """# field of several types |-> its types in words, because pydantic would name each type in turn"""
 
@@ -90,13 +94,20 @@ def invalid_fields(error: ValidationError) -> InvalidRequest:
     first = error.errors(include_url=False, include_input=False)[0]
     where = first["loc"]
     for position, part in enumerate(where):
-        if part in EITHER:
+        if part in EITHER and not _is_told_apart(first):
             path = _path(where[: position + 1])
             return InvalidRequest(f"{path} must be {EITHER[part]}", code="invalid_type", param=path)
     path = _path(where)
     match first["type"]:
         case "extra_forbidden":
             return InvalidRequest(f"unknown field {path!r}", code="unknown_parameter", param=path)
+        case "neutral":
+            path = _path((*where, first["ctx"]["field"]))
+            message = f"{path} is not supported: {first['msg']}"
+            return InvalidRequest(message, code="unsupported_parameter", param=path)
+        case "unexpected_kind":
+            message = f"{path} {first['msg']}"
+            return InvalidRequest(message, code="unsupported_parameter", param=path)
         case "missing":
             message = f"the field {path!r} is missing"
             return InvalidRequest(message, code="missing_parameter", param=path)
@@ -104,8 +115,22 @@ def invalid_fields(error: ValidationError) -> InvalidRequest:
             return InvalidRequest(f"{path}: {first['msg']}", code="invalid_type", param=path)
 
 
+BY_TYPE = "~"
+"""Begins the name of one of several types. It is no part of a field's path."""
+
+
+def _is_told_apart(error: ErrorDetails) -> bool:
+    """The models tell the types of its field apart, so the error itself says what is expected."""
+    named = (isinstance(part, str) and part.startswith(BY_TYPE) for part in error["loc"])
+    return error["type"] in ("neutral", "unexpected_kind") or any(named)
+
+
 def _path(where: tuple[int | str, ...]) -> str:
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in where]
+    parts = [
+        f"[{part}]" if isinstance(part, int) else f".{part}"
+        for part in where
+        if isinstance(part, int) or not part.startswith(BY_TYPE)
+    ]
     return "".join(parts).removeprefix(".")
 
 
@@ -166,8 +191,17 @@ class ContinuationBody(BaseModel):
     ticket: str = ""
 
 
-class GenerationBody(StrictBody):
-    """Fields of both completions and chat completions. null means: not given."""
+class AskingBody(StrictBody):
+    """Fields of all calls that generate. null means: not given."""
+
+    cache_salt: str | None = None
+    """From vLLM: requests with different salts share no cached KV."""
+    tier: str | None = None
+    """The QoS tier."""
+
+
+class GenerationBody(AskingBody):
+    """Fields of both completions and chat completions."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -191,10 +225,9 @@ class GenerationBody(StrictBody):
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
-    cache_salt: str | None = None
-    """From vLLM: requests with different salts share no cached KV."""
-    tier: str | None = None
-    """The QoS tier."""
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    """From vLLM."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     continuation: ContinuationBody | None = None
@@ -225,9 +258,17 @@ class MessageBody(BaseModel):
     role: str
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Annotated[list[ToolCallBody], Field(fail_fast=True)] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    """Another name of `reasoning`."""
 
 
 Messages = Annotated[list[MessageBody], Field(fail_fast=True)]
+
+
+Tools = Annotated[list[ToolBody], Field(fail_fast=True)]
 
 
 class ChatBody(GenerationBody):
@@ -236,6 +277,13 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+    tool_choice: str | ToolChoiceBody | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    prompt_token_ids: TokenIds | None = None
+    """The prompt, if its template was rendered elsewhere. `messages` is not read then."""
 
 
 class TokenizeBody(StrictBody):
@@ -246,6 +294,7 @@ class TokenizeBody(StrictBody):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
     return_token_strs: bool | None = None
 
 
@@ -283,7 +332,7 @@ def sampling_of(
         repetition_penalty=body.repetition_penalty,
         max_tokens=body.max_tokens if longest is None else longest,
         min_tokens=body.min_tokens or 0,
-        stop=_strings(body.stop),
+        stop=stop_strings(body.stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         skip_special_tokens=body.skip_special_tokens is not False,
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
@@ -293,11 +342,12 @@ def sampling_of(
         prompt_logprobs=prompt_logprobs,
         echo=echo,
         seed=body.seed,
-        logit_bias=_logit_bias(body.logit_bias),
+        logit_bias=logit_bias_of(body.logit_bias),
+        grammar=grammar_of(body.response_format, body.structured_outputs),
     )
 
 
-def _strings(stop: str | list[str] | None) -> tuple[str, ...]:
+def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     match stop:
         case None:
             return ()
@@ -307,7 +357,7 @@ def _strings(stop: str | list[str] | None) -> tuple[str, ...]:
             return tuple(stop)
 
 
-def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
+def logit_bias_of(bias: dict[str, float] | None) -> dict[int, float]:
     try:
         return {int(token_id): value for token_id, value in (bias or {}).items()}
     except ValueError:

@@ -33,8 +33,10 @@ from router.http.reply import (
     prompt_logprobs,
 )
 from router.text.bounds import check_sequences
+from router.text.choices import TextDelta
+from router.text.generation import TextGeneration
+from router.text.request import TextRequest
 from router.text.sampling import RequestedSampling
-from router.text.service import TextDelta, TextGeneration, TextRequest
 
 
 async def completions(request: Request) -> Response:

@@ -1,4 +1,5 @@
-"""Every error has OpenAI's shape: {"error": {message, type, code, param}}."""
+"""Every error has OpenAI's shape, {"error": {message, type, code, param}}, unless its path belongs
+to an API with a shape of its own."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import json
 import logging
 import math
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from starlette.exceptions import HTTPException
@@ -45,6 +46,10 @@ class UnsupportedMediaType(InvalidRequest):
     """HTTP 415."""
 
 
+class NotKept(InvalidRequest):
+    """What the request names is not kept here: HTTP 404."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorReply:
     status: int
@@ -70,6 +75,18 @@ class ErrorReply:
         return Response(content, self.status, self.headers, media_type="application/json")
 
 
+Shape = Callable[[Request, ErrorReply], Response]
+
+
+def error_response(request: Request, error: ErrorReply) -> Response:
+    """In the shape of the API that was called: `app.state.error_shapes` has those of paths."""
+    shapes: Mapping[str, Shape] = getattr(request.app.state, "error_shapes", {})
+    for prefix, shape in shapes.items():
+        if request.url.path.startswith(prefix):
+            return shape(request, error)
+    return error.response()
+
+
 INTERNAL = ErrorReply(
     status=500,
     message="internal error: the router's log has the details",
@@ -82,13 +99,16 @@ FAILURES: Mapping[str, int] = {
     FailureReason.INTERNAL: 500,
     FailureReason.DEADLINE_EXCEEDED: 504,
     FailureReason.POISON: 422,
+    FailureReason.GRAMMAR: 422,
 }
 """# reason of a RequestFailedError |-> its status, where it isn't 503"""
 
 
 REASONS: Mapping[int, str] = {
     400: "The request can never be served as it is.",
-    404: "The model does not exist.",
+    401: "The call brings no valid API key.",
+    403: "The API key does not allow this.",
+    404: "The model, or what the request names, does not exist.",
     408: "The body has not come in time.",
     413: "The body is too large.",
     415: "The body is not JSON.",
@@ -98,6 +118,7 @@ REASONS: Mapping[int, str] = {
     500: "The router or a worker has a fault.",
     503: "There is no worker that could serve the request.",
     504: "The request's deadline has passed.",
+    529: "The cluster can't serve the request now; `retry-after` says when it can.",
 }
 """# status |-> what it means, in words"""
 
@@ -105,6 +126,7 @@ INVALID: Mapping[type[InvalidRequest], int] = {
     NotAuthenticated: 401,
     NotAllowed: 403,
     ModelNotFound: 404,
+    NotKept: 404,
     BodyTimeout: 408,
     BodyTooLarge: 413,
     UnsupportedMediaType: 415,
@@ -176,19 +198,20 @@ def _retry_headers(retry_after_s: float) -> dict[str, str]:
 
 
 async def on_kvrelay_error(request: Request, error: Exception) -> Response:
-    return reply_of(error).response()
+    return error_response(request, reply_of(error))
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own 404 and 405."""
     assert isinstance(error, HTTPException)
-    return ErrorReply(
+    reply = ErrorReply(
         status=error.status_code,
         message=f"{request.method} {request.url.path}: {error.detail}",
         type="invalid_request_error",
         code="not_found" if error.status_code == 404 else "method_not_allowed",
         headers=error.headers or {},
-    ).response()
+    )
+    return error_response(request, reply)
 
 
 async def on_disconnect(request: Request, error: Exception) -> Response:
@@ -200,4 +223,4 @@ async def on_bug(request: Request, error: Exception) -> Response:
     """After this the server logs the traceback."""
     request_id = {"request_id": request.state.request_id}
     log.error("internal error in %s %s", request.method, request.url.path, extra=request_id)
-    return INTERNAL.response()
+    return error_response(request, INTERNAL)

@@ -41,9 +41,16 @@ class EventStream:
     """The status line leaves with the first event or comment. Until then an error can have its own
     status."""
 
-    def __init__(self, send: Send, headers: Callable[[], Headers], keep_alive_s: float) -> None:
-        """`headers` is called when the stream opens."""
+    def __init__(
+        self,
+        send: Send,
+        headers: Callable[[], Headers],
+        keep_alive_s: float,
+        comment: bytes = COMMENT,
+    ) -> None:
+        """`headers` is called when the stream opens. `comment` is sent after each silence."""
         self.is_open = False
+        self._comment = comment
         self._send = send
         self._headers = headers
         self._clock = asyncio.get_running_loop().time
@@ -72,7 +79,7 @@ class EventStream:
             if left_s > 0:
                 await asyncio.sleep(left_s)
             else:
-                await self.send(COMMENT)
+                await self.send(self._comment)
 
     async def _stop(self) -> None:
         self._keeping.cancel()

@@ -5,6 +5,7 @@ null is neutral for each of them. Any other value would change the answer, so it
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,6 +22,12 @@ class Neutral:
         kinds = ((one, type(one) is bool) for one in (None, *self.values))
         return any(given == one and is_bool == (type(given) is bool) for one, is_bool in kinds)
 
+    def advice(self) -> str:
+        """What to do where the value is not accepted."""
+        instead = f"{self.instead}; " if self.instead else ""
+        accepted = " or ".join(json.dumps(value) for value in (None, *self.values))
+        return f"{instead}leave it out or send {accepted}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anything(Neutral):
@@ -32,12 +39,10 @@ class Anything(Neutral):
 
 ANYTHING = Anything()
 
-NO_TOOLS = "tool calls are not supported"
-NO_FORMATS = "output can't be constrained yet"
+STRUCTURED = "send structured_outputs"
 NO_MEDIA = "only text is supported"
 NO_SEARCH = "only sampling is supported, no beam search"
 NO_EXTENSIONS = "there are no such extensions"
-IN_TEMPLATE = "send chat_template_kwargs, if the model's chat template knows it"
 
 COMMON_NEUTRAL: Mapping[str, Neutral] = {
     # OpenAI's
@@ -49,7 +54,6 @@ COMMON_NEUTRAL: Mapping[str, Neutral] = {
     "prompt_cache_retention": ANYTHING,
     "store": Neutral(values=(False,), instead="answers are not kept"),
     "service_tier": Neutral(values=("auto", "default"), instead="send tier"),
-    "response_format": Neutral(values=({"type": "text"},), instead=NO_FORMATS),
     "best_of": Neutral(values=(1,), instead=NO_SEARCH),
     # vLLM's
     "use_beam_search": Neutral(values=(False,), instead=NO_SEARCH),
@@ -62,13 +66,12 @@ COMMON_NEUTRAL: Mapping[str, Neutral] = {
     "bad_words": Neutral(values=([],), instead="send logit_bias"),
     "logprob_token_ids": Neutral(instead="send logprobs"),
     "detokenize": Neutral(values=(True,), instead="send return_token_ids"),
-    "structured_outputs": Neutral(instead=NO_FORMATS),
-    "guided_json": Neutral(instead=NO_FORMATS),
-    "guided_regex": Neutral(instead=NO_FORMATS),
-    "guided_choice": Neutral(instead=NO_FORMATS),
-    "guided_grammar": Neutral(instead=NO_FORMATS),
-    "guided_decoding_backend": Neutral(instead=NO_FORMATS),
-    "guided_whitespace_pattern": Neutral(instead=NO_FORMATS),
+    "guided_json": Neutral(instead=STRUCTURED),
+    "guided_regex": Neutral(instead=STRUCTURED),
+    "guided_choice": Neutral(instead=STRUCTURED),
+    "guided_grammar": Neutral(instead=STRUCTURED),
+    "guided_decoding_backend": Neutral(instead=STRUCTURED),
+    "guided_whitespace_pattern": Neutral(instead=STRUCTURED),
     "logits_processors": Neutral(values=([],), instead=NO_EXTENSIONS),
     "priority": Neutral(values=(0,), instead="send tier"),
     "request_id": Neutral(instead="send the header x-request-id"),
@@ -76,6 +79,7 @@ COMMON_NEUTRAL: Mapping[str, Neutral] = {
     "return_tokens_as_token_ids": Neutral(values=(False,), instead="send return_token_ids"),
     "return_token_offsets": ANYTHING,
     "return_mm_kwargs": ANYTHING,
+    "mm_payload": ANYTHING,
     "routed_experts_prompt_start": Neutral(values=(0,), instead="routing is not reported"),
     "kv_transfer_params": Neutral(instead="the router chooses the workers"),
     "ec_transfer_params": Neutral(instead=NO_MEDIA),
@@ -84,6 +88,13 @@ COMMON_NEUTRAL: Mapping[str, Neutral] = {
     "thinking_token_budget": Neutral(values=(-1,), instead="send max_tokens"),
     "stream_interval": Neutral(values=(1,), instead="every step's tokens are sent"),
 }
+
+_OF_EVERY_CALL = (
+    *("watermarking", "session_id", "return_mm_kwargs", "mm_payload", "vllm_xargs"),
+    *("kv_transfer_params", "ec_transfer_params"),
+)
+VLLM_NEUTRAL: Mapping[str, Neutral] = {name: COMMON_NEUTRAL[name] for name in _OF_EVERY_CALL}
+"""What vLLM adds to OpenAI's Responses API and to Anthropic's API."""
 
 COMPLETION_NEUTRAL: Mapping[str, Neutral] = {
     **COMMON_NEUTRAL,
@@ -97,7 +108,6 @@ TEMPLATE_NEUTRAL: Mapping[str, Neutral] = {
     "chat_template": Neutral(instead="the checkpoint's own is used"),
     "media_io_kwargs": Neutral(values=({},), instead=NO_MEDIA),
     "mm_processor_kwargs": Neutral(values=({},), instead=NO_MEDIA),
-    "tools": Neutral(values=([],), instead=NO_TOOLS),
 }
 """Fields of messages, for answers and for tokenizing alone."""
 
@@ -105,29 +115,21 @@ CHAT_NEUTRAL: Mapping[str, Neutral] = {
     **COMMON_NEUTRAL,
     **TEMPLATE_NEUTRAL,
     "echo": Neutral(values=(False,), instead="only completions have it"),
-    "tool_choice": Neutral(values=("none", "auto"), instead=NO_TOOLS),
-    "parallel_tool_calls": Neutral(values=(True, False), instead=NO_TOOLS),
-    "functions": Neutral(values=([],), instead=NO_TOOLS),
-    "function_call": Neutral(values=("none", "auto"), instead=NO_TOOLS),
+    "functions": Neutral(values=([],), instead="send tools"),
+    "function_call": Neutral(values=("none", "auto"), instead="send tool_choice"),
     "audio": Neutral(instead=NO_MEDIA),
     "modalities": Neutral(values=(["text"],), instead=NO_MEDIA),
     "moderation": Neutral(instead="answers are not moderated"),
     "prediction": Neutral(instead="there is no speculative decoding"),
-    "reasoning_effort": Neutral(instead=IN_TEMPLATE),
-    "include_reasoning": Neutral(values=(True,), instead="reasoning is part of the text"),
     "return_prompt_text": Neutral(values=(False,), instead="send return_token_ids"),
     "verbosity": Neutral(values=("medium",), instead="ask for it in the messages"),
-    "web_search_options": Neutral(instead=NO_TOOLS),
+    "web_search_options": Neutral(instead="there is no web search; send tools"),
 }
 
 MESSAGE_NEUTRAL: Mapping[str, Neutral] = {
     "refusal": Neutral(),
     "audio": Neutral(instead=NO_MEDIA),
     "annotations": Neutral(values=([],)),
-    "tool_calls": Neutral(values=([],), instead=NO_TOOLS),
-    "tool_call_id": Neutral(instead=NO_TOOLS),
-    "function_call": Neutral(instead=NO_TOOLS),
-    "reasoning": Neutral(instead="put it into content"),
-    "reasoning_content": Neutral(instead="put it into content"),
+    "function_call": Neutral(instead="send tool_calls"),
 }
 """Fields of OpenAI's messages, which an answer has when it is sent back."""

@@ -12,6 +12,7 @@ from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
+from typing import ClassVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -29,9 +30,11 @@ from router.http.api import (
     run_until_disconnect,
 )
 from router.http.bodies import StreamFlags
-from router.http.errors import INTERNAL, TIER_HEADER, reply_of
-from router.http.event_stream import EventStream
-from router.text.service import DeltaSum, TextDelta, TextGeneration, TextRequest
+from router.http.errors import INTERNAL, TIER_HEADER, ErrorReply, reply_of
+from router.http.event_stream import COMMENT, EventStream
+from router.text.choices import DeltaSum, TextDelta
+from router.text.generation import TextGeneration
+from router.text.request import TextRequest
 from router.text.side_by_side import merged, start_all
 from router.text.tokenizer import TextTokenizer
 
@@ -44,16 +47,62 @@ ChoiceTotals = Mapping[tuple[int, int], TextDelta]
 """# (prompt, choice) |-> the sum of its deltas"""
 
 
-class Reply(ABC):
-    """Shapes one endpoint's answer. `generations` is set once the requests are admitted."""
+class Answer(ABC):
+    """Shapes the answer of one call. `generations` is set once the requests are admitted."""
+
+    comment: ClassVar[bytes] = COMMENT
+    """What a silent stream sends."""
+    ends_after_failure: ClassVar[bool] = False
+    """Its API has an event that ends a failed stream. Without one the connection is closed, so no
+    client takes a part for the whole."""
+
+    def __init__(self, *, stream: bool, ledger: bool) -> None:
+        self.stream = stream
+        self.generations: Sequence[TextGeneration] = ()
+        self._ledger = ledger
+
+    @abstractmethod
+    def streamed(self, position: int, delta: TextDelta) -> bytes:
+        """The events of one delta; `position` is that of the prompt."""
+
+    @abstractmethod
+    def ended(self) -> bytes:
+        """The events behind the last delta."""
+
+    @abstractmethod
+    def failed(self, error: ErrorReply) -> bytes:
+        """The last events of a stream that failed."""
+
+    def heard(self, position: int, delta: TextDelta) -> None:
+        """Hears of each delta of an answer that isn't streamed."""
+        return
+
+    @abstractmethod
+    def whole(self, totals: ChoiceTotals) -> dict[str, object]:
+        """The body of an answer that isn't streamed."""
+
+    def headers(self) -> list[tuple[str, str]]:
+        """The tier that was applied, and the length that the output was cut to, if it was."""
+        capped = [one.capped_tokens for one in self.generations if one.capped_tokens is not None]
+        tiers = [(TIER_HEADER, one.tier) for one in self.generations[:1] if one.tier]
+        return [*tiers, (CAPPED_HEADER, str(min(capped)))] if capped else tiers
+
+    def ledger_extra(self) -> dict[str, object]:
+        """One ledger, or one for each prompt."""
+        if not self._ledger:
+            return {}
+        ledgers = [generation.ledger_ms() for generation in self.generations]
+        return {"kvrelay": {"ledger_ms": ledgers[0] if len(ledgers) == 1 else ledgers}}
+
+
+class Reply(Answer):
+    """Completions and chat completions: each event is a chunk, the last one says [DONE]."""
 
     def __init__(self, flags: StreamFlags, *, ledger: bool, tickets: bool) -> None:
         """`tickets`: the first event of each prompt has what a continuation needs."""
-        self.stream = flags.stream
+        super().__init__(stream=flags.stream, ledger=ledger)
         self._told_tickets: set[int] | None = set() if tickets else None
-        self.generations: Sequence[TextGeneration] = ()
         self._flags = flags
-        self._ledger = ledger
 
     @abstractmethod
     def chunk(self, position: int, delta: TextDelta) -> dict[str, object]:
@@ -62,9 +111,6 @@ class Reply(ABC):
     @abstractmethod
     def closing_chunk(self) -> dict[str, object]:
         """The object of the last event, without choices."""
-
-    @abstractmethod
-    def whole(self, totals: ChoiceTotals) -> dict[str, object]: ...
 
     def streamed(
         self, position: int, delta: TextDelta, encode: Callable[[object], bytes] = json_bytes
@@ -85,24 +131,18 @@ class Reply(ABC):
         completion = sum(generation.completion_tokens for generation in self.generations)
         return _usage(prompt, completion) | {"prompt_tokens_details": {"cached_tokens": cached}}
 
-    def headers(self) -> list[tuple[str, str]]:
-        """The tier that was applied, and the length that the output was cut to, if it was."""
-        capped = [one.capped_tokens for one in self.generations if one.capped_tokens is not None]
-        tiers = [(TIER_HEADER, one.tier) for one in self.generations[:1] if one.tier]
-        return [*tiers, (CAPPED_HEADER, str(min(capped)))] if capped else tiers
+    def ended(self) -> bytes:
+        extra = self.closing_extra()
+        return (event(self.closing_chunk() | extra) if extra else b"") + DONE_EVENT
+
+    def failed(self, error: ErrorReply) -> bytes:
+        return event(error.body())
 
     def closing_extra(self) -> dict[str, object]:
         extra: dict[str, object] = {}
         if self._flags.include_usage:
             extra["usage"] = self.usage()
         return extra | self.ledger_extra()
-
-    def ledger_extra(self) -> dict[str, object]:
-        """One ledger, or one for each prompt."""
-        if not self._ledger:
-            return {}
-        ledgers = [generation.ledger_ms() for generation in self.generations]
-        return {"kvrelay": {"ledger_ms": ledgers[0] if len(ledgers) == 1 else ledgers}}
 
 
 def _usage(prompt: int, completion: int) -> dict[str, object]:
@@ -128,7 +168,7 @@ class GenerationResponse(Response):
         self,
         api: HttpApi,
         requests: Sequence[TextRequest],
-        reply: Reply,
+        reply: Answer,
         *,
         started: Sequence[TextGeneration] = (),
     ) -> None:
@@ -155,6 +195,7 @@ class GenerationResponse(Response):
         sums: defaultdict[tuple[int, int], DeltaSum] = defaultdict(DeltaSum)
         async with aclosing(merged(self._reply.generations)) as deltas:
             async for position, delta in deltas:
+                self._reply.heard(position, delta)
                 sums[position, delta.choice].add(delta)
         totals = {key: sums[key].total() for key in sorted(sums)}
         content = await self._whole_body(totals)
@@ -164,54 +205,54 @@ class GenerationResponse(Response):
         def shape(encode: Callable[[object], bytes]) -> bytes:
             return encode(self._reply.whole(totals) | self._reply.ledger_extra())
 
-        if sum(map(_told, self._reply.generations)) <= TOLD_AT_ONCE:
+        reply = self._reply
+        if not isinstance(reply, Reply) or sum(map(_told, reply.generations)) <= TOLD_AT_ONCE:
             return shape(json_bytes)
         return await asyncio.to_thread(shape, long_json_bytes)
 
     async def _event(self, position: int, delta: TextDelta) -> bytes:
         """The first one of a prompt tells of the prompt."""
+        reply = self._reply
         begun = position in self._begun
         self._begun.add(position)
-        if begun or _told(self._reply.generations[position]) <= TOLD_AT_ONCE:
-            return self._reply.streamed(position, delta)
-        return await asyncio.to_thread(self._reply.streamed, position, delta, long_json_bytes)
+        is_short = begun or _told(reply.generations[position]) <= TOLD_AT_ONCE
+        if is_short or not isinstance(reply, Reply):
+            return reply.streamed(position, delta)
+        return await asyncio.to_thread(reply.streamed, position, delta, long_json_bytes)
 
     async def _stream(self, send: Send) -> None:
         """A first token, or a comment, opens the stream; until then errors have their own status.
-        After an error the stream has no end, so the server closes the connection: no client takes
-        it for a whole answer."""
+        Where the API has no event for a failure the stream then has no end, so the server closes
+        the connection: no client takes it for a whole answer."""
         reply = self._reply
         reply.generations = await self._start()
         async with (
-            EventStream(send, self._stream_headers, self._keep_alive_s) as out,
+            EventStream(send, self._stream_headers, self._keep_alive_s, reply.comment) as out,
             aclosing(merged(reply.generations)) as deltas,
         ):
             try:
                 async for position, delta in deltas:
-                    await out.send(await self._event(position, delta))
+                    if events := await self._event(position, delta):
+                        await out.send(events)
             except Exception as error:
                 if not out.is_open:
                     raise
-                await out.send(_error_event(error, self._requests[0].request_id))
+                await out.send(reply.failed(_failure(error, self._requests[0].request_id)))
+                if reply.ends_after_failure:
+                    await out.end()
             else:
-                await self._close(out)
+                await out.send(reply.ended())
                 await out.end()
 
     def _stream_headers(self) -> list[tuple[bytes, bytes]]:
         return [(name.encode(), value.encode()) for name, value in self._reply.headers()]
 
-    async def _close(self, out: EventStream) -> None:
-        extra = self._reply.closing_extra()
-        if extra:
-            await out.send(event(self._reply.closing_chunk() | extra))
-        await out.send(DONE_EVENT)
 
-
-def _error_event(error: Exception, request_id: str) -> bytes:
+def _failure(error: Exception, request_id: str) -> ErrorReply:
     if isinstance(error, KvrelayError):
-        return event(reply_of(error).body())
+        return reply_of(error)
     log.error("a stream failed", exc_info=error, extra={"request_id": request_id})
-    return event(INTERNAL.body())
+    return INTERNAL
 
 
 LOWEST = -9999.0

@@ -15,6 +15,7 @@ from secrets import randbits
 from typing import Protocol
 from uuid import uuid4
 
+from kvrelay.access.values import NO_ACCESS, Access
 from kvrelay.errors import FailureReason, InvalidRequest, Refused, RequestFailedError
 from kvrelay.messages import BlockChanges, Counters, WorkerEvent, WorkerHello
 from kvrelay.qos import ONE_TIER, QosTiers
@@ -182,8 +183,10 @@ class WorkerDispatcher(ClusterViews):
         failover_patience_s: float = FAILOVER_PATIENCE_S,
         detect_s: float = DETECT_S,
         record: Callable[[Beginning], Recorder] | None = None,
+        access: Access = NO_ACCESS,
     ) -> None:
-        """`record` opens a file for all that the core hears and decides."""
+        """`record` opens a file for all that the core hears and decides. `access`: to workers and
+        pool nodes."""
         beginning = Beginning(
             first_attempt=randbits(30),  # of 32 bits on the wire
             seed=randbits(62),
@@ -193,7 +196,8 @@ class WorkerDispatcher(ClusterViews):
             directory_bytes=directory_bytes,
             failover_patience_s=failover_patience_s,
         )
-        super().__init__(begin(beginning), PoolNodes(self._post))
+        super().__init__(begin(beginning), PoolNodes(self._post, access))
+        self._access = access
         self._recorder = record(beginning) if record is not None else None
         self.incarnation = Incarnation(uuid4().hex)
         self._links: dict[str, WorkerLink] = {}  # address |-> link
@@ -206,7 +210,8 @@ class WorkerDispatcher(ClusterViews):
 
     def add_worker(self, address: str) -> None:
         if address not in self._links:
-            self._links[address] = WorkerLink(address, self.incarnation, self)
+            link = WorkerLink(address, self.incarnation, self, self._access)
+            self._links[address] = link
 
     async def remove_worker(self, address: str) -> None:
         link = self._links.pop(address, None)

@@ -13,6 +13,8 @@ from typing import Protocol
 
 import grpc
 
+from kvrelay.access.tls import LastingChannel
+from kvrelay.access.values import NO_ACCESS, Access
 from kvrelay.errors import PeerError
 from kvrelay.messages import BlockChanges, Counters, ToWorker, WorkerEvent, WorkerHello
 from kvrelay.types import WIRE_VERSION, Incarnation
@@ -63,7 +65,10 @@ class LinkOwner(Protocol):
 
 
 class WorkerLink:
-    def __init__(self, address: str, router: Incarnation, owner: LinkOwner) -> None:
+    def __init__(
+        self, address: str, router: Incarnation, owner: LinkOwner, access: Access = NO_ACCESS
+    ) -> None:
+        """Raises ConfigError when a file of `access` can't be read."""
         self.address = address
         self.hello: WorkerHello | None = None
         self._refused = False  # for good
@@ -72,8 +77,9 @@ class WorkerLink:
         self._router = router
         self._owner = owner
         self._outgoing: asyncio.Queue[pb.ToWorker | None] = asyncio.Queue()
-        self._channel = grpc.aio.insecure_channel(address, options=channel_options())
-        self._stub = worker_pb2_grpc.WorkerStub(self._channel)
+        self._access = access
+        self._told = ""
+        self._channel = LastingChannel(address, access.dials, channel_options())
         self._task = asyncio.ensure_future(self._run())
 
     def send(self, message: ToWorker) -> None:
@@ -87,7 +93,9 @@ class WorkerLink:
             self._attaching.cancel()
 
     async def debug_kv(self) -> pb.DebugKvResponse:
-        return await self._stub.DebugKv(pb.DebugKvRequest(), timeout=30)
+        metadata = self._access.metadata
+        stub = worker_pb2_grpc.WorkerStub(self._channel.latest())
+        return await stub.DebugKv(pb.DebugKvRequest(), timeout=30, metadata=metadata)
 
     async def close(self) -> None:
         self._task.cancel()
@@ -119,7 +127,7 @@ class WorkerLink:
                 raise
             return _Ended("it was silent")
         except grpc.aio.AioRpcError as error:
-            return _Ended(error.details() or error.code().name)
+            return self._broke(error)
         except PeerError as error:
             if self.hello is None:
                 self._refused = True
@@ -128,6 +136,14 @@ class WorkerLink:
         except Exception as error:
             return self._fault(error)
         return _Ended("it closed the stream")
+
+    def _broke(self, error: grpc.aio.AioRpcError) -> _Ended:
+        """Says once that the worker doesn't take this router's token."""
+        reason = error.details() or error.code().name
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED and reason != self._told:
+            log.error("worker at %s does not let this router in: %s", self.address, reason)
+            self._told = reason
+        return _Ended(reason)
 
     def _fault(self, error: Exception) -> _Ended:
         """A message of the worker can't be accepted: a bug, on one of the two sides."""
@@ -139,7 +155,8 @@ class WorkerLink:
     async def _attach(self) -> None:
         outgoing: asyncio.Queue[pb.ToWorker | None] = asyncio.Queue()
         self._outgoing = outgoing
-        stream = self._stub.Attach(self._requests(outgoing))
+        stub = worker_pb2_grpc.WorkerStub(self._channel.latest())
+        stream = stub.Attach(self._requests(outgoing), metadata=self._access.metadata)
         try:
             async for batch in stream:
                 if batch.HasField("hello"):

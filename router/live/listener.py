@@ -19,6 +19,8 @@ import grpc
 import uvicorn
 from starlette.types import ASGIApp
 
+from kvrelay.access.tls import HttpTls, add_port
+from kvrelay.access.values import TlsFiles
 from kvrelay.errors import ConfigError
 from router.live.http_protocol import HttpBounds, bounded_protocol
 
@@ -68,6 +70,7 @@ class ListenAt:
     host: str
     ports: Ports
     kind: str = ""
+    tls: TlsFiles | None = None
     bounds: HttpBounds = field(default_factory=HttpBounds)
 
 
@@ -86,6 +89,8 @@ class Listener:
         self._at = at
         self._grpc = server
         self._http = EmbeddedUvicorn(_uvicorn_config(app, at.bounds))
+        self._http.config.load()
+        self._http.config.ssl = None if at.tls is None else HttpTls(at.tls)
         self._socket: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -128,7 +133,7 @@ class Listener:
         listen(kind, at.host, at.ports.grpc).close()  # gRPC itself gives no reason
         address = bracketed(at.host, at.ports.grpc)
         try:
-            return int(self._grpc.add_insecure_port(address))
+            return add_port(self._grpc, address, at.tls)
         except RuntimeError as error:
             raise ConfigError(f"the {kind} port {address}: {error}") from error
 

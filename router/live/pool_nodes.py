@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import grpc
 
+from kvrelay.access.tls import LastingChannel
+from kvrelay.access.values import NO_ACCESS, Access
 from kvrelay.errors import PeerError
 from kvrelay.gc_pauses import GcPauses
 from kvrelay.types import WIRE_VERSION, Incarnation
@@ -34,17 +36,22 @@ _Post = Callable[[PoolNodeSaid | PoolNodeLost], None]
 class PoolNodeLink:
     """`latest` is None while the node doesn't answer."""
 
-    def __init__(self, address: str, post: _Post) -> None:
+    def __init__(self, address: str, post: _Post, access: Access = NO_ACCESS) -> None:
+        """Raises ConfigError when a file of `access` can't be read."""
         self.address = address
         self.latest: pb.PoolReport | None = None
         self._post = post
-        self._channel = grpc.aio.insecure_channel(address, options=channel_options())
-        self._stub = pool_node_pb2_grpc.PoolNodeStub(self._channel)
+        self._metadata = access.metadata
+        self._channel = LastingChannel(address, access.dials, channel_options())
         self._tasks = [asyncio.ensure_future(run) for run in (self._ask(), self._watch())]
 
     async def report(self) -> pb.PoolReport:
         """Raises grpc.aio.AioRpcError."""
-        return await self._stub.Report(pb.PoolReportRequest(), timeout=PATIENCE_S)
+        request = pb.PoolReportRequest()
+        return await self._stub().Report(request, timeout=PATIENCE_S, metadata=self._metadata)
+
+    def _stub(self) -> pool_node_pb2_grpc.PoolNodeStub:
+        return pool_node_pb2_grpc.PoolNodeStub(self._channel.latest())
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -66,7 +73,8 @@ class PoolNodeLink:
         """Returns when the stream ends: the reason, or nothing if the node is silent. The router
         then forgets the node's blocks."""
         nodes: set[Incarnation] = set()
-        stream = self._stub.Watch(pb.WatchRequest(wire_version=WIRE_VERSION))
+        request = pb.WatchRequest(wire_version=WIRE_VERSION)
+        stream = self._stub().Watch(request, metadata=self._metadata)
         try:
             async for message in stream:
                 nodes.add(Incarnation(message.node))
@@ -102,13 +110,14 @@ class PoolNodeLink:
 class PoolNodes:
     """`post` receives the changes of the nodes' blocks."""
 
-    def __init__(self, post: _Post) -> None:
+    def __init__(self, post: _Post, access: Access = NO_ACCESS) -> None:
         self._post = post
+        self._access = access
         self._links: dict[str, PoolNodeLink] = {}  # address |-> link
 
     def add(self, address: str) -> None:
         if address not in self._links:
-            self._links[address] = PoolNodeLink(address, self._post)
+            self._links[address] = PoolNodeLink(address, self._post, self._access)
 
     async def remove(self, address: str) -> None:
         link = self._links.pop(address, None)

@@ -1,6 +1,6 @@
 """A checkpoint's chat template, rendered as transformers renders it, in a sandbox.
 
-Runs in the router. Tools and documents are always absent.
+Runs in the router. Documents are always absent.
 """
 
 from __future__ import annotations
@@ -81,8 +81,11 @@ def _check_variables(given: Mapping[str, Any]) -> None:
 
 
 class ChatTemplate:
+    """`source` is that of the template."""
+
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Raises ModelError when the template doesn't parse."""
+        self.source = source
         try:
             self._template = _environment().from_string(source)
         except TemplateError as error:
@@ -95,21 +98,51 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         template_kwargs: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """`template_kwargs` are further variables. Raises InvalidRequest for names of the request's
-        own fields, and with the template's own words when it refuses the messages."""
+        own fields, and with the template's own words when it refuses the messages.
+
+        Arguments of tool calls are objects, as in transformers. Templates that take them as text
+        get them so."""
         _check_variables(template_kwargs)
         variables = {
             **self._special_tokens,
             **template_kwargs,
-            "messages": [dict(message) for message in messages],
-            "tools": None,
+            "messages": [_with_objects(message) for message in messages],
+            "tools": list(tools) or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._template.render(variables)
+            return self._rendered(variables, messages)
         except REFUSALS as error:
             raise InvalidRequest(
                 f"the model's chat template refused the messages: {error}", param="messages"
             ) from error
+
+    def _rendered(self, variables: dict[str, Any], messages: Sequence[Mapping[str, Any]]) -> str:
+        try:
+            return self._template.render(variables)
+        except TypeError:
+            if not any(message.get("tool_calls") for message in messages):
+                raise
+            as_text = {"messages": [dict(message) for message in messages]}
+            return self._template.render(variables | as_text)
+
+
+def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not calls:
+        return dict(message)
+    return {**message, "tool_calls": [_call_with_object(call) for call in calls]}
+
+
+def _call_with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that aren't JSON stay as they are."""
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return dict(call)
+    return {**call, "function": {**function, "arguments": arguments}}

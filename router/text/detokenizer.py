@@ -102,9 +102,16 @@ class Detokenizer:
     """Emits text that later tokens can't change. All pieces together are the decoded text of all
     tokens."""
 
-    def __init__(self, tokenizer: TextTokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        shown_special: frozenset[int] = frozenset(),
+    ) -> None:
         self._backend = tokenizer.backend
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = skipped - shown_special
         self._window: list[int] = []
         self._clean_tokens = 0  # window[:clean_tokens] ends where a character ends
         self._sent_characters = 0  # of the window's text
@@ -165,10 +172,13 @@ class TextStream:
         *,
         stop_strings: Sequence[str] = (),
         skip_special_tokens: bool = True,
+        shown_special: frozenset[int] = frozenset(),
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._detokenizer = Detokenizer(
+            tokenizer, skip_special_tokens=skip_special_tokens, shown_special=shown_special
+        )
         self._stops = StopStrings(stop_strings) if stop_strings else None
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens

@@ -10,8 +10,9 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from engine.model.checkpoint import eos_token_ids
 from kvrelay.errors import InvalidRequest, ModelError
 from kvrelay.types import Sampling
 from router.core.state.generation import ModelFacts
@@ -36,7 +37,9 @@ MAX_PENALTY = 2.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedSampling:
     """The request's parameters; None where absent. `echo`: the answer repeats the prompt.
-    `grammar`, unless empty, is what the output must match, as llguidance writes it."""
+    `grammar`, unless empty, is what the output must match, as llguidance writes it.
+    `cut_to_context`: of `max_tokens` those count that fit into the model's context.
+    `shown_special` are special tokens that are text though others are skipped."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -50,6 +53,7 @@ class RequestedSampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
+    shown_special: frozenset[int] = frozenset()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     n: int = 1
@@ -59,6 +63,7 @@ class RequestedSampling:
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     grammar: str = ""
+    cut_to_context: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,23 +81,12 @@ class GenerationDefaults:
     def load(cls, folder: Path) -> GenerationDefaults:
         """Raises ModelError when a value has the wrong type."""
         generation = read_json(folder / "generation_config.json")
-        eos = generation.get("eos_token_id", read_json(folder / "config.json").get("eos_token_id"))
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         given = {name: generation[name] for name in names if generation.get(name) is not None}
         for name, value in given.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ModelError(f"{folder}/generation_config.json: {name} must be a number")
-        return cls(**given, eos_token_ids=_id_tuple(eos))
-
-
-def _id_tuple(value: Any) -> tuple[int, ...]:
-    match value:
-        case None:
-            return ()
-        case int():
-            return (value,)
-        case _:
-            return tuple(value)
+        return cls(**given, eos_token_ids=eos_token_ids(folder))
 
 
 def resolve(
@@ -161,13 +155,13 @@ def _max_tokens(asked: RequestedSampling, prompt_tokens: int, max_model_len: int
     if most is None:
         return room
     least = 0 if asked.echo or asked.prompt_logprobs is not None else 1
-    if _whole("max_tokens", most, least) > room:
+    if _whole("max_tokens", most, least) > room and not asked.cut_to_context:
         raise _context_exceeded(
             f"the prompt's {prompt_tokens} tokens and max_tokens {most} together exceed the "
             f"model's context of {max_model_len} tokens: at most {room} fit after this prompt",
             "max_tokens",
         )
-    return most
+    return min(most, room)
 
 
 def _default(asked: T | None, otherwise: T) -> T:

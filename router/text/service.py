@@ -8,149 +8,45 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from kvrelay.errors import (
-    FailureReason,
     InvalidRequest,
     ModelNotFound,
     NotAllowed,
     NotAuthenticated,
     RefusalReason,
     Refused,
-    RequestFailedError,
 )
-from kvrelay.types import (
-    NO_OBJECTIVES,
-    FinishReason,
-    Objectives,
-    PromptLogprob,
-    Sampling,
-    TokenLogprobs,
-)
-from router.access.caller import ANYBODY, Caller
+from router.access.caller import Caller
 from router.access.door import OPEN_DOOR, Door
 from router.access.limits import Booking
+from router.carried.continuation import VALID_S, Ticket
+from router.carried.promise_token import PromiseToken
+from router.carried.signing import UNSIGNED, ClusterKey
+from router.chat.formats.choice import PLAIN, ChatFormats
 from router.core.state.generation import (
-    ChoiceTokens,
     Dispatcher,
     Generation,
     GenerationRequest,
     ModelFacts,
     RefusedUntil,
 )
-from router.live.metrics import RequestTimer, RouterMetrics
+from router.live.metrics import RouterMetrics
 from router.live.refusal_log import RefusalLog
 from router.text.bounds import MAX_MESSAGES, check_characters, check_count, check_depth
-from router.text.continuation import VALID_S, Continuation, Delivered, Ticket
-from router.text.detokenizer import Delta, TextStream
-from router.text.promise_token import PromiseToken
+from router.text.choices import ChoiceText, choice_text, go_on
+from router.text.generation import TextGeneration
+from router.text.grammar.check import GrammarCheck
+from router.text.request import ChatPrompt, PromptInput, TextRequest
 from router.text.request_fields import ONE_FOR_ALL, TierRules
-from router.text.sampling import GenerationDefaults, RequestedSampling, check_prompt, resolve
-from router.text.signing import UNSIGNED, ClusterKey
+from router.text.sampling import GenerationDefaults, check_prompt, resolve
 from router.text.tokenizer import LONG_CHARACTERS, TextTokenizer
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextDelta:
-    """New text of one choice. The last delta of a choice has its finish reason.
-
-    `token_ids` and `logprobs` run ahead of `text` while text is held back.
-    """
-
-    choice: int
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-    completion_tokens: int
-    finish_reason: FinishReason | None = None
-    stop_string: str | None = None
-    stop_token_id: int | None = None
-
-
-class DeltaSum:
-    """All deltas of a choice that isn't streamed, as one."""
-
-    def __init__(self) -> None:
-        self._deltas: list[TextDelta] = []
-
-    def add(self, delta: TextDelta) -> None:
-        self._deltas.append(delta)
-
-    def total(self) -> TextDelta:
-        return replace(
-            self._deltas[-1],
-            text="".join(delta.text for delta in self._deltas),
-            token_ids=tuple(i for delta in self._deltas for i in delta.token_ids),
-            logprobs=tuple(entry for delta in self._deltas for entry in delta.logprobs),
-        )
-
-
-class ChoiceText:
-    def __init__(self, index: int, stream: TextStream, *, keep_stop_token: bool) -> None:
-        self.index = index
-        self.finished = False
-        self.completion_tokens = 0
-        self._stream = stream
-        self._keep_stop_token = keep_stop_token
-
-    def go_on_behind(self, delivered: Delivered) -> None:
-        """Its text up to there was delivered by another router."""
-        self.finished = delivered.finished
-        if not delivered.finished:
-            self._stream.push(delivered.token_ids)
-        self.completion_tokens = len(delivered.token_ids)
-
-    def push(self, tokens: ChoiceTokens) -> TextDelta:
-        delta = self._text_of(tokens)
-        if delta.stopped is not None:
-            return self._stopped(tokens, delta)
-        self.completion_tokens += len(tokens.token_ids)
-        self.finished = tokens.finish_reason is not None
-        return TextDelta(
-            choice=self.index,
-            text=delta.text,
-            token_ids=tokens.token_ids,
-            logprobs=tokens.logprobs,
-            completion_tokens=self.completion_tokens,
-            finish_reason=tokens.finish_reason,
-            stop_token_id=tokens.stop_token_id,
-        )
-
-    def _text_of(self, tokens: ChoiceTokens) -> Delta:
-        delta = self._stream.push(self._spoken_ids(tokens))
-        if tokens.finish_reason is None or delta.stopped is not None:
-            return delta
-        rest = self._stream.finish()
-        return Delta(text=delta.text + rest.text, stopped=rest.stopped)
-
-    def _spoken_ids(self, tokens: ChoiceTokens) -> tuple[int, ...]:
-        """Leaves out the token that stopped the choice: it counts, but isn't part of the text."""
-        ids = tokens.token_ids
-        if tokens.stop_token_id is None or self._keep_stop_token:
-            return ids
-        return ids[:-1] if ids and ids[-1] == tokens.stop_token_id else ids
-
-    def _stopped(self, tokens: ChoiceTokens, delta: Delta) -> TextDelta:
-        assert delta.stopped is not None
-        valid = delta.stopped.valid_tokens - self.completion_tokens
-        self.completion_tokens = delta.stopped.valid_tokens
-        self.finished = True
-        return TextDelta(
-            choice=self.index,
-            text=delta.text,
-            token_ids=tokens.token_ids[:valid],
-            logprobs=tokens.logprobs[:valid],
-            completion_tokens=self.completion_tokens,
-            finish_reason=FinishReason.STOP,
-            stop_string=delta.stopped.stop_string,
-        )
-
 
 Counted = TypeVar("Counted")
 
@@ -158,44 +54,6 @@ INLINE_MESSAGES = 64
 """A longer chat is rendered on a thread: in the event loop it would delay every stream."""
 INLINE_TOKENS = 64
 """So many delivered tokens of a continuation become text at once; more of them on a thread."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    messages: Sequence[Mapping[str, Any]]
-    add_generation_prompt: bool = True
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    add_special_tokens: bool = False
-
-
-PromptInput = str | tuple[int, ...] | ChatPrompt
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextRequest:
-    """`tier` is the QoS tier. `tenant` names the part of the cache that it uses: what its caller's
-    `space` says. `received_s`: perf_counter at the request's first byte. `continuation`: another
-    router has begun with it. `promise`: what it was told with a refusal. `booking`: what its key
-    has paid for it already."""
-
-    request_id: str
-    prompt: PromptInput
-    sampling: RequestedSampling
-    model: str = ""
-    caller: Caller = ANYBODY
-    tenant: str = ""
-    tier: str = ""
-    objectives: Objectives = NO_OBJECTIVES
-    add_special_tokens: bool = True
-    continuation: Continuation | None = None
-    promise: bytes = b""
-    booking: Booking | None = None
-    received_s: float = field(default_factory=time.perf_counter)
-
-    @property
-    def own_id(self) -> str:
-        """Its id inside the cluster."""
-        return self.caller.own_id(self.request_id)
 
 
 class TextService:
@@ -209,16 +67,21 @@ class TextService:
         metrics: RouterMetrics,
         tiers: TierRules = ONE_FOR_ALL,
         key: ClusterKey = UNSIGNED,
+        formats: ChatFormats = PLAIN,
+        grammars: GrammarCheck | None = None,
         door: Door = OPEN_DOOR,
     ) -> None:
+        """`grammars` None: no output can be constrained."""
         self.dispatcher = dispatcher
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.defaults = defaults
         self.metrics = metrics
         self.tiers = tiers
+        self.formats = formats
         self.door = door
         self._key = key
+        self._grammars = grammars
         self.draining = False
         self.refusals = RefusalLog()
 
@@ -291,12 +154,15 @@ class TextService:
             chat.messages,
             add_generation_prompt=chat.add_generation_prompt,
             template_kwargs=chat.template_kwargs,
+            tools=chat.tools,
         )
         check_count("messages", len(chat.messages), MAX_MESSAGES, "messages")
         check_depth(chat.template_kwargs, "chat_template_kwargs")
-        characters = sum(len(message.get("content") or "") for message in chat.messages)
+        check_depth(chat.tools, "tools")
+        characters = sum(_characters(message) for message in chat.messages)
         check_characters(characters, self.facts().max_model_len, "messages")
-        is_short = characters <= LONG_CHARACTERS and not chat.template_kwargs
+        has_more = chat.template_kwargs or chat.tools
+        is_short = characters <= LONG_CHARACTERS and not has_more
         if is_short and len(chat.messages) <= INLINE_MESSAGES:
             return render()
         return await asyncio.to_thread(render)
@@ -337,6 +203,8 @@ class TextService:
             request.prompt, add_special_tokens=request.add_special_tokens
         )
         check_prompt(prompt_ids, facts)
+        if request.sampling.grammar:
+            await self._check_grammar(request.sampling.grammar)
         sampling = resolve(
             request.sampling, prompt_tokens=len(prompt_ids), defaults=self.defaults, facts=facts
         )
@@ -364,19 +232,37 @@ class TextService:
         ticket = self._ticket(request, prompt_ids, facts.fingerprint, valid_s=VALID_S)
         request = replace(request, booking=booking)
         return TextGeneration(
-            self, request, prompt_ids, sampling, generation, timer, self._key.sign(ticket), choices
+            self.metrics,
+            request,
+            prompt_ids,
+            sampling,
+            generation,
+            timer,
+            self._key.sign(ticket),
+            choices,
         )
+
+    async def close(self) -> None:
+        if self._grammars is not None:
+            await self._grammars.close()
+
+    async def _check_grammar(self, grammar: str) -> None:
+        """Raises InvalidRequest."""
+        if self._grammars is None:
+            told = "this router can't constrain outputs: leave response_format out"
+            raise InvalidRequest(told, code="unsupported_parameter")
+        await self._grammars.check(grammar)
 
     async def _choices(self, request: TextRequest, n: int) -> list[ChoiceText]:
         """Behind what another router has delivered of them."""
-        choices = [_choice_text(self.tokenizer, request.sampling, index) for index in range(n)]
+        choices = [choice_text(self.tokenizer, request.sampling, index) for index in range(n)]
         behind = request.continuation
         if behind is not None:
-            go_on = partial(_go_on, choices, behind)
+            replay = partial(go_on, choices, behind)
             if sum(len(one.token_ids) for one in behind.choices) <= INLINE_TOKENS:
-                go_on()
+                replay()
             else:
-                await asyncio.to_thread(go_on)
+                await asyncio.to_thread(replay)
         return choices
 
     async def _submit(self, asked: GenerationRequest, promise: bytes) -> Generation:
@@ -423,149 +309,9 @@ class TextService:
         )
 
 
-class TextGeneration:
-    """One admitted request as text. Iterate `deltas` once; closing it early aborts the request."""
-
-    def __init__(
-        self,
-        service: TextService,
-        request: TextRequest,
-        prompt_ids: tuple[int, ...],
-        sampling: Sampling,
-        generation: Generation,
-        timer: RequestTimer,
-        ticket: bytes,
-        choices: list[ChoiceText],
-    ) -> None:
-        self.request_id = request.request_id
-        self.ticket = ticket
-        self.prompt = request.prompt
-        self.prompt_ids = prompt_ids
-        self.sampling = sampling
-        self._generation = generation
-        self._timer = timer
-        self._metrics = service.metrics
-        self._tier = request.tier
-        self._booking = request.booking
-        self._last_token_s = request.received_s
-        self._ended = False
-        self._cut = False  # by a stop string: the dispatcher may have more to say
-        self._choices = choices
-        self._delivered_tokens = self.completion_tokens
-
-    @property
-    def completion_tokens(self) -> int:
-        return sum(choice.completion_tokens for choice in self._choices)
-
-    @property
-    def prompt_logprobs(self) -> Sequence[PromptLogprob]:
-        """For each token of the prompt but the first, once the first token is known."""
-        return self._generation.prompt_logprobs
-
-    @property
-    def cached_tokens(self) -> int:
-        """Cached tokens of the prompt, once the first token is known."""
-        return self._generation.cached_tokens
-
-    @property
-    def tier(self) -> str:
-        """The QoS tier that was applied."""
-        return self._tier
-
-    @property
-    def capped_tokens(self) -> int | None:
-        """Output was cut to this many tokens to serve the request; None: it wasn't."""
-        return self._generation.capped_tokens
-
-    def abort(self) -> None:
-        """Does nothing if the generation has ended."""
-        if not self._ended:
-            self._generation.abort()
-            self._end("abort")
-
-    def withdraw(self) -> None:
-        """As `abort`, and its key pays nothing: others of its call were refused."""
-        if self._booking is not None:
-            self._booking.cancel(time.monotonic())
-        self.abort()
-
-    def ledger_ms(self) -> dict[str, float]:
-        """# phase |-> milliseconds, in order, up to now"""
-        phases = {name: 1000 * s for name, s in self._generation.ledger().items()}
-        phases["respond"] = 1000 * (time.perf_counter() - self._last_token_s)
-        return phases
-
-    async def deltas(self) -> AsyncGenerator[TextDelta]:
-        """Raises RequestFailedError when the workers could not finish it."""
-        arriving = aiter(self._generation)
-        try:
-            async for tokens in arriving:
-                choice = self._choices[tokens.choice]
-                if choice.finished:
-                    continue
-                delta = self._push(choice, tokens)
-                yield delta
-                if self._ended and self._cut:
-                    return
-            if not self._ended:
-                raise RequestFailedError(FailureReason.ABORTED, "the request was aborted")
-        except RequestFailedError as failure:
-            self._log_failure(failure)
-            self._end("error")
-            raise
-        finally:
-            if isinstance(arriving, AsyncGenerator):
-                await arriving.aclose()
-            self.abort()
-
-    def _push(self, choice: ChoiceText, tokens: ChoiceTokens) -> TextDelta:
-        self._last_token_s = time.perf_counter()
-        delta = choice.push(tokens)
-        self._timer.tokens(choice.index, len(delta.token_ids), self._last_token_s)
-        if delta.stop_string is not None and tokens.finish_reason is None:
-            self._cut = True
-            self._generation.stop(choice.index, choice.completion_tokens)
-        if delta.finish_reason is not None and all(c.finished for c in self._choices):
-            self._end(delta.finish_reason.value)
-        return delta
-
-    def _log_failure(self, failure: RequestFailedError) -> None:
-        asked_for = failure.reason in (FailureReason.ABORTED, FailureReason.DEADLINE_EXCEEDED)
-        level = logging.DEBUG if asked_for else logging.WARNING
-        log.log(level, "a request failed: %s", failure, extra={"request_id": self.request_id})
-
-    def _end(self, reason: str) -> None:
-        if not self._ended:
-            self._ended = True
-            if self._booking is not None:
-                generated = self.completion_tokens - self._delivered_tokens
-                self._booking.settle(generated, time.monotonic())
-            log.debug(
-                "a request ended: %s, %d tokens in, %d out",
-                reason,
-                len(self.prompt_ids),
-                self.completion_tokens,
-                extra={"request_id": self.request_id},
-            )
-            self._timer.finished(reason, self._generation.ledger())
-            self._metrics.predicted(self._generation.prediction_errors())
-
-
-def _choice_text(tokenizer: TextTokenizer, asked: RequestedSampling, index: int) -> ChoiceText:
-    keep = asked.include_stop_str_in_output
-    return ChoiceText(index, _text_stream(tokenizer, asked), keep_stop_token=keep)
-
-
-def _go_on(choices: Sequence[ChoiceText], behind: Continuation) -> None:
-    for choice, delivered in zip(choices, behind.choices, strict=True):
-        choice.go_on_behind(delivered)
-
-
-def _text_stream(tokenizer: TextTokenizer, asked: RequestedSampling) -> TextStream:
-    return TextStream(
-        tokenizer,
-        stop_strings=asked.stop,
-        skip_special_tokens=asked.skip_special_tokens,
-        include_stop_str_in_output=asked.include_stop_str_in_output,
-        min_tokens=asked.min_tokens,
-    )
+def _characters(message: Mapping[str, Any]) -> int:
+    """Of its text and of the arguments of its calls."""
+    calls = message.get("tool_calls") or ()
+    texts = [message.get("content"), message.get("reasoning_content")]
+    texts += [call["function"]["arguments"] for call in calls]
+    return sum(len(text) for text in texts if isinstance(text, str))

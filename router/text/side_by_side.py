@@ -6,7 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
-from router.text.service import TextDelta, TextGeneration, TextRequest, TextService
+from router.text.choices import TextDelta
+from router.text.generation import TextGeneration
+from router.text.request import TextRequest
+from router.text.service import TextService
 
 WAITING_DELTAS = 64
 

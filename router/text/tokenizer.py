@@ -91,8 +91,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 class TextTokenizer:
     def __init__(
-        self, tokenizer: Tokenizer, special: Mapping[str, str], template: str | None
+        self,
+        tokenizer: Tokenizer,
+        special: Mapping[str, str],
+        template: str | None,
+        tool_template: str | None = None,
     ) -> None:
+        """`tool_template` is for chats with tools, if they have a template of their own."""
         self.backend = tokenizer
         self.special_tokens = dict(special)
         added = tokenizer.get_added_tokens_decoder()
@@ -100,6 +105,9 @@ class TextTokenizer:
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         self._token_bytes = TokenBytes(tokenizer)
         self._template = ChatTemplate(template, special) if template is not None else None
+        self._tool_template = (
+            ChatTemplate(tool_template, special) if tool_template is not None else self._template
+        )
 
     @classmethod
     def load(cls, folder: Path) -> TextTokenizer:
@@ -119,7 +127,18 @@ class TextTokenizer:
         }
         special = _special_tokens(config)
         _configure(backend, config, special)
-        return cls(backend, special, _chat_template(folder, config))
+        templates = _chat_templates(folder, config)
+        return cls(backend, special, templates.get("default"), templates.get("tool_use"))
+
+    @property
+    def tool_template(self) -> str:
+        """The source of the template that chats with tools have; empty: there is none."""
+        return self._tool_template.source if self._tool_template is not None else ""
+
+    def special_token_id(self, text: str) -> int | None:
+        """None for what isn't a special token."""
+        token_id = self.backend.token_to_id(text)
+        return token_id if token_id in self.special_ids else None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Raises InvalidRequest when the text has half of a surrogate pair."""
@@ -156,17 +175,22 @@ class TextTokenizer:
         *,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """Raises InvalidRequest without a template, or when the template refuses the messages."""
-        if self._template is None:
+        template = self._tool_template if tools else self._template
+        if template is None:
             raise InvalidRequest(
                 "this model has no chat template: use /v1/completions (or text input), "
                 "or add chat_template.jinja to the checkpoint",
                 code="no_chat_template",
                 param="messages",
             )
-        return self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
+        return template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=template_kwargs,
+            tools=tools,
         )
 
 
@@ -224,15 +248,18 @@ def _added_token(value: object, text: str, special: Mapping[str, str]) -> AddedT
     return AddedToken(text, **kept)
 
 
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The template's own file wins; of a list of named templates the one named default is taken."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
+def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """# name |-> source; the one named tool_use is for chats with tools. Files win."""
     match config.get("chat_template"):
         case str() as source:
-            return source
+            templates = {"default": source}
         case list() as named:
-            return next((t["template"] for t in named if t.get("name") == "default"), None)
+            templates = {one.get("name", ""): one["template"] for one in named}
         case _:
-            return None
+            templates = {}
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        templates = {"default": path.read_text(encoding="utf-8")}
+    for more in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        templates[more.stem] = more.read_text(encoding="utf-8")
+    return templates

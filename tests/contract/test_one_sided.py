@@ -31,7 +31,7 @@ from kvpool.transport.registry import open_endpoint
 from kvrelay.errors import ConfigError, PeerError
 from kvrelay.types import Incarnation
 from tests.contract import shm_peer
-from tests.contract.transport_kit import PATIENCE_S, MakeSide, Side, pair, until
+from tests.contract.transport_kit import PATIENCE_S, SECRET, MakeSide, Side, pair, until
 
 _ROOT = Path(__file__).parents[2]
 
@@ -212,7 +212,9 @@ def test_memory_on_a_device_is_refused(make_side: MakeSide) -> None:
 def test_the_host_that_is_given_is_listened_on_and_told(make_side: MakeSide, scheme: str) -> None:
     plain = make_side()
     callbacks = plain.endpoint._callbacks  # type: ignore[attr-defined]
-    other = open_endpoint(scheme, Incarnation("elsewhere"), callbacks, host="127.0.0.2")
+    other = open_endpoint(
+        scheme, Incarnation("elsewhere"), callbacks, host="127.0.0.2", secret=SECRET
+    )
     assert other.address.startswith(f"{scheme}:127.0.0.2:")
     plain.endpoint.connect(other.address).close()
     other.close()
@@ -281,8 +283,8 @@ def test_only_who_knows_the_secret_is_let_in(make_side: MakeSide) -> None:
     connection.write(region.name, 0, torch.ones(10, dtype=torch.uint8))
     assert bool(region.memory.all())
     owner.connected.get(timeout=PATIENCE_S)
-    for other in (make_side(secret=b"wrong"), make_side()):
-        with pytest.raises(PeerError, match="refused: its cluster has another secret"):
+    for other in (make_side(secret=b"wrong"), make_side(secret=b"")):
+        with pytest.raises(PeerError, match="refused: its cluster has another token"):
             other.endpoint.connect(owner.endpoint.address)
     assert owner.connected.empty()
 
@@ -304,7 +306,7 @@ def test_who_does_not_know_the_secret_is_not_trusted(make_side: MakeSide) -> Non
     thread = threading.Thread(target=let_in)
     thread.start()
     address = f"{scheme}:127.0.0.1:{impostor.getsockname()[1]}/someone"
-    with pytest.raises(PeerError, match="does not know this cluster's secret"):
+    with pytest.raises(PeerError, match="does not know this cluster's token"):
         side.endpoint.connect(address)
     thread.join()
     impostor.close()

@@ -21,6 +21,7 @@ from kvrelay.errors import PeerError
 from kvrelay.types import Incarnation
 
 PATIENCE_S = 20.0
+SECRET = b"known"
 
 
 class Side:
@@ -31,7 +32,7 @@ class Side:
         scheme: str,
         *,
         send_timeout_s: float = SEND_TIMEOUT_S,
-        secret: bytes = b"",
+        secret: bytes = SECRET,
         ucx: UcxOptions | None = None,
     ) -> None:
         self.connected: queue.Queue[Connection] = queue.Queue()

@@ -1,7 +1,7 @@
 """Every causal family of the installed transformers: transformers' tokens, or a named refusal.
 
-`expected.txt` says which, family by family, for the transformers that it names. With another one a
-family may come or go, but none may be served with wrong tokens.
+`engine/support/families.txt` says which, family by family, for the transformers that it names. With
+another one a family may come or go, but none may be served with wrong tokens.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from engine.support.matrix import support_matrix
 from tests.families.kit import family_names
 from tests.families.walk import outcome
 
@@ -22,14 +23,9 @@ _SAMPLE = {
 """What `make test` runs: each kind of refusal and some that are served."""
 
 
-def _expected() -> tuple[str, dict[str, str]]:
-    """The version of transformers; family |-> outcome."""
-    first, *lines = (Path(__file__).parent / "expected.txt").read_text().splitlines()
-    pairs = [(family, found) for family, _, found in (line.partition(": ") for line in lines)]
-    return first.removeprefix("transformers "), dict(pairs)
-
-
-VERSION, EXPECTED = _expected()
+MATRIX = support_matrix()
+VERSION = MATRIX.transformers
+EXPECTED = {family.name: family.check for family in MATRIX.families}
 IS_SAME_VERSION = transformers.__version__.rsplit(".", 1)[0] == VERSION
 
 

@@ -19,7 +19,7 @@ from tests.unit.fake_dispatcher import FakeDispatcher
 
 TIERS = TierRules(
     tiers=QosTiers(tiers=(QosTier(name="premium"), QosTier(name="free")), default="free"),
-    match=TierMatch(values={"gold": "premium"}, api_keys={"sk-1": "free"}),
+    match=TierMatch(values={"gold": "premium"}),
 )
 
 

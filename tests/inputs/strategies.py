@@ -153,7 +153,7 @@ headers = st.fixed_dictionaries(
         b"x-slo-tpot-ms": mostly(st.just(b"50"), _ms),
         b"x-deadline-ms": mostly(st.just(b"20000"), _ms),
         b"x-customer-tier": _visible | st.just(b"gold"),
-        b"authorization": _visible | st.sampled_from([b"Bearer sk-1", b"Bearer", b"Basic x"]),
+        b"authorization": _visible | st.sampled_from([b"Bearer x", b"Bearer", b"Basic x"]),
         b"x-kvrelay-promise": _base64 | _visible,
         b"x-kvrelay-ledger": _visible | st.just(b"1"),
         b"x-request-id": _visible,

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from router.http.api import HttpApi
 from router.http.description.document import document_of
-from router.http_apps import METRICS, PUBLIC, create_public_app
+from router.http_apps import METRICS, OPEN_PATHS, PUBLIC, create_public_app
 from tests.integration.faces_kit import Served
 
 DOCUMENT = document_of(PUBLIC, "1")
@@ -35,6 +35,15 @@ def test_every_route_is_described() -> None:
     assert all(isinstance(one, Route) for one in routes)
     served = {one.path.replace(":path", "") for one in routes if isinstance(one, Route)}
     assert served == {*DOCUMENT["paths"], METRICS.path, "/openapi.json"}
+
+
+def test_what_needs_a_key_is_described_so() -> None:
+    guarded = {
+        path
+        for path, methods in DOCUMENT["paths"].items()
+        if any("401" in one["responses"] and "security" in one for one in methods.values())
+    }
+    assert guarded == {*DOCUMENT["paths"]} - {*OPEN_PATHS}
 
 
 def test_every_reference_leads_somewhere() -> None:

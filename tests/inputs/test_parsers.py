@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from cluster.config.load import load_config
 from kvrelay.errors import ConfigError, InvalidRequest
+from router.carried.promise_token import PromiseToken
+from router.carried.signing import ClusterKey
 from router.http.bodies import continuation_of, parsed
 from router.http.json_body import check_values
 from router.text.bounds import MAX_DEPTH, check_depth
-from router.text.promise_token import PromiseToken
 from router.text.request_fields import HEADERS, objectives_of
-from router.text.signing import ClusterKey
 from router.text.tokenizer import TextTokenizer
 from tests.inputs.serving import TIERS
 from tests.inputs.strategies import FIELDS, KINDS, anything, headers, messages, texts

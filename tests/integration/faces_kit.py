@@ -16,6 +16,7 @@ import uvloop
 
 from router.server import RouterServers, ServerOptions
 from router.text.tokenizer import TextTokenizer
+from tests.access import ACCESS, HEADERS
 from tests.unit.fake_dispatcher import FakeDispatcher
 
 MODEL = "tiny"
@@ -37,7 +38,12 @@ def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
 def server_options(**changes: Any) -> ServerOptions:
     plain = ServerOptions(
-        host="127.0.0.1", http_port=0, grpc_port=0, max_body_bytes=2**20, cluster="test"
+        host="127.0.0.1",
+        http_port=0,
+        grpc_port=0,
+        max_body_bytes=2**20,
+        cluster="test",
+        access=ACCESS,
     )
     return replace(plain, **changes)
 
@@ -58,7 +64,9 @@ class Served:
             yield client
 
     async def get_internal(self, path: str) -> httpx.Response:
-        async with httpx.AsyncClient(base_url=self.internal_url, timeout=LIMIT_S) as client:
+        async with httpx.AsyncClient(
+            base_url=self.internal_url, headers=HEADERS, timeout=LIMIT_S
+        ) as client:
             return await client.get(path)
 
     @asynccontextmanager

@@ -140,6 +140,7 @@ def marked(**extra: str) -> Iterator[Marked]:
         tmp.mkdir()
         env = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "KVRELAY_"))}
         env |= {
+            "KVRELAY_TOKEN_FILE": os.environ["KVRELAY_TOKEN_FILE"],
             "HOME": str(home),
             "RAY_TMPDIR": str(tmp),
             "PATH": f"{BIN}:{os.environ['PATH']}",

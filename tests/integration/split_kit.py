@@ -19,6 +19,7 @@ from cluster.router.process import RouterProcess
 from kvrelay.types import Role
 from router.core.policy.choice import Policies
 from router.core.state.generation import WorkerStatus
+from tests.access import ACCESS, HEADERS
 from tests.forks import forks
 from tests.integration import worker_host
 from tests.integration.worker_host import (
@@ -78,6 +79,7 @@ def worker_settings(name: str, role: Role, model: Path, **changes: Any) -> Worke
         host="127.0.0.1",
         port_range=None,
         pool_address=None,
+        access=ACCESS,
     )
     return replace(plain, **changes)
 
@@ -174,6 +176,7 @@ class RouterThread:
             internal_grpc_port=0,
             max_body_bytes=4 * 2**20,
             policies=ALWAYS_SPLIT,
+            access=ACCESS,
         )
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -246,12 +249,13 @@ class Cluster:
         return answer
 
     def kv(self) -> list[dict[str, Any]]:
-        found = httpx.get(f"{self.internal_url}/debug/kv", timeout=PATIENCE_S)
+        found = httpx.get(f"{self.internal_url}/debug/kv", headers=HEADERS, timeout=PATIENCE_S)
         workers: list[dict[str, Any]] = found.json()["workers"]
         return workers
 
     def metrics(self) -> str:
-        return httpx.get(f"{self.internal_url}/metrics", timeout=PATIENCE_S).text
+        metrics = f"{self.internal_url}/metrics"
+        return httpx.get(metrics, headers=HEADERS, timeout=PATIENCE_S).text
 
     def assert_clean(self) -> None:
         """Soon after the last request nothing is held anywhere."""

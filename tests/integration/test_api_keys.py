@@ -25,7 +25,7 @@ from router.access.caller import KeySources
 from router.access.key_file import changing
 from router.access.keys import ApiKey, key_digest
 from router.access.limits import Limits
-from router.http_apps import OPEN_PATHS, PUBLIC_ROUTES
+from router.http_apps import OPEN_PATHS, PUBLIC
 from router.text.request_fields import TierMatch, TierRules
 from tests.integration.faces_kit import MODEL, in_loop, served
 from tests.integration.http_kit import assert_error, checkpoint_folder, completion
@@ -84,21 +84,32 @@ async def eventually(found: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.02)
 
 
+def assert_no_key(answer: httpx.Response) -> None:
+    if not answer.request.url.path.startswith("/v1/messages"):
+        assert_error(answer, 401, "invalid_api_key", None, "API key")
+        return
+    assert answer.status_code == 401
+    assert answer.json()["type"] == "error"
+    assert answer.json()["error"]["type"] == "authentication_error"
+
+
 # --- strangers --------------------------------------------------------------------------------
 
 
 @in_loop
 async def test_every_endpoint_but_the_probes_asks_for_a_key(folder: Path, keys: Keys) -> None:
     async with served(folder, **keys.options(public_metrics=True)) as s, s.http() as client:
-        for route in PUBLIC_ROUTES:
-            for method in (route.methods or set()) - {"HEAD"}:
+        assert (await client.get("/openapi.json")).status_code == 200
+        for operation in PUBLIC:
+            assert (401 in operation.errors) is (operation.path not in OPEN_PATHS), operation.path
+            for method in operation.methods:
                 for headers in STRANGERS:
-                    path = route.path.replace("{model:path}", MODEL)
+                    path = operation.path.replace("{model:path}", MODEL)
                     answer = await client.request(method, path, headers=headers)
                     if path in OPEN_PATHS:
                         assert answer.status_code == 200, path
                     else:
-                        assert_error(answer, 401, "invalid_api_key", None, "API key")
+                        assert_no_key(answer)
                         assert answer.headers["www-authenticate"] == "Bearer"
                         assert answer.headers["x-request-id"]
         assert (await client.get("/no-such-path")).status_code == 401

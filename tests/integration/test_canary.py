@@ -16,6 +16,7 @@ from engine.model.model import load_model
 from kvrelay.types import Role
 from router.core.state import quarantine
 from router.core.state.generation import WorkerStatus
+from tests.access import ACCESS
 from tests.integration.split_kit import (
     Cluster,
     WorkerHost,
@@ -141,7 +142,7 @@ def test_a_pair_is_left_alone_for_a_while_and_used_again(
         hosts[1].damage(bad, pieces=100)
         assert_same_tokens(expected[0], ask(cluster, asked[0]))
         assert quarantined(cluster) == [("prefill-0", "decode-0", "kv_mismatch")]
-        status.print_table(status.of_router(cluster.internal_grpc))
+        status.print_table(status.of_router(cluster.internal_grpc, ACCESS))
         assert worker(cluster, "decode-0").counters.cached_blocks == 0
         assert_same_tokens(expected[1], ask(cluster, asked[1]))
         assert_checks(cluster, "decode-0", passed=0, mismatched=1)

@@ -71,7 +71,7 @@ async def test_wherever_it_was_cut_the_text_is_that_of_the_whole(
 
 
 @in_loop
-async def test_only_routers_with_the_same_secret_take_each_others_tickets(folder: Path) -> None:
+async def test_only_routers_with_the_same_key_take_each_others_tickets(folder: Path) -> None:
     one, other = FakeDispatcher(script=rest), FakeDispatcher(script=rest)
     async with (
         served(folder, one, cluster_key=b"a") as first,

@@ -19,6 +19,7 @@ from kvpool.core.layout.block_names import BlockNames
 from kvrelay.types import Incarnation, RequestKey, Role
 from router.core.load.prefill_queue import Ahead
 from router.core.state.directory import Directory
+from tests.access import OTHER_TOKEN, TOKEN, token_file
 from tests.integration.pool_kit import Node
 from tests.integration.split_kit import (
     Cluster,
@@ -32,7 +33,6 @@ from tests.reference import assert_same_tokens, generate_reference
 
 TOKENS = 20
 ELSEWHERE = RequestKey("elsewhere", 0)
-SECRET = "of both hosts"
 
 
 @pytest.fixture(scope="module")
@@ -43,22 +43,25 @@ def third() -> Iterator[WorkerHost]:
 
 @contextmanager
 def two_hosts(
-    folder: Path, hosts: tuple[WorkerHost, WorkerHost], third: WorkerHost, secrets: tuple[str, str]
+    folder: Path,
+    hosts: tuple[WorkerHost, WorkerHost],
+    third: WorkerHost,
+    tokens: tuple[bytes, bytes],
 ) -> Iterator[tuple[Cluster, list[Node]]]:
     """prefill-0 at the first node, with room for 16 blocks, and prefill-1 at the second."""
     names = [f"far-{uuid4().hex[:8]}" for _ in range(2)]
     nodes = []
-    for name, secret in zip(names, secrets, strict=True):
-        options = ("--host-memory", "64MiB", "--transport", "nixl", "--set")
-        nodes.append(Node(folder / name, name, *options, f"network.secret={secret}"))
+    for name, token in zip(names, tokens, strict=True):
+        options = ("--host-memory", "64MiB", "--transport", "nixl", "--token-file")
+        nodes.append(Node(folder / name, name, *options, token_file(folder, token)))
     near, far = (host_pool_address(name) for name in names)
     common = {"transports": ("shm", "nixl")}
     first = worker_settings(
         "prefill-0", Role.PREFILL, folder, pool_address=near, kv_memory_bytes=2**17, **common
     )
     workers = [
-        (hosts[0], replace(first, secret=secrets[0])),
-        (third, replace(first, name="prefill-1", pool_address=far, secret=secrets[1])),
+        (hosts[0], first),
+        (third, replace(first, name="prefill-1", pool_address=far)),
         (hosts[1], worker_settings("decode-0", Role.DECODE, folder, prefix_caching=False)),
     ]
     try:
@@ -131,7 +134,7 @@ def test_a_prefix_is_read_from_the_pool_of_another_host_and_kept_in_this_ones(
 ) -> None:
     folder = random_checkpoint(tmp_path, family)
     model = load_model(open_checkpoint(str(folder)), device="cpu", dtype="float32")
-    with two_hosts(folder, hosts, third, (SECRET, SECRET)) as (cluster, nodes):
+    with two_hosts(folder, hosts, third, (TOKEN, TOKEN)) as (cluster, nodes):
         wanted = prompt(1)
         only_in_the_first_pool(cluster, wanted)
         tokens, cached = ask(cluster, "prefill-1", wanted)
@@ -150,7 +153,7 @@ def test_without_the_node_it_is_computed(
 ) -> None:
     """It stops answering while it is asked; then it is killed."""
     model = load_model(open_checkpoint(str(llama)), device="cpu", dtype="float32")
-    with two_hosts(llama, hosts, third, (SECRET, SECRET)) as (cluster, nodes):
+    with two_hosts(llama, hosts, third, (TOKEN, TOKEN)) as (cluster, nodes):
         wanted = [prompt(seed) for seed in (1, 2)]
         only_in_the_first_pool(cluster, *wanted)
         nodes[0].suspend()
@@ -163,10 +166,10 @@ def test_without_the_node_it_is_computed(
         cluster.assert_clean()
 
 
-def test_a_node_with_another_secret_is_left_alone(
+def test_a_node_with_another_token_is_left_alone(
     llama: Path, hosts: tuple[WorkerHost, WorkerHost], third: WorkerHost
 ) -> None:
-    with two_hosts(llama, hosts, third, (SECRET, "another one")) as (cluster, nodes):
+    with two_hosts(llama, hosts, third, (TOKEN, OTHER_TOKEN)) as (cluster, nodes):
         wanted = prompt(1)
         only_in_the_first_pool(cluster, wanted)
         assert ask(cluster, "prefill-1", wanted)[1] == 0
@@ -212,7 +215,14 @@ def handoff_between_hosts(
 ) -> Iterator[tuple[Cluster, list[Node]]]:
     """prefill-0 at the first node, decode-0 at the second."""
     pools = [f"far-{uuid4().hex[:8]}" for _ in range(2)]
-    options = ("--host-memory", "64MiB", "--transport", "nixl", "--set", f"network.secret={SECRET}")
+    options = (
+        "--host-memory",
+        "64MiB",
+        "--transport",
+        "nixl",
+        "--token-file",
+        token_file(folder, TOKEN),
+    )
     nodes = [Node(folder / pool, pool, *options) for pool in pools]
     roles = {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
     settings = [
@@ -223,7 +233,6 @@ def handoff_between_hosts(
             pool_address=host_pool_address(pool),
             transports=("shm", "nixl"),
             handoff="pool",
-            secret=SECRET,
         )
         for (name, role), pool in zip(roles.items(), pools, strict=True)
     ]

@@ -58,9 +58,18 @@ class Event(StrEnum):
 OVERFLOWS = (Event.PREEMPTION, Event.MOVE)
 
 
+ENDLESS = {
+    "type": "array",
+    "items": {
+        "anyOf": [{"type": "integer"}, {"enum": ["yes", "no"]}, {"type": "string", "maxLength": 9}]
+    },
+    "minItems": 400,
+}
+"""No answer ends by itself within its tokens."""
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "seeded": {"temperature": 1.0, "seed": 4, "frequency_penalty": 0.5},
+    "grammar": {"temperature": 1.0, "seed": 4, "structured_outputs": {"json": ENDLESS}},
 }
 FACTORS: dict[str, Sequence[object]] = {
     "event": [*Event],

@@ -23,6 +23,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.v1 import admin_pb2, worker_pb2
 from router.core.state.generation import ClusterSnapshot
 from router.live.metrics import RouterMetrics
+from tests.access import ACCESS, HEADERS
 from tests.integration.faces_kit import LIMIT_S, in_loop, served, servers_over
 from tests.integration.http_kit import checkpoint_folder as checkpoint_folder
 from tests.integration.split_kit import RouterThread
@@ -54,7 +55,9 @@ def code_of(port: int, method: MethodDescriptor) -> grpc.StatusCode:
             request_serializer=asked.SerializeToString,
             response_deserializer=reply.FromString,
         )
-        _, done = call.with_call(iter(()) if streams else asked(), timeout=LIMIT_S)
+        _, done = call.with_call(
+            iter(()) if streams else asked(), timeout=LIMIT_S, metadata=ACCESS.metadata
+        )
         return done.code()
 
 
@@ -75,7 +78,8 @@ def test_a_method_is_on_the_internal_port_only(
 @pytest.mark.parametrize("path", INTERNAL_PATHS)
 def test_a_path_is_on_the_internal_port_only(path: str, router: RouterThread) -> None:
     ports = router.address
-    assert httpx.get(f"http://127.0.0.1:{ports.internal.http}{path}").status_code == 200
+    internal = f"http://127.0.0.1:{ports.internal.http}{path}"
+    assert httpx.get(internal, headers=HEADERS).status_code == 200
     answer = httpx.get(f"http://127.0.0.1:{ports.public.http}{path}")
     assert answer.status_code == 404
     assert answer.json()["error"]["type"] == "invalid_request_error"
@@ -84,7 +88,8 @@ def test_a_path_is_on_the_internal_port_only(path: str, router: RouterThread) ->
 def test_nobody_generates_on_the_internal_ports(router: RouterThread) -> None:
     internal = router.address.internal
     for path in ("/v1/completions", "/v1/models"):
-        assert httpx.get(f"http://127.0.0.1:{internal.http}{path}").status_code == 404
+        url = f"http://127.0.0.1:{internal.http}{path}"
+        assert httpx.get(url, headers=HEADERS).status_code == 404
     assert "kvrelay.v1.Inference" not in services_of(internal.grpc)
 
 
@@ -99,25 +104,27 @@ def services_of(port: int) -> set[str]:
     asked = reflection_pb2.ServerReflectionRequest(list_services="")
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        (answer,) = stub.ServerReflectionInfo(iter([asked]), timeout=LIMIT_S)
+        (answer,) = stub.ServerReflectionInfo(
+            iter([asked]), timeout=LIMIT_S, metadata=ACCESS.metadata
+        )
         return {service.name for service in answer.list_services_response.service}
 
 
 def test_status_says_that_it_was_given_a_public_address(router: RouterThread) -> None:
     internal = f"127.0.0.1:{router.address.internal.grpc}"
-    assert status.of_router(internal)["workers"] == ()
-    assert not kv_status.kv_of_router(internal).workers
+    assert status.of_router(internal, ACCESS)["workers"] == ()
+    assert not kv_status.kv_of_router(internal, ACCESS).workers
     public = f"127.0.0.1:{router.address.public.grpc}"
     for asked in (status.of_router, kv_status.kv_of_router):
         with pytest.raises(ConfigError, match=f"{public}: not the internal gRPC address"):
-            asked(public)
+            asked(public, ACCESS)
 
 
 def test_a_worker_that_joins_at_the_public_port_ends(router: RouterThread) -> None:
     public = f"127.0.0.1:{router.address.public.grpc}"
     request = worker_pb2.RegisterRequest(address="127.0.0.1:1")
     with pytest.raises(ConfigError, match=f"--join {public}: not the internal gRPC address"):
-        router.call(stay_registered(public, request))
+        router.call(stay_registered(public, request, ACCESS))
     assert not router.workers()
 
 

@@ -32,6 +32,7 @@ from tests.integration.manifests import (
 KUBERNETES_VERSION = "1.31"
 CRDS = Path(os.environ.get("KVRELAY_CRDS", DEPLOY.parents[1] / "shared" / "crds"))
 
+OWN_APIS = r"v1|policy/v1|networking.k8s.io/v1"
 ROUTER_PODS = {"ray.io/cluster": "kvrelay", "ray.io/group": "router"}
 
 each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
@@ -44,13 +45,14 @@ def config_of(overlay: str, tmp_path: Path) -> Config:
 
 
 def own_kinds(overlay: str) -> list[Manifest]:
-    return [m for m in render(overlay) if re.fullmatch(r"v1|policy/v1", m["apiVersion"])]
+    return [m for m in render(overlay) if re.fullmatch(OWN_APIS, m["apiVersion"])]
 
 
 @each_overlay
 def test_kubernetes_accepts_them(overlay: str) -> None:
     checked = own_kinds(overlay)
-    assert {m["kind"] for m in checked} == {"ConfigMap", "Service", "PodDisruptionBudget"}
+    kinds = {"ConfigMap", "Service", "PodDisruptionBudget", "NetworkPolicy"}
+    assert {m["kind"] for m in checked} == kinds
     for manifest in checked:
         kubernetes_validate.validate(manifest, KUBERNETES_VERSION, strict=True)
 
@@ -248,6 +250,81 @@ def test_the_job_finds_its_cluster_and_its_file(overlay: str) -> None:
     assert env["KVRELAY_CONFIG"] == f"{mounts['config']}/cluster.yaml"
     (volume,) = [v for v in pod["volumes"] if v["name"] == "config"]
     assert volume["configMap"]["name"] == one(overlay, "ConfigMap")["metadata"]["name"]
+
+
+def pod_specs(overlay: str) -> dict[str, Manifest]:
+    """# group |-> the spec of its pods"""
+    head = one(overlay, "RayCluster")["spec"]["headGroupSpec"]
+    every = {"head": head} | groups(overlay)
+    return {name: spec["template"]["spec"] for name, spec in every.items()}
+
+
+def test_every_pod_keeps_to_the_restricted_standard() -> None:
+    """https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted"""
+    for overlay in OVERLAYS:
+        sidecar = one(overlay, "RayCluster")["spec"]["autoscalerOptions"]["securityContext"]
+        for name, pod in pod_specs(overlay).items():
+            inside = pod["securityContext"]
+            assert inside["runAsNonRoot"] is True and inside["runAsUser"] > 0, name
+            assert inside["seccompProfile"] == {"type": "RuntimeDefault"}, name
+            assert not {"hostNetwork", "hostPID", "hostIPC"} & {*pod}, name
+            allowed = {"configMap", "secret", "emptyDir"}
+            assert all(allowed & {*volume} for volume in pod["volumes"]), name
+            for context in [sidecar, *(c["securityContext"] for c in pod["containers"])]:
+                assert context["allowPrivilegeEscalation"] is False, name
+                assert context["capabilities"] == {"drop": ["ALL"]}, name
+
+
+@each_overlay
+def test_ray_asks_for_a_token(overlay: str) -> None:
+    assert one(overlay, "RayCluster")["spec"]["authOptions"] == {"mode": "token"}
+
+
+@each_overlay
+def test_token_and_key_come_from_a_secret_of_the_heads(overlay: str, tmp_path: Path) -> None:
+    network = config_of(overlay, tmp_path).network
+    pods = pod_specs(overlay)
+    (volume,) = [v for v in pods["head"]["volumes"] if "secret" in v]
+    (container,) = pods["head"]["containers"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    folder = mounts[volume["name"]]
+    assert (network.token_file, network.key_file) == (f"{folder}/token", f"{folder}/key")
+    assert volume["secret"]["defaultMode"] & 0o037 == 0, "else kvrelay refuses them"
+    assert pods["head"]["securityContext"]["fsGroup"], "else it may not read them"
+    others = [spec for name, spec in pods.items() if name != "head"]
+    assert not [v for spec in others for v in spec["volumes"] if "secret" in v]
+    (endpoint,) = one(overlay, "ServiceMonitor")["spec"]["endpoints"]
+    shown = endpoint["authorization"]["credentials"]
+    assert shown == {"name": volume["secret"]["secretName"], "key": "token"}
+    assert "Secret" not in {m["kind"] for m in render(overlay)}, "it is nobody's to commit"
+
+
+@each_overlay
+def test_from_elsewhere_only_public_ports_metrics_and_the_dashboard(
+    overlay: str, tmp_path: Path
+) -> None:
+    router = config_of(overlay, tmp_path).router
+    inside = one(overlay, "NetworkPolicy", "kvrelay")["spec"]
+    ours = {"matchLabels": {"ray.io/cluster": "kvrelay"}}
+    assert inside["podSelector"] == ours
+    assert inside["ingress"] == [{"from": [{"podSelector": ours}]}]
+    named = {n: one(overlay, "NetworkPolicy", n) for n in ("kvrelay-routers", "kvrelay-head")}
+    open_ports = {
+        name: {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
+        for name, policy in named.items()
+    }
+    assert open_ports == {
+        "kvrelay-routers": {router.http_port, router.grpc_port, router.internal_http_port},
+        "kvrelay-head": {8265},
+    }
+    assert named["kvrelay-routers"]["spec"]["podSelector"] == {"matchLabels": ROUTER_PODS}
+
+
+def test_images_run_as_an_ordinary_user() -> None:
+    text = (DEPLOY / "Dockerfile").read_text()
+    for target in ("cpu", "cuda"):
+        stage = text.partition(f" AS {target}\n")[2].partition("\nFROM ")[0]
+        assert stage.strip().splitlines()[-1] == "USER 1000:1000", target
 
 
 def test_dockerfile_copies_what_exists_and_ends_in_serve() -> None:

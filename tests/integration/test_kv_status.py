@@ -19,6 +19,7 @@ from kvrelay.types import Role
 from kvrelay.v1.admin_pb2 import GetKvResponse
 from kvrelay.v1.worker_pb2 import DebugKvResponse
 from router.live import pool_nodes
+from tests.access import ACCESS
 from tests.integration.pool_kit import Node
 from tests.integration.split_kit import (
     Cluster,
@@ -47,7 +48,7 @@ def nodes(tmp_path: Path) -> Iterator[Callable[..., Node]]:
 
 
 def kv(cluster: Cluster) -> GetKvResponse:
-    return status.kv_of_router(cluster.internal_grpc)
+    return status.kv_of_router(cluster.internal_grpc, ACCESS)
 
 
 def states(found: GetKvResponse, tier: str) -> dict[str, int]:

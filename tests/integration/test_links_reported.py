@@ -11,6 +11,7 @@ from cluster.cli import status
 from kvrelay.messages import speed_text
 from kvrelay.types import Role
 from router.core.state.generation import LinkStatus
+from tests.access import ACCESS
 from tests.integration.split_kit import (
     Cluster,
     WorkerHost,
@@ -53,7 +54,7 @@ def test_the_common_transport_is_used_measured_and_reported(
             "kvrelay:link_bandwidth_bytes_per_second": link.bytes_per_s,
             "kvrelay:link_latency_seconds": link.latency_s,
         }
-        facts = status.of_router(cluster.internal_grpc)
+        facts = status.of_router(cluster.internal_grpc, ACCESS)
         status.print_table(facts)
         shown = f"prefill-0 -> decode-0 over nixl: {speed_text(link.bytes_per_s)}, "
         assert shown in capsys.readouterr().out

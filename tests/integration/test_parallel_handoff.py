@@ -16,6 +16,7 @@ from engine.model.checkpoint import open_checkpoint
 from engine.model.model import load_model
 from kvrelay import Client
 from kvrelay.types import Role
+from tests.access import ACCESS
 from tests.integration.ray_head import Marked, marked, until
 from tests.integration.split_kit import WorkerHost, running_cluster, worker_settings
 from tests.integration.test_handoff_exact import ask, check, prompts
@@ -156,6 +157,6 @@ def servers(router: RouterAddresses) -> list[str]:
 
 def busy(router: RouterAddresses) -> str:
     """The first decode worker that holds KV of a request."""
-    workers = status.kv_of_router(router.internal).workers
+    workers = status.kv_of_router(router.internal, ACCESS).workers
     holding = (one.worker for one in workers if one.held and one.worker.startswith("decode"))
     return next(holding, "")

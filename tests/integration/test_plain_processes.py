@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from cluster.cli import status
 from kvrelay import Client, Stream
 from kvrelay.client.requests import GenerateOptions
 from kvrelay.results import Chunk
+from tests.access import ACCESS
 from tests.integration.ray_head import BIN, Marked, marked, until
 
 POOL = f"plain-{uuid4().hex[:8]}"
@@ -74,7 +76,7 @@ def start_pool_node(here: Marked, router: RouterAddresses, log: Path) -> Process
 
 
 def pool_nodes_of(router: RouterAddresses) -> int:
-    return len(status.kv_of_router(router.internal).pool_nodes)
+    return len(status.kv_of_router(router.internal, ACCESS).pool_nodes)
 
 
 def workers_of(router: RouterAddresses) -> set[str]:
@@ -123,7 +125,7 @@ def test_workers_join_serve_and_join_again(here: Marked, tmp_path: Path) -> None
 
 def holds_nothing(router: RouterAddresses) -> bool:
     """As this router is told by every worker."""
-    workers = status.kv_of_router(router.internal).workers
+    workers = status.kv_of_router(router.internal, ACCESS).workers
     return len(workers) == len(ROLES) and all(
         not one.held and one.free_blocks + one.cached_blocks == one.total_blocks for one in workers
     )
@@ -239,3 +241,31 @@ def test_a_shared_queue_is_one_routers(here: Marked, tmp_path: Path) -> None:
     for process in (of_both, of_one, *routers):
         process.terminate()
     assert [process.wait(30) for process in (of_both, of_one, *routers)] == [0] * 4
+
+
+def test_the_first_start_makes_the_token_that_commands_find(here: Marked, tmp_path: Path) -> None:
+    for name in ("KVRELAY_TOKEN_FILE", "XDG_CONFIG_HOME"):
+        del here.env[name]
+    router, address = start_router(here, tmp_path / "r")
+    folder = Path(here.env["HOME"], ".config", "kvrelay")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+    assert modes == {"kvrelay.token": 0o600, "kvrelay.key": 0o600}
+    asked = ("status", "--address", address.internal, "--format", "json")
+    assert json.loads(here.run(KVRELAY, *asked))["workers"] == []
+    token = (folder / "kvrelay.token").read_text()
+    (folder / "kvrelay.token").write_text("00" * 32)
+    done = subprocess.run([KVRELAY, *asked], env=here.env, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"kvrelay: {address.internal}: the token is of another cluster")
+    told = here.run(KVRELAY, *asked, "--token-file", str(_copy(tmp_path, token)))
+    assert json.loads(told)["workers"] == []
+    assert token.strip() not in (tmp_path / "r").read_text()
+    router.terminate()
+    assert router.wait(30) == 0, (tmp_path / "r").read_text()
+
+
+def _copy(folder: Path, token: str) -> Path:
+    path = folder / "copy"
+    path.write_text(token)
+    path.chmod(0o600)
+    return path

@@ -22,6 +22,7 @@ from cluster.pool_node.node import PoolNode
 from kvpool.core.fetch.client_events import OfferConfirmed, OfferSettled
 from kvpool.core.fetch.fetches import Restored
 from kvrelay.types import Incarnation
+from tests.access import OTHER_TOKEN, token_file
 from tests.integration import pool_kit
 from tests.integration.pool_kit import Node, chain, layout, pool_worker, refused
 from tests.integration.ray_head import until
@@ -289,16 +290,19 @@ def test_workers_of_other_hosts_come_over_nixl(start: Start) -> None:
     node.stop()
 
 
-def test_only_workers_that_know_the_secret_come_over_nixl(
-    start: Start, caplog: pytest.LogCaptureFixture
+def test_only_workers_that_have_the_token_come_over_nixl(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    node = start(*_host(16), "--transport", "nixl", "--set", "network.secret=right")
+    node = start(*_host(16), "--transport", "nixl", "--token-file", token_file(tmp_path))
     until(lambda: len(node.addresses()) == 2)
     _, far = node.addresses()
     caplog.set_level("INFO")
-    with pool_worker(far, secret=b"wrong") as stranger, pool_worker(far, secret=b"right") as friend:
+    with (
+        pool_worker(far, secret=b"wrong") as stranger,
+        pool_worker(far, secret=OTHER_TOKEN) as friend,
+    ):
         friend.await_connected()
-        refusal = "refused: its cluster has another secret"
+        refusal = "refused: its cluster has another token"
         until(lambda: refusal in caplog.text)
         assert not stranger.stores.connected
     node.stop()
@@ -309,14 +313,14 @@ def test_a_worker_reads_from_the_node_of_another_host(
     start: Start, tmp_path: Path, transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Over the transport that both have; another node in its place is not believed."""
-    secret = ("--set", "network.secret=right")
+    token = ("--token-file", token_file(tmp_path))
     here, there = (
         start(*_host(16)),
-        Node(tmp_path / "far", f"{start.name}-far", *_host(16), "--transport", transport, *secret),
+        Node(tmp_path / "far", f"{start.name}-far", *_host(16), "--transport", transport, *token),
     )
     until(lambda: len(there.addresses()) == 2)
     near, far = there.addresses()
-    options = {"far_transports": (transport,), "secret": b"right"}
+    options = {"far_transports": (transport,), "secret": OTHER_TOKEN}
     with pool_worker(near) as writer, pool_worker(start.address, seed=1, **options) as reader:
         writer.await_connected()
         reader.await_connected()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.access import HEADERS
 from tests.integration.ray_head import BIN, Head, ray_head, until
 from tests.integration.test_serve_ray import (
     OWN_PORTS,
@@ -48,7 +49,8 @@ def ask(http: str, start: int) -> None:
 def samples(head: Head, **labels: str) -> dict[tuple[str, str | None], float]:
     """# (metric, state) |-> value, of those with these labels"""
     at = head.internal("pooled", "internal_http_port")
-    with urllib.request.urlopen(f"http://{at}/metrics", timeout=10) as reply:
+    asked = urllib.request.Request(f"http://{at}/metrics", headers=HEADERS)
+    with urllib.request.urlopen(asked, timeout=10) as reply:
         families = text_string_to_metric_families(reply.read().decode())
         return {
             (sample.name, sample.labels.get("state")): sample.value

@@ -23,6 +23,7 @@ from kvpool.core.layout.block_names import BlockNames
 from kvrelay.types import Role
 from kvrelay.v1.pool_node_pb2 import PoolReportRequest
 from kvrelay.v1.pool_node_pb2_grpc import PoolNodeStub
+from tests.access import ACCESS
 from tests.integration.pool_kit import Node, running_node
 from tests.integration.split_kit import (
     Cluster,
@@ -260,7 +261,7 @@ class Streamed:
 
 def _pooled_blocks(node: PoolNodeStub) -> int:
     """Blocks that it has in memory, readable."""
-    tiers = node.Report(PoolReportRequest(), timeout=60.0).tiers
+    tiers = node.Report(PoolReportRequest(), timeout=60.0, metadata=ACCESS.metadata).tiers
     states = [state for tier in tiers if tier.tier == "host" for state in tier.states]
     return sum(one.blocks for one in states if one.state == "cached")
 

@@ -34,6 +34,7 @@ from router.core.events import PoolNodeLost, PoolNodeSaid
 from router.core.state.directory import Directory
 from router.live import pool_nodes
 from router.live.pool_nodes import PoolNodes
+from tests.access import ACCESS
 from tests.integration.faces_kit import in_loop
 from tests.integration.pool_kit import Node, PoolWorker, chain, pool_worker
 from tests.unit.directory_kit import Named, known
@@ -53,7 +54,7 @@ class Router:
         self.directory = Directory()
         self.updates: list[PoolUpdate] = []
         self.lost = 0
-        self.nodes = PoolNodes(self._post)
+        self.nodes = PoolNodes(self._post, ACCESS)
         for address in addresses:
             self.nodes.add(address)
 
@@ -230,9 +231,9 @@ class Served:
 
 @asynccontextmanager
 async def serving() -> AsyncIterator[tuple[Served, str]]:
-    served, server = Served(), grpc_server()
+    served, server = Served(), grpc_server(ACCESS)
     pool_node_pb2_grpc.add_PoolNodeServicer_to_server(PoolNodeService(served.post), server)
-    port = bind_port(server, "127.0.0.1", None)
+    port = bind_port(server, "127.0.0.1", None, ACCESS)
     await server.start()
     try:
         yield served, f"127.0.0.1:{port}"
@@ -272,7 +273,8 @@ async def test_a_router_that_does_not_read_is_dropped_and_begins_anew(
         options = [("grpc.http2.bdp_probe", 0)]  # little is on its way
         async with grpc.aio.insecure_channel(address, options=options) as channel:
             stub = pool_node_pb2_grpc.PoolNodeStub(channel)
-            slow = aiter(stub.Watch(pb.WatchRequest(wire_version=WIRE_VERSION)))
+            asked = pb.WatchRequest(wire_version=WIRE_VERSION)
+            slow = aiter(stub.Watch(asked, metadata=ACCESS.metadata))
             assert (await anext(slow)).sequence == 0
             step = 4096
             for count in range(2 * changes.MOST_WAITING // step):
@@ -308,6 +310,7 @@ async def test_a_router_that_misses_an_update_begins_anew() -> None:
 async def test_a_router_of_another_version_is_told_so() -> None:
     async with serving() as (served, address), grpc.aio.insecure_channel(address) as channel:
         stub = pool_node_pb2_grpc.PoolNodeStub(channel)
+        asked = pb.WatchRequest(wire_version=WIRE_VERSION + 1)
         with pytest.raises(grpc.aio.AioRpcError, match="install the same kvrelay on both"):
-            await stub.Watch(pb.WatchRequest(wire_version=WIRE_VERSION + 1)).read()
+            await stub.Watch(asked, metadata=ACCESS.metadata).read()
         assert not served.lines

@@ -29,12 +29,12 @@ def refusing(times: int) -> FakeDispatcher:
 
 
 @asynccontextmanager
-async def two(folder: Path, *secrets: str) -> AsyncIterator[tuple[Served, Served]]:
+async def two(folder: Path, *keys: str) -> AsyncIterator[tuple[Served, Served]]:
     """The first one refuses."""
-    one, other = secrets
+    one, other = keys
     async with (
-        served(folder, refusing(-1), secret=one) as first,
-        served(folder, secret=other) as second,
+        served(folder, refusing(-1), cluster_key=one.encode()) as first,
+        served(folder, cluster_key=other.encode()) as second,
     ):
         yield first, second
 
@@ -77,7 +77,7 @@ async def test_a_refusal_without_one_leaves_the_one_before(folder: Path) -> None
 
 
 @in_loop
-async def test_over_http_any_router_with_the_same_secret_takes_it(folder: Path) -> None:
+async def test_over_http_any_router_with_the_same_key_takes_it(folder: Path) -> None:
     async with two(folder, "a", "a") as (one, other), other.http() as client:
         answer = await refused(one)
         token = answer.headers[HEADER]

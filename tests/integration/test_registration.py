@@ -14,6 +14,7 @@ import pytest
 from cluster.cli.plain import stay_registered
 from cluster.process import net
 from kvrelay.v1.worker_pb2 import RegisterRequest
+from tests.access import ACCESS
 from tests.integration.split_kit import RouterThread, wait_until
 
 NOWHERE = "127.0.0.1:9"
@@ -72,7 +73,7 @@ def registered(network: Network) -> Iterator[None]:
     async def join() -> None:
         async with network.serving() as port:
             request = RegisterRequest(address=NOWHERE)
-            joining = asyncio.create_task(stay_registered(f"127.0.0.1:{port}", request))
+            joining = asyncio.create_task(stay_registered(f"127.0.0.1:{port}", request, ACCESS))
             await asyncio.to_thread(ends.wait)
             joining.cancel()
             await asyncio.gather(joining, return_exceptions=True)

@@ -10,6 +10,7 @@ import pytest
 
 from cluster.cli import status
 from kvrelay import Client
+from tests.access import ACCESS
 from tests.integration.split_kit import (
     Cluster,
     WorkerHost,
@@ -25,7 +26,7 @@ PREFIX = "cmpl-my-trace-7-"
 
 def held(cluster: Cluster) -> set[str]:
     """Requests of this client that hold blocks."""
-    found = status.kv_of_router(cluster.internal_grpc)
+    found = status.kv_of_router(cluster.internal_grpc, ACCESS)
     ids = {held.request_id for worker in found.workers for held in worker.held}
     return {one for one in ids if one.startswith(PREFIX)}
 

@@ -23,6 +23,7 @@ from router.core.migration import Moving
 from router.core.policy.choice import Policies
 from router.text.preload import PreloadText
 from router.text.request_fields import TierMatch
+from tests.access import ACCESS
 from tests.integration.split_kit import (
     PATIENCE_S,
     Cluster,
@@ -160,10 +161,11 @@ def test_status_names_the_tenants_of_all_routers(long_llama: Path, hosts: Hosts)
             stream = client.stream([5, 6, 7], max_tokens=8000, ignore_eos=True, tenant="acme")
             with stream:
                 next(stream)
-                alone = status.kv_of_router(one.internal_grpc)
-                found = status.of_routers(["127.0.0.1:1", one.internal_grpc, other.internal_grpc])
+                alone = status.kv_of_router(one.internal_grpc, ACCESS)
+                at = ["127.0.0.1:1", one.internal_grpc, other.internal_grpc]
+                found = status.of_routers(at, ACCESS)
         with pytest.raises(ConfigError, match=r"127.0.0.1:1: no router answers"):
-            status.of_routers(["127.0.0.1:1", "127.0.0.1:1"])
+            status.of_routers(["127.0.0.1:1", "127.0.0.1:1"], ACCESS)
     assert {held.tenant for worker in alone.workers for held in worker.held} == {""}
     tenants = {held.tenant for worker in found.workers for held in worker.held}
     assert tenants == {tenant_label("acme")}

@@ -14,10 +14,12 @@ import pytest
 from cluster.process import net
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
+from tests.access import ACCESS
 from tests.integration.faces_kit import in_loop
 
 ROUTER = """
 import sys, time, grpc
+from tests.access import ACCESS
 from kvrelay.v1 import worker_pb2 as pb, worker_pb2_grpc
 
 def said():
@@ -25,7 +27,7 @@ def said():
     time.sleep(600)
 
 with grpc.insecure_channel(sys.argv[1]) as channel:
-    for _ in worker_pb2_grpc.WorkerStub(channel).Attach(said()):
+    for _ in worker_pb2_grpc.WorkerStub(channel).Attach(said(), metadata=ACCESS.metadata):
         pass
 """
 
@@ -49,9 +51,9 @@ class Worker(worker_pb2_grpc.WorkerServicer):
 async def test_a_worker_lets_go_of_a_router_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(net, "PING_MS", 300)
     monkeypatch.setattr(net, "PATIENCE_MS", 300)
-    server, worker = net.grpc_server(), Worker()
+    server, worker = net.grpc_server(ACCESS), Worker()
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
-    port = net.bind_port(server, "127.0.0.1", None)
+    port = net.bind_port(server, "127.0.0.1", None, ACCESS)
     await server.start()
     router = subprocess.Popen([sys.executable, "-c", ROUTER, f"127.0.0.1:{port}"])
     try:

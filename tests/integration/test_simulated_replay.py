@@ -33,6 +33,7 @@ from router.core.events import (
     WorkerSaid,
 )
 from router.core.record import Entry, from_line
+from tests.access import HEADERS
 from tests.integration.pool_kit import Node
 from tests.integration.split_kit import (
     Cluster,
@@ -190,7 +191,7 @@ class Live:
 
 
 def on_disk(cluster: Cluster) -> int:
-    kv = httpx.get(f"{cluster.internal_url}/debug/kv", timeout=60.0).json()
+    kv = httpx.get(f"{cluster.internal_url}/debug/kv", headers=HEADERS, timeout=60.0).json()
     tiers = [tier for node in kv["pool_nodes"] for tier in node["tiers"]]
     return sum(
         int(state.get("blocks", 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import anthropic
 import openai
 
 from kvrelay import AsyncClient, ChatMessage
@@ -116,3 +117,46 @@ def test_both_clients_hear_the_same(split: Cluster) -> None:
             assert answer.text == http.choices[0].text
 
     over_grpc()
+
+
+def test_openai_responses_and_a_conversation_by_its_id(split: Cluster) -> None:
+    with client_of(split) as client:
+        fixed: Any = {"model": MODEL, "temperature": 0, "max_output_tokens": 16}
+        one = client.responses.create(input=SAID, **fixed)
+        chat = client.chat.completions.create(
+            model=MODEL, messages=SAID, **GREEDY | {"max_tokens": 16}
+        )
+        assert one.output_text == chat.choices[0].message.content
+        with client.responses.stream(input=SAID, **fixed) as stream:
+            deltas = [e.delta for e in stream if e.type == "response.output_text.delta"]
+        assert "".join(deltas) == one.output_text
+        more: Any = {"role": "user", "content": "and the water"}
+        by_id = client.responses.create(input=[more], previous_response_id=one.id, **fixed)
+        whole = client.responses.create(input=[*SAID, *one.output, more], **fixed)
+        assert by_id.output_text == whole.output_text
+        assert by_id.usage is not None
+        assert whole.usage is not None
+        assert by_id.usage.input_tokens == whole.usage.input_tokens > one.usage.total_tokens
+    split.assert_clean()
+
+
+def test_anthropic_messages(split: Cluster) -> None:
+    asked: Any = {"model": MODEL, "messages": SAID}
+    fixed: Any = {"max_tokens": 16, "extra_body": {"temperature": 0}}
+    with anthropic.Anthropic(base_url=split.http_url, api_key="none", max_retries=0) as client:
+        whole = client.messages.create(**asked, **fixed)
+        assert whole.content[0].type == "text"
+        with client.messages.stream(**asked, **fixed) as stream:
+            text = "".join(stream.text_stream)
+            final = stream.get_final_message()
+        assert text == whole.content[0].text
+        assert final.stop_reason == whole.stop_reason == "max_tokens"
+        usage = final.usage
+        prompt = usage.input_tokens + (usage.cache_read_input_tokens or 0)
+        assert client.messages.count_tokens(**asked).input_tokens == prompt
+        with client_of(split) as other:
+            chat = other.chat.completions.create(
+                model=MODEL, messages=SAID, **GREEDY | {"max_tokens": 16}
+            )
+        assert chat.choices[0].message.content == text
+    split.assert_clean()

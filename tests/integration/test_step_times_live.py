@@ -14,6 +14,7 @@ from engine.core.step_times import decode_work, prefill_work
 from kvrelay.types import Role
 from router.core.load.step_times import WorkerTimes
 from router.core.state.worker_view import WorkerView
+from tests.access import ACCESS
 from tests.integration.split_kit import (
     Cluster,
     WorkerHost,
@@ -89,7 +90,7 @@ def test_what_workers_tell_predicts_what_clients_see(
     }
     with capsys.disabled():
         print(f"\npredicted {predicted}, actual {actual}")
-        status.print_table(status.of_router(cluster.internal_grpc))
+        status.print_table(status.of_router(cluster.internal_grpc, ACCESS))
     for kind, seconds in actual.items():
         assert min(seconds) / TOLERANCE < predicted[kind] < max(seconds) * TOLERANCE, kind
 
@@ -111,7 +112,7 @@ def test_a_worker_tells_what_it_runs(cluster: Cluster) -> None:
 def test_status_shows_times_and_corrections(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status.print_table(status.of_router(cluster.internal_grpc))
+    status.print_table(status.of_router(cluster.internal_grpc, ACCESS))
     lines = capsys.readouterr().out.splitlines()
     (line,) = [line for line in lines if line.startswith("decode-0 step times: ")]
     assert "; decode x 1.00 (good) of {1: " in line

@@ -14,13 +14,13 @@ from kvrelay.client.requests import SoFar, generate_request
 from kvrelay.errors import KvrelayError, Refused, RequestFailedError
 from kvrelay.types import NO_OBJECTIVES, FinishReason, Objectives, RequestSpec
 from kvrelay.v1 import inference_pb2 as pb
+from router.carried.continuation import VALID_S, Ticket
+from router.carried.signing import ClusterKey
 from router.core.events import Aborted, ChoiceStopped, Deliver, Submitted
 from router.core.promises.refusal import Refusal
 from router.core.request import Request
 from router.core.state.generation import ChoiceTokens, GenerationRequest
 from router.grpc_api.messages import continuation_of
-from router.text.continuation import VALID_S, Ticket
-from router.text.signing import ClusterKey
 from tests.sim.model import NAMES, VOCABULARY, expected
 from tests.sim.routers import RouterLife
 

@@ -18,8 +18,11 @@ from uuid import uuid4
 from cluster.worker.peers import PeerLinks
 from kvpool.core.transfer.messages import PeerHello
 from kvpool.core.transfer.pool_map import KvFacts
+from kvpool.transport.endpoints import EndpointOptions
 from kvrelay.types import WIRE_VERSION, Incarnation
 from tests.forks import forks
+
+KNOWN = EndpointOptions(secret=b"known")
 
 MOST_S = 0.02
 """A call of the loop takes no longer."""
@@ -115,7 +118,7 @@ def deaf_listener(scheme: str) -> Iterator[tuple[Incarnation, str]]:
 
 def _live(scheme: str, end: Pipe) -> None:
     hello = peer_hello("stopped")
-    links = PeerLinks([scheme], hello, lambda event: None)
+    links = PeerLinks([scheme], hello, lambda event: None, options=KNOWN)
     end.send((hello.incarnation, links.endpoints.addresses))
     with suppress(EOFError):
         end.recv()

@@ -16,8 +16,9 @@ from router.arriving.pieces import LEAST_TOKENS, MOST_TOKENS
 from router.arriving.prompt import Arriving, start_arriving
 from router.arriving.stable_tokens import UNSTABLE_TOKENS, StableTokens
 from router.live.metrics import RouterMetrics
+from router.text.request import TextRequest
 from router.text.sampling import GenerationDefaults, RequestedSampling
-from router.text.service import TextRequest, TextService
+from router.text.service import TextService
 from router.text.tokenizer import TextTokenizer
 from tests.integration.faces_kit import in_loop
 from tests.tokenizer_fixture import TEXTS, byte_level

@@ -24,15 +24,17 @@ from cluster.cli.options import devices, only, served
 from cluster.cli.process import POOL_KEYS, ROUTER_KEYS, WORKER_KEYS
 from cluster.config.load import Override, load_config
 from cluster.config.schema import Config, Section
-from cluster.core.plan import pool_node_settings, router_settings, worker_settings
+from cluster.core.plan import access_of, pool_node_settings, router_settings, worker_settings
 from cluster.core.resolve import Site, resolve
 from cluster.process.net import host_towards
+from kvrelay.access.values import Secrets
 from kvrelay.errors import ConfigError, KvrelayError
+from tests.access import TOKEN as TOKEN  # makes its file
 
 launch = pytest.importorskip("cluster.on_ray.launch", reason="no Ray here")
 
 COMMANDS = [
-    *("serve", "stop", "demo", "status", "trace", "doctor", "plan"),
+    *("serve", "stop", "demo", "chat", "batch", "models", "status", "trace", "doctor", "plan"),
     *("router", "worker", "pool-node", "config", "config show"),
 ]
 
@@ -90,6 +92,15 @@ ERRORS = {
     "trace r --address 127.0.0.1:1": "127.0.0.1:1: no router answers: ",
     "status --format xml": "Invalid value for '--format': 'xml' is not one of 'table', 'json' "
     "(see kvrelay status --help)",
+    "chat --address nowhere": "--address nowhere: expected HOST:PORT",
+    "chat --address ftp://h:1": "--address ftp://h:1: expected HOST:PORT or https://HOST:PORT",
+    "chat --temperature -1": "Invalid value for '--temperature': Input should be greater than or "
+    "equal to 0",
+    "batch none.jsonl out.jsonl": "Invalid value for 'IN.JSONL': ",
+    "batch README.md README.md": "README.md: name another file for the answers",
+    "batch README.md docs/models.md": "docs/models.md: line 1: not an answer of kvrelay batch: "
+    "name another output file",
+    "models nonsense": "nonsense: no causal family of transformers ",
     "worker --role prefill": "Missing option '--join' (see kvrelay worker --help)",
     "worker --join nowhere --role both": "--join nowhere: expected HOST:PORT",
     "worker --join 127.0.0.1:99999 --role both": "--join 127.0.0.1:99999: expected HOST:PORT",
@@ -272,6 +283,8 @@ SAMPLES: dict[str, object] = {
     "model.served_name": "other",
     "model.dtype": "float16",
     "model.max_model_len": 99,
+    "model.tool_format": "hermes",
+    "model.reasoning_format": "none",
     "engine.rank_timeout": "9s",
     "engine.block_size": 32,
     "engine.memory_fraction": 0.5,
@@ -296,6 +309,7 @@ SAMPLES: dict[str, object] = {
     "router.http_port": 1,
     "router.grpc_port": 2,
     "router.internal_host": "node",
+    "router.open_metrics": True,
     "router.internal_http_port": 3,
     "router.internal_grpc_port": 4,
     "router.public_metrics": True,
@@ -345,7 +359,10 @@ SAMPLES: dict[str, object] = {
     "pool.resources": {"x": 1},
     "network.host": "h",
     "network.port_range": [2000, 3000],
-    "network.secret": "s",
+    "network.token_file": "t",
+    "network.key_file": "k",
+    "network.tls.public": {"certificate": "c", "key": "k"},
+    "network.tls.internal": {"ca": "a", "certificate": "c", "key": "k"},
     "failure.detect": "9s",
     "observability.trace_dir": "/traces",
     "ray.address": "auto",
@@ -364,17 +381,24 @@ def leaves(section: type[Section], prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
+def secrets(config: Config) -> Secrets:
+    """Another file has other contents."""
+    files = config.network
+    return Secrets(token=str(files.token_file).encode(), key=str(files.key_file).encode())
+
+
 def used(command: str, *overrides: Override) -> object:
     """All that `kvrelay router`, `worker` or `pool-node` takes from its overrides. Workers use no
     pool unless they are told to."""
     site = Site(total_cpus=2, node_cpus=2, host="127.0.0.1", bundled_path="/bundled")
     given = [Override(("pool", "enabled"), "off"), *overrides]
     config = resolve(load_config(None, given), site)
+    access = access_of(config, secrets(config).token)
     if command == "router":
-        return router_settings(config), config.drain_timeout
+        return router_settings(config, secrets(config)), config.drain_timeout
     if command == "pool-node":
-        return pool_node_settings(config), config.drain_timeout
-    return worker_settings(config, config.workers[0], "w"), config.drain_timeout
+        return pool_node_settings(config, access), config.drain_timeout
+    return worker_settings(config, config.workers[0], "w", access), config.drain_timeout
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,16 @@ from pydantic import ValidationError
 from cluster.config.load import Override, load_config
 from cluster.config.schema import Config
 from cluster.config.types import format_duration, format_size, parse_duration_s, parse_size_bytes
-from cluster.core.plan import NODE_HOST, RayResources, plan_cluster, router_settings, shortage
+from cluster.core.plan import (
+    NODE_HOST,
+    ClusterPlan,
+    RayResources,
+    plan_cluster,
+    router_settings,
+    shortage,
+)
 from cluster.core.resolve import Site, resolve
+from kvrelay.access.values import Secrets
 from kvrelay.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "deploy" / "configs"
@@ -28,8 +36,8 @@ REFUSED = {
     "nam=x": "nam: unknown key, did you mean name?",
     "workers.0.rol=2": "workers.0.rol: unknown key, did you mean role?",
     "router.zzz=1": "router.zzz: unknown key, expected one of admission, api_key_hashes, api_keys, "
-    "directory_memory, dispatch, failover_patience, grpc_port, host, http_port, "
-    "internal_grpc_port, internal_host, internal_http_port, max_body, placement, "
+    "conversations, directory_memory, dispatch, failover_patience, grpc_port, host, http_port, "
+    "internal_grpc_port, internal_host, internal_http_port, max_body, open_metrics, placement, "
     "public_metrics, record, record_size, replicas, resources, same_ports",
     "engine.block_size=7": "engine.block_size: got 7, expected greater than or equal to 8",
     "engine.block_size=129": "engine.block_size: got 129, expected less than or equal to 128",
@@ -478,6 +486,8 @@ CHANGES = {
     "model.served_name": "s",
     "model.dtype": "float16",
     "model.max_model_len": 77,
+    "model.tool_format": "hermes",
+    "model.reasoning_format": "none",
     "engine.block_size": 64,
     "engine.memory_fraction": 0.5,
     "engine.kv_memory": "3MiB",
@@ -509,6 +519,7 @@ CHANGES = {
     "router.http_port": 1,
     "router.grpc_port": 2,
     "router.internal_host": "node",
+    "router.open_metrics": True,
     "router.internal_http_port": 3,
     "router.internal_grpc_port": 4,
     "router.public_metrics": True,
@@ -518,6 +529,9 @@ CHANGES = {
     "router.record": "/log",
     "router.record_size": "5MiB",
     "router.directory_memory": "5MiB",
+    "router.conversations.answers": 5,
+    "router.conversations.memory": "5MiB",
+    "router.conversations.age": "9s",
     "router.failover_patience": "9s",
     "router.placement.policy": "random",
     "router.placement.local_prefill": "auto",
@@ -558,7 +572,10 @@ CHANGES = {
     "pool.resources": {"z": 1},
     "network.host": "10.0.0.1",
     "network.port_range": [3000, 4000],
-    "network.secret": "s",
+    "network.token_file": "t",
+    "network.key_file": "k",
+    "network.tls.public": {"certificate": "c", "key": "k"},
+    "network.tls.internal": {"ca": "a", "certificate": "c", "key": "k"},
     "failure.detect": "9s",
     "observability.trace_dir": "/traces",
     "ray.startup_timeout": "9s",
@@ -576,11 +593,18 @@ EVERYTHING = (
 )
 
 
+def planned(config: Config) -> ClusterPlan:
+    """Another file of secrets has other contents."""
+    files = config.network
+    secrets = Secrets(token=str(files.token_file).encode(), key=str(files.key_file).encode())
+    return plan_cluster(resolve(config, SITE), secrets)
+
+
 @pytest.mark.parametrize(("key", "value"), CHANGES.items())
 def test_every_key_changes_the_plan(key: str, value: object) -> None:
     changed = load_config(None, [*EVERYTHING, Override(tuple(key.split(".")), value)])
     default = load_config(None, EVERYTHING)
-    assert plan_cluster(resolve(changed, SITE)) != plan_cluster(resolve(default, SITE))
+    assert planned(changed) != planned(default)
 
 
 def test_no_key_is_missing_from_the_test_above() -> None:

@@ -9,8 +9,8 @@ import pytest
 from kvrelay.client.requests import RECONNECT_EVERY_S, RECONNECT_FOR_S, SoFar
 from kvrelay.errors import InvalidRequest, Refused, RequestFailedError
 from kvrelay.v1 import inference_pb2 as pb
-from router.text.continuation import Continuation, Delivered, Ticket
-from router.text.signing import ClusterKey
+from router.carried.continuation import Continuation, Delivered, Ticket
+from router.carried.signing import ClusterKey
 
 KEY = ClusterKey(b"secret")
 GONE = RequestFailedError("unavailable", "gone")

@@ -5,7 +5,17 @@ from dataclasses import replace
 import pytest
 
 from decode_worker.scheduler import DecodeScheduler
-from engine.core.step import Emit, RunStep, SampleRequest, SequenceSlice, StepBatch, StepWanted
+from engine.core.step import (
+    Emit,
+    RunStep,
+    Sampled,
+    SampleRequest,
+    SequenceSlice,
+    StepBatch,
+    StepDone,
+    StepOutcome,
+    StepWanted,
+)
 from kvpool.core.blocks.pool import BlockState
 from kvpool.core.fetch.fetches import Restored
 from kvpool.core.fetch.prefix_lookup import PrefixLookup
@@ -16,6 +26,7 @@ from kvrelay.messages import (
     Generate,
     Lifetime,
     Released,
+    RequestFailed,
     Reserved,
     ReserveRefused,
     Stop,
@@ -403,3 +414,35 @@ def test_penalties_need_the_history() -> None:
     arrive(scheduler, request)
     (sample,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices[0].samples
     assert (sample.prompt_ids, sample.emitted_ids) == ((1, 2), (100,))
+
+
+def test_a_grammar_that_can_not_be_followed_ends_its_request_alone() -> None:
+    scheduler = decode_scheduler()
+    arrive(scheduler, spec("a", 3, max_tokens=9, n=2))
+    arrive(scheduler, spec("b", 3, max_tokens=9))
+    step = the_step(scheduler.handle(StepWanted(), 1))
+    assert [piece.key.request_id for piece in step.batch.slices] == ["a", "a", "b"]
+    sampled = tuple((Sampled(token_id=t),) for t in (7, 8, 9))
+    outcome = StepOutcome(sampled=sampled, failed={0: "too complex", 1: "too complex"})
+    heard = scheduler.handle(StepDone(outcome=outcome, seconds=0.1), 2)
+    failed = RequestFailed(key=key("a"), at_s=2, reason="grammar", message="too complex")
+    assert [one for one in events(heard) if one.key == key("a")] == [
+        failed,
+        Released(key=key("a"), at_s=2),
+    ]
+    assert said(heard) == [(0, 1, (9,), None)]
+    scheduler.validate()
+    scheduler.handle(Abort(key=key("b")), 3)
+    assert_idle(scheduler)
+
+
+def test_a_matched_grammar_ends_a_choice_whatever_was_drawn() -> None:
+    scheduler = decode_scheduler()
+    arrive(scheduler, spec("a", 3, max_tokens=9))
+    the_step(scheduler.handle(StepWanted(), 1))
+    outcome = StepOutcome(sampled=((Sampled(token_id=7, ends=True),),))
+    heard = scheduler.handle(StepDone(outcome=outcome, seconds=0.1), 2)
+    assert said(heard) == [(0, 1, (7,), FinishReason.STOP)]
+    (told,) = [one for one in events(heard) if isinstance(one, Tokens)]
+    assert told.stop_token_id == 7
+    assert_idle(scheduler)

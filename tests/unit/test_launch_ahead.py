@@ -20,8 +20,8 @@ from tests.models import VOCAB_SIZE
 from tests.unit.test_resuming import SAMPLINGS, STOPS, decoder, engine_of
 
 TOKENS = 24
-AHEAD = ("greedy", "seeded", "min_tokens", "logprobs")
-"""Those whose draws need no earlier tokens."""
+AHEAD = ("greedy", "seeded", "min_tokens", "logprobs", "grammar")
+"""Those whose model pass needs no earlier tokens on the host."""
 
 
 @pytest.fixture(scope="module", params=["native", "sdpa"])

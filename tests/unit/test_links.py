@@ -70,7 +70,8 @@ class Side:
             name=name,
         )
         self.inbox: queue.SimpleQueue[FromPeer | PeerLost | LinkMeasured] = queue.SimpleQueue()
-        self.links = PeerLinks(transports, hello, self.inbox.put, **options)  # type: ignore[arg-type]
+        known = {"options": EndpointOptions(secret=b"known")} | options
+        self.links = PeerLinks(transports, hello, self.inbox.put, **known)  # type: ignore[arg-type]
         self.incarnation = hello.incarnation
 
     def greet(self, peer: Side) -> None:

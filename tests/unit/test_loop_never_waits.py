@@ -23,6 +23,7 @@ from kvpool.transport.peer.base import Connection
 from kvrelay.errors import PeerError
 from kvrelay.types import Incarnation, RequestKey
 from tests.unit.loop_kit import (
+    KNOWN,
     Waited,
     deaf_listener,
     in_time,
@@ -46,7 +47,7 @@ class Side:
         self.inbox: queue.SimpleQueue[FromPeer | PeerLost | LinkMeasured] = queue.SimpleQueue()
         hello = peer_hello("side")
         self.incarnation = hello.incarnation
-        self.links = PeerLinks([scheme], hello, self.inbox.put)
+        self.links = PeerLinks([scheme], hello, self.inbox.put, options=KNOWN)
 
     def heard(self, kind: type) -> FromPeer | PeerLost | LinkMeasured:
         while True:

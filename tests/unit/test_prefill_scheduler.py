@@ -7,9 +7,12 @@ import pytest
 from engine.core.step import (
     Emit,
     RunStep,
+    Sampled,
     SampleRequest,
     SequenceSlice,
     StepBatch,
+    StepDone,
+    StepOutcome,
     StepWanted,
     Tick,
 )
@@ -570,3 +573,21 @@ def test_what_the_pool_has_already_is_told_with_the_first_chunk() -> None:
     scheduler.handle(prefill_of(spec("b", 3 * BLOCK + 1)), 0)
     scheduler.handle(StepWanted(), 0)
     assert to_peer(done(scheduler, (7,))) == [PrefixStored(key=key("b"), tokens=2 * BLOCK)]
+
+
+def test_a_grammar_that_can_not_be_followed_ends_its_request_alone() -> None:
+    scheduler = prefill_scheduler()
+    for name in ("a", "b"):
+        scheduler.handle(prefill_of(spec(name, 3, max_tokens=9)), 0)
+    step = the_step(scheduler.handle(StepWanted(), 1))
+    assert [piece.key.request_id for piece in step.batch.slices] == ["a", "b"]
+    outcome = StepOutcome(
+        sampled=((Sampled(token_id=7),), (Sampled(token_id=8),)), failed={0: "too complex"}
+    )
+    heard = events(scheduler.handle(StepDone(outcome=outcome, seconds=0.1), 2))
+    assert [one for one in heard if isinstance(one, RequestFailed)] == [
+        RequestFailed(key=key("a"), at_s=2, reason="grammar", message="too complex")
+    ]
+    told = [one for one in heard if isinstance(one, Tokens)]
+    assert [(one.key, one.token_ids) for one in told] == [(key("b"), (8,))]
+    assert key("a") not in scheduler.jobs and key("b") in scheduler.jobs

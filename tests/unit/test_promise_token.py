@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from router.carried.continuation import Ticket
+from router.carried.promise_token import PromiseToken
+from router.carried.signing import ClusterKey
 from router.core.promises.work import Promised, ToldPromise
 from router.core.state.generation import GenerationRequest
-from router.text.continuation import Ticket
-from router.text.promise_token import PromiseToken
-from router.text.signing import ClusterKey
 from tests.unit.router_kit import request
 
 KEY = ClusterKey(b"secret")

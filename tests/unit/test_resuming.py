@@ -41,6 +41,9 @@ SAMPLINGS = {
         max_tokens=TOKENS, seed=5, temperature=1.0, min_tokens=33, stop_token_ids=STOPS
     ),
     "logprobs": Sampling(max_tokens=TOKENS, seed=1, logprobs=3),
+    "grammar": Sampling(
+        max_tokens=TOKENS, seed=9, temperature=1.0, grammar="start: /([a-z ]{2,5}[0-9]){90}/"
+    ),
 }
 
 

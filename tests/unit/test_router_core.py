@@ -424,6 +424,19 @@ def test_after_the_last_attempt_it_fails_with_the_reason() -> None:
     assert_no_books(core)
 
 
+def test_a_grammar_that_can_not_be_followed_is_not_tried_elsewhere() -> None:
+    core = split()
+    submit(core)
+    says(core, "d", reserved())
+    assert says(core, "p", failed("grammar")) == [
+        Send(worker=D, message=Abort(key=key())),
+        Send(worker=P, message=Abort(key=key())),
+        Fail(request_id="r", reason="grammar", message="why"),
+    ]
+    says(core, "d", released())
+    assert_no_books(core)
+
+
 def waiting(n: int = 1) -> RouterCore:
     """An admitted request whose decode worker was lost, and other routers have filled the rest."""
     core = running(split(), n=n)

@@ -17,6 +17,7 @@ from cluster.process.bars import DownloadBars
 from cluster.worker.process import WorkerProcess
 from engine.core.activity import Stage, StartActivity
 from engine.model.checkpoint import find_text_files, open_checkpoint
+from kvrelay.access.values import NO_ACCESS
 from kvrelay.errors import ConfigError, ModelError
 from kvrelay.types import Role
 from kvrelay.v1 import worker_pb2
@@ -215,7 +216,7 @@ def test_why_a_router_is_away_is_told_once(
     monkeypatch.setattr(plain, "_register", register)
     monkeypatch.setattr(plain, "FIRST_RETRY_S", 0.0)
     with pytest.raises(ConfigError, match="enough"):
-        asyncio.run(plain.stay_registered("here:1", worker_pb2.RegisterRequest()))
+        asyncio.run(plain.stay_registered("here:1", worker_pb2.RegisterRequest(), NO_ACCESS))
     again = "trying again until it answers"
     assert caplog.messages == [
         f"router here:1: {why}; {again}" for why in ("refused", *2 * ["gone"])

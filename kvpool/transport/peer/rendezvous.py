@@ -1,8 +1,8 @@
 """Where endpoints listen, how peers find them, and which peers are admitted.
 
 On one host: abstract UNIX sockets, for processes of the same user. Between hosts: TCP, for
-processes that prove they know the cluster's secret. Both sides prove it; later data are not
-encrypted.
+processes that prove they know the cluster's secret, its token. Both sides prove it, and neither
+tells it; later data are not encrypted.
 """
 
 from __future__ import annotations
@@ -100,9 +100,10 @@ class Network:
         port_range: tuple[int, int] | None,
         secret: bytes,
     ) -> None:
-        """Listens on `host`, which is sent to peers. Raises ConfigError when no port is free."""
+        """Listens on `host`, which is sent to peers. Without a secret it lets nobody in. Raises
+        ConfigError when no port is free."""
         self._scheme = scheme
-        self._secret = secret
+        self._secret = secret or secrets.token_bytes(_NONCE_BYTES)
         self.listener = _listen(host, port_range)
         self.address = f"{scheme}:{host}:{self.listener.getsockname()[1]}/{incarnation}"
 
@@ -129,9 +130,9 @@ class Network:
         proof = control_wire.answer(sock, "the peer", Packet.PROOF)
         theirs, digest = proof[:_NONCE_BYTES], proof[_NONCE_BYTES:]
         if not hmac.compare_digest(digest, self._digest(b"connects", ours, theirs)):
-            reason = "its cluster has another secret"
+            reason = "its cluster has another token"
             control_wire.send(sock, Packet.REFUSE, reason.encode())
-            raise PeerError("the peer has another secret")
+            raise PeerError("the peer has another cluster's token")
         control_wire.send(sock, Packet.PROOF, self._digest(b"accepts", ours, theirs))
 
     def _prove(self, sock: socket.socket, address: str) -> None:
@@ -140,7 +141,7 @@ class Network:
         control_wire.send(sock, Packet.PROOF, ours + self._digest(b"connects", theirs, ours))
         digest = control_wire.answer(sock, address, Packet.PROOF)
         if not hmac.compare_digest(digest, self._digest(b"accepts", theirs, ours)):
-            raise PeerError(f"{address} does not know this cluster's secret")
+            raise PeerError(f"{address} does not know this cluster's token")
 
     def _digest(self, side: bytes, challenge: bytes, answer: bytes) -> bytes:
         return hmac.digest(self._secret, side + challenge + answer, "sha256")

@@ -10,6 +10,8 @@ from typing import TypeVar, Unpack
 
 import grpc
 
+from kvrelay.access.tls import aio_channel
+from kvrelay.access.values import Tls
 from kvrelay.client.parts import AsyncParts, TextOrIds
 from kvrelay.client.requests import (
     CHANNEL_OPTIONS,
@@ -169,14 +171,15 @@ class AsyncClient:
         address: str | Sequence[str] = "localhost:50051",
         *,
         timeout_s: float | None = None,
+        tls: Tls | None = None,
         api_key: str | None = None,
     ) -> None:
         """`address`: HOST:PORT of a router, or several: the first is used until it is gone, then
-        the next. `timeout_s`: limit for any one call; None for no limit. `api_key`: goes with every
-        call; None: the environment's KVRELAY_API_KEY, if there is one."""
-        self._channels = [
-            grpc.aio.insecure_channel(one, options=CHANNEL_OPTIONS) for one in addresses_of(address)
-        ]
+        the next. `timeout_s`: limit for any one call; None for no limit. `tls`: how the routers'
+        certificates are checked; None: no TLS. `api_key`: goes with every call; None: the
+        environment's KVRELAY_API_KEY, if there is one. Raises ConfigError for a file that can't be
+        read."""
+        self._channels = [aio_channel(one, tls, CHANNEL_OPTIONS) for one in addresses_of(address)]
         key = api_key_of(api_key)
         self._routers = Routers(
             [with_key(InferenceStub(channel), key) for channel in self._channels]

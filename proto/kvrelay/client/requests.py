@@ -59,6 +59,11 @@ class SamplingOptions(TypedDict, total=False):
     prompt_logprobs: int
     seed: int
     logit_bias: Mapping[int, float]
+    json_schema: Mapping[str, object] | str
+    json_object: bool
+    regex: str
+    choice: Sequence[str]
+    grammar: str
 
 
 class GenerateOptions(SamplingOptions, total=False):
@@ -102,6 +107,11 @@ HELP: Mapping[str, str] = {
     "prompt_logprobs": "The same for the tokens of the prompt, which is then computed whole.",
     "seed": "The same seed draws the same tokens; absent: a random one, which the answer names.",
     "logit_bias": "Added to the logits, by token id.",
+    "json_schema": "The output is JSON that is valid for this schema.",
+    "json_object": "The output is a JSON object.",
+    "regex": "The whole output matches this regular expression.",
+    "choice": "The output is one of these texts.",
+    "grammar": "The output matches this grammar, in llguidance's Lark.",
     "request_id": "The id in logs and for `kvrelay trace`; absent: a random one.",
     "model": "Refuse any other model.",
     "chat_template_kwargs": "Variables for the chat template, such as enable_thinking.",
@@ -342,6 +352,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
 
 def _generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
     sampling = {name: value for name, value in options.items() if name not in REQUEST_FIELDS}
+    sampling |= _constraint(sampling)
     request = pb.GenerateRequest(
         request_id=options.get("request_id") or f"gen-{uuid.uuid4().hex}",
         model=options.get("model", ""),
@@ -361,6 +372,29 @@ def _generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRe
     else:
         request.tokenized.CopyFrom(pb.TokenizedInput(input_ids=prompt))  # type: ignore[arg-type]
     return request
+
+
+CONSTRAINTS = ("json_schema", "json_object", "regex", "choice", "grammar")
+
+
+def _constraint(sampling: Mapping[str, object]) -> dict[str, object]:
+    """As the protocol carries it. Raises InvalidRequest if there are several."""
+    given = [name for name in CONSTRAINTS if name in sampling]
+    if len(given) > 1:
+        raise InvalidRequest(f"{' and '.join(given)}: send one of them", param=given[1])
+    match given:
+        case ["json_schema"] if not isinstance(sampling["json_schema"], str):
+            return {"json_schema": json.dumps(sampling["json_schema"])}
+        case ["choice"]:
+            return {"choice": pb.ChoiceConstraint(choices=_texts(sampling["choice"]))}
+        case _:
+            return {}
+
+
+def _texts(choice: object) -> list[str]:
+    if not isinstance(choice, Sequence) or isinstance(choice, str):
+        raise TypeError(f"choice is a list of texts, not {choice!r}")
+    return list(choice)
 
 
 def _is_chat(prompt: Prompt) -> bool:

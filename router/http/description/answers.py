@@ -136,6 +136,68 @@ class ChatEvent(Generated):
     ticket: str = ""
 
 
+class ResponseAnswer(Answer):
+    """OpenAI's. `output` has items of type reasoning, message and function_call."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete", "failed", "in_progress"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any] | None
+
+
+class ResponseEvent(Answer):
+    type: str
+    sequence_number: int
+
+
+class DeletedResponse(Answer):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class InputTokens(Answer):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class MessageAnswer(Answer):
+    """Anthropic's. `content` has blocks of type thinking, text and tool_use."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: dict[str, Any]
+
+
+class MessageEvent(Answer):
+    type: str
+
+
+class MessageTokens(Answer):
+    input_tokens: int
+
+
+class MessageErrorBody(Answer):
+    type: str
+    message: str
+
+
+class MessageError(Answer):
+    """Anthropic's."""
+
+    type: Literal["error"]
+    error: MessageErrorBody
+    request_id: str
+
+
 class ModelCard(Answer):
     id: str
     object: Literal["model"]

@@ -10,8 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from router.http.bodies import MessageBody
-from router.http.description.answers import ErrorAnswer
-from router.http.description.operation import JSON, OF_ANY, Operation
+from router.http.description.operation import JSON, OF_ANY, OF_KEYS, Operation
 from router.http.errors import REASONS
 from router.http.neutral_fields import MESSAGE_NEUTRAL, Anything, Neutral
 
@@ -33,7 +32,10 @@ def document_of(operations: Sequence[Operation], version: str) -> Json:
         "openapi": "3.1.0",
         "info": {"title": "kvrelay", "version": version},
         "paths": paths,
-        "components": {"schemas": _schemas(operations)},
+        "components": {
+            "schemas": _schemas(operations),
+            "securitySchemes": {"api_key": {"type": "http", "scheme": "bearer"}},
+        },
     }
 
 
@@ -41,11 +43,13 @@ def _described(one: Operation, method: str) -> Json:
     found: Json = {
         "operationId": f"{one.endpoint.__name__}_{method.lower()}",
         "summary": one.summary,
-        "responses": {"200": _answer(one)} | {str(s): _error(s) for s in _errors(one)},
+        "responses": {"200": _answer(one)} | {str(s): _error(one, s) for s in _errors(one)},
     }
     if one.unready is not None:
         content = {JSON: {"schema": _ref(one.unready)}}
         found["responses"]["503"] = {"description": REASONS[503], "content": content}
+    if one.errors >= OF_KEYS:
+        found["security"] = [{}, {"api_key": []}]
     if names := _PARAMETER.findall(one.path):
         found["parameters"] = [_parameter(name) for name, _ in names]
     if one.body is not None:
@@ -69,13 +73,14 @@ def _answer(one: Operation) -> Json:
         content[JSON] = {"schema": _ref(one.answer)}
     if one.event is not None:
         name = one.event.__name__
-        told = f"With `stream`: events whose data are a {name}, and at the end `[DONE]`."
+        done = ", and at the end `[DONE]`" if one.has_done else ""
+        told = f"With `stream`: events whose data are a {name}{done}."
         content[_EVENTS] = {"schema": {"type": "string", "description": told}}
     return {"description": "The answer."} | ({"content": content} if content else {})
 
 
-def _error(status: int) -> Json:
-    content = {JSON: {"schema": _ref(ErrorAnswer)}}
+def _error(one: Operation, status: int) -> Json:
+    content = {JSON: {"schema": _ref(one.error)}}
     return {"description": REASONS[status], "content": content}
 
 
@@ -102,7 +107,7 @@ def _schemas(operations: Sequence[Operation]) -> Json:
 
 
 def _models(one: Operation) -> Iterator[type[BaseModel]]:
-    yield ErrorAnswer
+    yield one.error
     yield from (
         model for model in (one.body, one.answer, one.event, one.unready) if model is not None
     )

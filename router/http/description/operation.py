@@ -10,12 +10,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from router.http.description.answers import ErrorAnswer
 from router.http.neutral_fields import Neutral
 
 OF_ANY = frozenset({431})
 """Statuses of errors that every operation may answer with."""
-OF_BODIES = frozenset({400, 404, 408, 413, 415, 429, 503})
-OF_GENERATION = OF_BODIES | {422, 500, 504}
+OF_KEYS = frozenset({401})
+"""Of operations that want an API key, where the cluster has some."""
+OF_BODIES = OF_KEYS | frozenset({400, 404, 408, 413, 415, 429, 503})
+OF_GENERATION = OF_BODIES | {403, 422, 500, 504}
 
 JSON = "application/json"
 JSON_LINES = "application/x-ndjson"
@@ -26,7 +29,8 @@ class Operation:
     """`path` is as Starlette writes it. `answer` is the body of status 200, None: it has none.
     `event`: with `stream` the answer is a stream of these. `neutral`: fields that the body may have
     beside those of its model. `errors`: the statuses that it may answer with beside 200.
-    `unready`: what status 503 says, if it is no error."""
+    `unready`: what status 503 says, if it is no error. `error`: the body of an error. `has_done`: a
+    stream ends with `[DONE]`."""
 
     path: str
     endpoint: Callable[[Request], Awaitable[Response]]
@@ -39,6 +43,8 @@ class Operation:
     event: type[BaseModel] | None = None
     errors: frozenset[int] = frozenset()
     unready: type[BaseModel] | None = None
+    error: type[BaseModel] = ErrorAnswer
+    has_done: bool = True
 
     def route(self) -> Route:
         return Route(self.path, self.endpoint, methods=list(self.methods))

@@ -7,9 +7,9 @@ It is signed, and good for the request that it was made to: the same prompt, ten
 from __future__ import annotations
 
 from kvrelay.types import value
+from router.carried.signing import digest_of
 from router.core.promises.work import Promised, ToldPromise
 from router.core.state.generation import GenerationRequest
-from router.text.signing import digest_of
 
 
 @value

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from kvrelay.errors import InvalidRequest
 from kvrelay.types import value
-from router.text.signing import digest_of
+from router.carried.signing import digest_of
 
 VALID_S = 3600.0
 """A request without a deadline can be continued for so long."""

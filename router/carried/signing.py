@@ -1,6 +1,6 @@
-"""Values that clients carry from one router to another, signed with the cluster's secret. Pure.
+"""Values that clients carry from one router to another, signed with the cluster's key. Pure.
 
-The signature is an HMAC-SHA256. Who doesn't know the secret can't make one; where none is set,
+The signature is an HMAC-SHA256. Who doesn't know the key can't make one; where there is none,
 anybody can.
 """
 
@@ -32,7 +32,7 @@ class ClusterKey:
         return self._mac(type(value), told) + told
 
     def open(self, kind: type[Signed], signed: bytes) -> Signed | None:
-        """None: no router has made it. Without a secret anybody can sign, so it may be anything."""
+        """None: no router has made it. Without a key anybody can sign, so it may be anything."""
         mac, told = signed[:_MAC_BYTES], signed[_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(kind, told)):
             return None
@@ -48,7 +48,7 @@ class ClusterKey:
 
 
 UNSIGNED = ClusterKey()
-"""Where no secret is set."""
+"""Where there is no key."""
 
 
 def digest_of(prompt_ids: Sequence[int], *more: object) -> str:

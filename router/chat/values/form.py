@@ -42,6 +42,7 @@ class ChatForm:
     there are such, `name`, `reasoning_content`, `tool_call_id`, and `tool_calls` of
     `{"id", "type": "function", "function": {"name", "arguments"}}`, whose arguments are JSON text.
 
+    `prompt_ids`, unless empty, are the prompt: its template was rendered elsewhere.
     `grammar`, unless empty, is what the answer's content must match, as llguidance writes it.
     """
 
@@ -52,3 +53,11 @@ class ChatForm:
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     template_kwargs: Mapping[str, Any] | None = None
+    prompt_ids: tuple[int, ...] = ()
+
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """Those that the answer may call."""
+        if self.choice.use is ToolUse.NONE:
+            return ()
+        only = self.choice.only
+        return tuple(tool for tool in self.tools if not only or tool.name in only)

@@ -1,0 +1,1 @@
+"""A cluster's token and key: the files that keep them, and the keys of cluster files about them."""

@@ -1,0 +1,1 @@
+"""The commands of those who use a cluster: `chat`, `batch`, and `models`."""

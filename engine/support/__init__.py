@@ -1,0 +1,1 @@
+"""Which model families are served, as they were tried: the data of `kvrelay models`."""

@@ -1,0 +1,1 @@
+"""Signed values that clients carry from one router to another. Pure."""

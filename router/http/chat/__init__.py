@@ -1,0 +1,1 @@
+"""POST /v1/chat/completions: its tools and messages, and the answer taken apart."""
