@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
@@ -30,7 +32,10 @@ schema = schemathesis.openapi.from_dict(DOCUMENT).exclude(path="/v1/completions/
 
 
 def test_every_route_is_described() -> None:
-    api = HttpApi(service=None, max_body_bytes=1, version="1", started_s=0.0)  # type: ignore[arg-type]
+    nothing: Any = None
+    api = HttpApi(
+        service=nothing, conversations=nothing, max_body_bytes=1, version="1", started_s=0.0
+    )
     routes = list(create_public_app(api, with_metrics=True).routes)
     assert all(isinstance(one, Route) for one in routes)
     served = {one.path.replace(":path", "") for one in routes if isinstance(one, Route)}

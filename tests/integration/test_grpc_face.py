@@ -35,6 +35,7 @@ from tests.integration.faces_kit import MODEL, in_loop, served
 from tests.tokenizer_fixture import byte_level
 from tests.unit.fake_dispatcher import FACTS, FakeDispatcher
 
+MESSAGE = pb.ChatMessage(role="user", content="a")
 TEXT = "the earth 😀 and the heaven"
 
 
@@ -332,6 +333,13 @@ async def test_requests_that_cannot_be_honoured_say_so(folder: Path) -> None:
         "messages is empty": pb.GenerateRequest(chat=pb.ChatInput()),
         "slo.ttft_ms must be milli": pb.GenerateRequest(text="a", slo=pb.Slo(ttft_ms=0)),
         "tier must be one of default, not": pb.GenerateRequest(text="a", tier="gold"),
+        "messages has 5000": pb.GenerateRequest(chat=pb.ChatInput(messages=5_000 * [MESSAGE])),
+        "continuation has 129": pb.GenerateRequest(
+            text="a", continuation=pb.Continuation(choices=129 * [pb.Delivered()])
+        ),
+        "stop has 17": pb.GenerateRequest(
+            text="a", sampling_params=pb.SamplingParams(stop=17 * ["a"])
+        ),
     }
     async with served(folder) as s, grpc.aio.insecure_channel(s.grpc_address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
@@ -339,6 +347,8 @@ async def test_requests_that_cannot_be_honoured_say_so(folder: Path) -> None:
             with pytest.raises(grpc.aio.AioRpcError, match=words) as caught:
                 await stub.Generate(request).read()
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.aio.AioRpcError, match="request_ids has 257"):
+            await stub.Abort(pb.AbortRequest(request_ids=257 * ["a"]))
 
 
 @in_loop

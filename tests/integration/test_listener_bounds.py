@@ -104,6 +104,23 @@ async def test_what_is_no_http_has_the_shape_of_every_error(folder: Path) -> Non
 
 
 @in_loop
+async def test_pipelined_requests_have_a_bound(folder: Path) -> None:
+    """Those within it are answered in turn; more of them cost the connection."""
+    async with served(folder) as server:
+        async with connected(server) as (reader, writer):
+            last = GET + b"connection: close\r\n\r\n"
+            writer.write((GET + b"\r\n") * 15 + last)
+            assert (await reader.read()).count(b"200 OK") == 16
+        async with connected(server) as (reader, writer):
+            writer.write((GET + b"\r\n") * 5_000)
+            with suppress(ConnectionError):
+                await writer.drain()
+                assert (await reader.read()).count(b"200 OK") <= 17
+        async with server.http() as client:
+            assert (await client.get("/health")).status_code == 200
+
+
+@in_loop
 async def test_half_open_connections_go_away_after_the_header_time(folder: Path) -> None:
     """Silent ones, those within a header block, and those that have been answered before."""
     async with served(folder, bounds=QUICK) as server:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import random
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,11 @@ def token_tree(name: str) -> LLTokenizer:
     """Harmony's end of a message is not the end of an answer."""
     eos = service(name).tokenizer.special_token_id("<|return|>") or 0
     return LLTokenizer((CHECKPOINTS[name] / "tokenizer.json").read_text(), eos_token=[eos])
+
+
+SCHEMA = '{"grammars":[{"json_schema":{"type":"object"}}]}'
+DEEP = reduce(lambda inner, _: {"items": inner}, range(900), {"type": "object"})
+LARGE = {"type": "object", "properties": {f"p{n}": {"enum": [n] * 100} for n in range(1000)}}
 
 
 def form(*tools: Tool, choice: ToolChoice = AUTO, **more: Any) -> ChatForm:
@@ -243,6 +248,12 @@ def test_marks_are_text_and_other_special_tokens_are_not() -> None:
         (form(*[Tool(name=f"t{n}") for n in range(513)]), "tools", "at most 512"),
         (form(NOW, choice=ToolChoice(use=ToolUse.REQUIRED, only=("x",))), "tool_choice", "'x'"),
         (form(choice=REQUIRED), "tool_choice", "send some"),
+        (
+            form(Tool(name="deep", parameters=DEEP), choice=REQUIRED),
+            "tools[0].parameters",
+            "64 deep",
+        ),
+        (form(Tool(name="large", parameters=LARGE), choice=REQUIRED), "tools", "too large"),
     ],
 )
 def test_wrong_tools_are_refused_in_words(chat: ChatForm, param: str, words: str) -> None:
@@ -376,9 +387,10 @@ def test_reasoning_comes_before_what_is_constrained() -> None:
     assert not takes("thinking", opened, call)
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     assert takes("harmony", chat, thought + HARMONY_CALL.format("now", "{}"))
-
-
-SCHEMA = '{"grammars":[{"json_schema":{"type":"object"}}]}'
+    answer = "<|channel|>final<|message|>{}"
+    assert takes("harmony", form(), thought + answer, SCHEMA)
+    assert takes("harmony", form(NOW), thought + answer, SCHEMA)
+    assert not takes("harmony", chat, thought + answer, SCHEMA)
 
 
 @pytest.mark.parametrize("grammar", [SCHEMA, 'start: "{" /[a-z]/ "}"'])

@@ -33,6 +33,14 @@ def test_a_ticket_admits_its_request_alone() -> None:
     assert not ticket.admits(asked(at_s=100.0)), "it is too old"
 
 
+def test_a_ticket_admits_no_more_than_was_admitted() -> None:
+    ticket = replace(TICKET, n=2, max_tokens=64)
+    capped = replace(asked(), n=2, max_tokens=32)
+    assert ticket.admits(capped)
+    assert not ticket.admits(replace(capped, max_tokens=65))
+    assert not ticket.admits(replace(capped, n=3))
+
+
 def test_a_ticket_for_another_model_is_an_error() -> None:
     with pytest.raises(InvalidRequest, match="another model"):
         TICKET.admits(replace(asked(), fingerprint="beef"))

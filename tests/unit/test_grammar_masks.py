@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -205,6 +206,26 @@ def test_a_slice_that_follows_another_waits_for_its_token(grammars: Grammars) ->
     ahead = replace(piece(grammar), follows=0)
     masks = grammars.masks([ahead], lambda index: ord("y") if index == 0 else 0)
     assert masks is not None and allowed(masks) == "b"
+
+
+def test_a_step_waits_for_its_own_grammar_only(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are compiled ahead may be many, and slow."""
+    go_on, compile_it = threading.Event(), grammars._compile
+
+    def slow(grammar: str) -> object:
+        assert "b" not in grammar or go_on.wait(30)
+        return compile_it(grammar)
+
+    monkeypatch.setattr(grammars, "_compile", slow)
+    for number in range(3 * module.MOST_COMPILED):
+        grammars.prepare(grammar_of_regex("b" * (number + 1)))
+    needed = grammar_of_regex("[xy]")
+    grammars.prepare(needed)
+    assert allowed(masks_of(grammars, piece(needed))) == "xy"
+    go_on.set()
+    grammars.close()
 
 
 def test_old_places_and_grammars_are_forgotten(

@@ -100,6 +100,13 @@ def test_too_much_is_refused() -> None:
         grammar_of_lark(" \n")
 
 
+def test_what_is_no_lark_or_no_text_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="must be Lark"):
+        grammar_of_lark('{"grammars": []}')
+    with pytest.raises(InvalidRequest, match="half of a surrogate pair"):
+        grammar_of_regex("\ud800")
+
+
 def test_the_known_fault_of_llguidance() -> None:
     """It takes an excluded whole bound for valid if the other bound is within 1 of it. When this
     fails, the library is mended: `bench.engine.schemas` and the docs need not name it any more."""

@@ -385,3 +385,16 @@ def test_arguments_too_deep_for_json_are_told_as_they_are() -> None:
     assert json.loads(turn_of(reading("qwen3-coder")(), [coder]).calls[0].arguments) == {
         "any": deep
     }
+
+
+def test_a_head_that_never_ends_is_read_in_no_time() -> None:
+    """A pattern in which a letter fits two places would take years."""
+    text = "[TOOL_CALLS]" + "a" + "[AAAA" * 100 + "!"
+    assert turn_of(reading("mistral")(), list(text)).content == text
+
+
+def test_values_that_json_lacks_are_text() -> None:
+    coder = "<function=write_file><parameter=any>NaN</parameter></function>"
+    assert json.loads(turn_of(reading("qwen3-coder")(), [coder]).calls[0].arguments) == {
+        "any": "NaN"
+    }
