@@ -19,6 +19,11 @@ Json = dict[str, Any]
 _SCHEMAS = "#/components/schemas/"
 _PARAMETER = re.compile(r"\{(\w+)(:path)?\}")
 _EVENTS = "text/event-stream"
+_EVENT: Json = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+}
+"""Server-sent events have no schema in OpenAPI 3.1; this is one event as 3.2 describes it."""
 
 
 def document_of(operations: Sequence[Operation], version: str) -> Json:
@@ -75,7 +80,7 @@ def _answer(one: Operation) -> Json:
         name = one.event.__name__
         done = ", and at the end `[DONE]`" if one.has_done else ""
         told = f"With `stream`: events whose data are a {name}{done}."
-        content[_EVENTS] = {"schema": {"type": "string", "description": told}}
+        content[_EVENTS] = {"schema": _EVENT | {"description": told}}
     return {"description": "The answer."} | ({"content": content} if content else {})
 
 
