@@ -28,7 +28,7 @@ class Flight:
         """What this slice has drawn, once the device has reached that point. All slices draw
         one."""
         self.wait()
-        return self.drawn.ids()[index]
+        return self.drawn.id_of(index)
 
     def collect(self) -> StepOutcome:
         """Waits for the device. Call it once, in the order of the launches."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from cluster.access.chosen import TOKEN_KEY
 from cluster.access.files import read_or_make
 from kvrelay.access.values import AUTHORIZATION, Access, bearer
+from tests.environment import TOKEN_FILE
 
-TOKEN = read_or_make(Path(os.environ["KVRELAY_TOKEN_FILE"]), TOKEN_KEY)
+TOKEN = read_or_make(Path(TOKEN_FILE), TOKEN_KEY)
 ACCESS = Access(token=TOKEN)
 HEADERS = {AUTHORIZATION: bearer(TOKEN)}
 OTHER_TOKEN = bytes(range(32))

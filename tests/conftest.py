@@ -5,18 +5,9 @@ How fast hypothesis' examples are is no concern of a test: the machine may be bu
 
 from __future__ import annotations
 
-import atexit
-import os
-import shutil
-import tempfile
+import tests.environment  # noqa: F401
 
-os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported, here and in other processes
-if "PYTEST_XDIST_WORKER" not in os.environ:
-    # One token and key for whatever tests start, in whatever process: see tests/access.py.
-    folder = os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="kvrelay-tests-")
-    os.environ["KVRELAY_TOKEN_FILE"] = f"{folder}/token"
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-
+# isort: split
 import pytest
 import torch
 from hypothesis import HealthCheck, settings

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from jsonschema import Draft202012Validator
 from tokenizers import Tokenizer
+from tqdm import tqdm
 
 from bench.engine.schemas import random_schema
 from bench.models import SMOLLM_135M, write_random_llama
@@ -158,7 +159,7 @@ def check_schemas(
     prompt = tuple(tokenizer.encode("He wrote it down like this: ").ids)
     batch = Batch(engine, sequences=sequences, tokens=len(prompt) + most_tokens)
     counts = Counts()
-    asked = (_asked(seed, prompt, most_tokens) for seed in seeds)
+    asked = (_asked(seed, prompt, most_tokens) for seed in tqdm(seeds, mininterval=10))
     for answer in batch.answers(asked):
         _count(counts, answer, tokenizer.decode(answer.emitted))
     return counts

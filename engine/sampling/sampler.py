@@ -94,6 +94,10 @@ class Drawn:
         found: list[int] = self._fetched.tolist()
         return found
 
+    def id_of(self, index: int) -> int:
+        """One of `ids`."""
+        return int(self._fetched[index])
+
     def sampled(self) -> list[tuple[Sampled, ...]]:
         """Call it when the device has reached the point of the draw."""
         tokens, masks = self.ids(), self.masks

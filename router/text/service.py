@@ -204,7 +204,7 @@ class TextService:
         )
         check_prompt(prompt_ids, facts)
         if request.sampling.grammar:
-            await self._check_grammar(request.sampling.grammar)
+            await self._check_grammar(request.sampling.grammar, request.tenant)
         sampling = resolve(
             request.sampling, prompt_tokens=len(prompt_ids), defaults=self.defaults, facts=facts
         )
@@ -247,12 +247,12 @@ class TextService:
         if self._grammars is not None:
             await self._grammars.close()
 
-    async def _check_grammar(self, grammar: str) -> None:
+    async def _check_grammar(self, grammar: str, tenant: str) -> None:
         """Raises InvalidRequest."""
         if self._grammars is None:
             told = "this router can't constrain outputs: leave response_format out"
             raise InvalidRequest(told, code="unsupported_parameter")
-        await self._grammars.check(grammar)
+        await self._grammars.check(grammar, tenant)
 
     async def _choices(self, request: TextRequest, n: int) -> list[ChoiceText]:
         """Behind what another router has delivered of them."""

@@ -111,3 +111,20 @@ async def test_without_a_usable_tokenizer_the_answer_says_so(tmp_path: Path) -> 
     (tmp_path / "tokenizer.json").write_text("{}")
     async with checking(tmp_path / "tokenizer.json") as check:
         assert "tokenizer can't be used" in await refusal(check, JSON_OBJECT)
+
+
+@in_loop
+async def test_one_tenants_many_grammars_delay_anothers_by_one_check() -> None:
+    ended: list[str] = []
+
+    async def ask(check: GrammarCheck, tenant: str, number: int) -> None:
+        await check.check(grammar_of_regex(f"{tenant}{{{number}}}"), f"tenant-{tenant}")
+        ended.append(tenant)
+
+    async with checking() as check:
+        await check.check(JSON_OBJECT)
+        many = [asyncio.create_task(ask(check, "a", number)) for number in range(1, 21)]
+        await asyncio.sleep(0)
+        await ask(check, "b", 1)
+        await asyncio.gather(*many)
+    assert ended.index("b") <= 2

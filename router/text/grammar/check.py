@@ -15,7 +15,9 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
+from weakref import WeakValueDictionary
 
+from kvpool.core.layout.hashes import tenant_label
 from kvrelay.errors import InvalidRequest
 from router.text.grammar.grammars import bounded
 
@@ -32,20 +34,23 @@ _REASONS = {-signal.SIGPROF: TOO_LONG, -signal.SIGKILL: TOO_LONG, 1: NO_TOKENIZE
 
 
 class GrammarCheck:
-    """One grammar at a time. `tokenizer` is the path of the model's tokenizer.json."""
+    """One grammar at a time, and tenants in turn, so one tenant's many new grammars delay another's
+    by one check at most. `tokenizer` is the path of the model's tokenizer.json."""
 
     def __init__(self, tokenizer: Path) -> None:
         self._tokenizer = tokenizer
         self._process: Process | None = None
         self._turn = asyncio.Lock()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by tenant
         self._known: OrderedDict[str, str] = OrderedDict()
 
-    async def check(self, grammar: str) -> None:
+    async def check(self, grammar: str, tenant: str = "") -> None:
         """Raises InvalidRequest with llguidance's words if it can't be used."""
         bounded(grammar, "grammar")
         error = self._known.get(grammar)
         if error is None:
-            async with self._turn:
+            of_tenant = self._turns.setdefault(tenant_label(tenant), asyncio.Lock())
+            async with of_tenant, self._turn:
                 error = self._known.get(grammar)
                 if error is None:
                     error = await self._asked(grammar)
