@@ -52,5 +52,6 @@ def _nearest(one: float, other: float, nearest: Callable[[float, float], float])
 
 def _number(value: object) -> float:
     """nan: it is none, or too large."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and abs(value) < 2 * _LARGEST else nan
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return nan
+    return value if abs(value) < 2 * _LARGEST else nan
