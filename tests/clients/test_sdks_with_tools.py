@@ -56,17 +56,15 @@ def test_every_call_of_an_sdk_succeeds(sdk: str, folder: Path) -> None:
 
     async def told() -> list[dict[str, str | None]]:
         async with served(folder, answers(folder)) as s:
-            process = await asyncio.create_subprocess_exec(
-                python,
-                CALLS,
-                s.url,
-                sdk,
+            done = await asyncio.to_thread(
+                subprocess.run,
+                [python, CALLS, s.url, sdk],
                 stdout=subprocess.PIPE,
+                text=True,
                 env=os.environ | {"CLIENTS_MODEL": MODEL},
             )
-            out, _ = await process.communicate()
-        assert process.returncode == 0
-        return [json.loads(line) for line in out.decode().splitlines() if line.startswith("{")]
+        assert done.returncode == 0
+        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
     calls = uvloop.run(told())
     assert {one["call"]: one["error"] for one in calls if one["error"]} == {}
