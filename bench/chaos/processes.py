@@ -126,8 +126,10 @@ class Processes(Protocol):
 
 
 def kept_environment(mark: str) -> dict[str, str]:
+    """Without settings of this terminal, but with the token of `bench.access`."""
+    token = "KVRELAY_TOKEN_FILE"
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "KVRELAY_"))}
-    return kept | {MARK: mark, "OMP_NUM_THREADS": "1"}
+    return kept | {MARK: mark, token: os.environ[token], "OMP_NUM_THREADS": "1"}
 
 
 class Supervisor:

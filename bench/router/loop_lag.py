@@ -26,6 +26,7 @@ import uvloop
 
 from bench.report import Row, print_table
 from engine.bundled import checkpoint_path
+from kvrelay.gc_pauses import freeze
 from kvrelay.messages import Counters, Generate, Released, Reserved, Tokens, ToWorker, WorkerHello
 from kvrelay.types import FinishReason, Incarnation, RequestKey, Role, StepCoefficients
 from kvrelay.v1 import inference_pb2 as pb
@@ -144,6 +145,7 @@ async def _serve(control: Connection) -> None:
     )
     servers = RouterServers(dispatcher, checkpoint_path(), tokenizer, NAME, options)
     public, _ = await servers.start()
+    freeze()
     probe = Probe()
     tasks = asyncio.create_task(probe.run()), asyncio.create_task(_reporting(dispatcher))
     control.send((public.http, public.grpc))

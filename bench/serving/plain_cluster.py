@@ -175,7 +175,7 @@ def _ports(router: subprocess.Popen[str]) -> dict[str, int]:
         if not line:
             raise RuntimeError("the router did not start")
         face, _, address = line.strip().partition(" on ")
-        found = re.search(r":(\d+)(?: |$)", address)
+        found = re.search(r":(\d+)(?:[ ,]|$)", address)
         assert found is not None, line
         ports[face] = int(found[1])
     return ports

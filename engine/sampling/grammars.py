@@ -28,6 +28,7 @@ from tokenizers import Tokenizer
 from engine.core.step import SampleRequest, SequenceSlice
 from engine.device.first_use import FIRST_USES
 from engine.device.streams import send
+from engine.sampling.native_draw import host_draw
 from kvrelay.types import RequestKey
 
 log = logging.getLogger(__name__)
@@ -63,25 +64,16 @@ class Masks:
         if not pairs:
             return logits
         places, sources = zip(*pairs, strict=True)
-        if self._is_on_host(logits):
-            return self._applied_on_host(logits.clone(), places, sources)
+        kernel = host_draw() if logits.device.type == "cpu" else None
+        if kernel is not None:
+            of_rows = np.full(len(logits), -1, np.int64)
+            of_rows[list(places)] = sources
+            return kernel.mask(logits, of_rows, self.allowed)
         words = send(self.allowed[list(sources)], torch.int32, logits.device)
         bits = words[:, :, None] >> torch.arange(32, device=logits.device, dtype=torch.int32)
         is_allowed = (bits & 1).flatten(1)[:, : logits.shape[1]].bool()
         at = send(places, torch.long, logits.device)
         return logits.index_copy(0, at, logits[at].masked_fill(~is_allowed, float("-inf")))
-
-    def _is_on_host(self, logits: torch.Tensor) -> bool:
-        return logits.device.type == "cpu"
-
-    def _applied_on_host(
-        self, logits: torch.Tensor, places: Sequence[int], sources: Sequence[int]
-    ) -> torch.Tensor:
-        vocab = logits.shape[1]
-        for place, source in zip(places, sources, strict=True):
-            is_forbidden = torch.from_numpy(~_flags(self.allowed[source], vocab))
-            logits[place].masked_fill_(is_forbidden, float("-inf"))
-        return logits
 
     def ends(self, row: int, token_id: int) -> bool:
         """Whether the id, drawn for this row, ends the choice because its grammar is matched."""
@@ -213,9 +205,9 @@ class Grammars:
         nothing at all was left, so now everything is allowed."""
         rest = row.copy()
         _clear(rest, self._held_back(one.request))
-        if _flags(rest, self._vocab).any():
+        if rest.any():
             row[:] = rest
-        elif not _flags(row, self._vocab).any():
+        elif not row.any():
             row[:] = -1
             return True
         return False
@@ -241,16 +233,20 @@ class Grammars:
     def _computed(self, matchers: list[LLMatcher]) -> Bits:
         assert self.tokenizer is not None
         bits = np.zeros((len(matchers), -(-self.tokenizer.vocab_size // 32)), np.int32)
+        self._fill(matchers, bits)
+        _clear_behind(bits, self._vocab)
+        return bits
+
+    def _fill(self, matchers: list[LLMatcher], bits: Bits) -> None:
         threads = torch.get_num_threads()
         if len(matchers) == 1 or threads == 1:
             for i, matcher in enumerate(matchers):
                 fill_next_token_bitmask(matcher, bits, i)
-            return bits
+            return
         if self._executor is None:
             self._executor = LLExecutor(threads)
         numbered = [(matcher, i) for i, matcher in enumerate(matchers)]
         fill_next_token_bitmask_par(self._executor, numbered, bits)
-        return bits
 
     def _forget(self) -> None:
         if self._steps % KEPT_STEPS == 0:
@@ -279,9 +275,13 @@ def _wanted(
         row += 1
 
 
-def _flags(row: NDArray[np.int32], vocab: int) -> NDArray[np.bool_]:
-    """bool `[vocab]`"""
-    return np.unpackbits(row.view(np.uint8), bitorder="little")[:vocab].view(np.bool_)
+def _clear_behind(bits: Bits, vocab: int) -> None:
+    """Ids that the model doesn't have."""
+    words, rest = divmod(vocab, 32)
+    if rest:
+        bits[:, words] &= (1 << rest) - 1
+        words += 1
+    bits[:, words:] = 0
 
 
 def _clear(row: NDArray[np.int32], ids: Iterable[int]) -> None:

@@ -38,6 +38,7 @@ class DrawKernel:
     _draw: Callable[..., None]
     _noise: Callable[..., None]
     _truncate: Callable[..., None]
+    _mask: Callable[..., None]
     _fork: int
 
     def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
@@ -53,6 +54,21 @@ class DrawKernel:
             keys.ctypes.data, temperatures.ctypes.data, draws.cuts.ctypes.data, tokens.data_ptr(),
         )  # fmt: skip
         return tokens
+
+    def mask(
+        self, logits: torch.Tensor, sources: NDArray[np.int64], allowed: NDArray[np.int32]
+    ) -> torch.Tensor:
+        """A copy of `logits` fp32 `[rows, vocab]`, with -inf for ids without a bit in the row of
+        `allowed` that `sources` names; -1: all are allowed. On torch's threads."""
+        logits, allowed = logits.contiguous(), np.ascontiguousarray(allowed)
+        found = torch.empty_like(logits)
+        rows, vocab = logits.shape
+        assert len(sources) == rows and 32 * allowed.shape[1] >= vocab
+        self._mask(
+            self._fork, torch.get_num_threads(), rows, vocab, logits.data_ptr(),
+            sources.ctypes.data, allowed.ctypes.data, allowed.shape[1], found.data_ptr(),
+        )  # fmt: skip
+        return found
 
     def truncate(self, logits: torch.Tensor, draws: Draws, row: int) -> torch.Tensor:
         """Like `engine.sampling.truncation.truncate`, for one row `[vocab]`."""
@@ -75,12 +91,13 @@ def open_draw(path: Path) -> DrawKernel:
     except OSError as error:
         raise BuildError(f"{path} can't be loaded ({error}): remove it") from error
     draw, noise = library.kvrelay_draw, library.kvrelay_noise
-    truncate = library.kvrelay_truncate
+    truncate, mask = library.kvrelay_truncate, library.kvrelay_mask
     draw.argtypes = [c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 5]
     noise.argtypes = [c_int64, c_void_p, c_void_p]
     truncate.argtypes = [c_int64, c_void_p, c_float, c_void_p, c_void_p]
-    draw.restype = noise.restype = truncate.restype = None
-    return DrawKernel(draw, noise, truncate, torch_fork())
+    mask.argtypes = [c_void_p, *[c_int64] * 3, *[c_void_p] * 3, c_int64, c_void_p]
+    draw.restype = noise.restype = truncate.restype = mask.restype = None
+    return DrawKernel(draw, noise, truncate, mask, torch_fork())
 
 
 @cache

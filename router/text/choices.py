@@ -36,20 +36,28 @@ class TextDelta:
 
 
 class DeltaSum:
-    """All deltas of a choice that isn't streamed, as one."""
+    """All deltas of a choice that isn't streamed, as one. Summed as they come: at the end of a long
+    answer the event loop would stand still."""
 
     def __init__(self) -> None:
-        self._deltas: list[TextDelta] = []
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._last: TextDelta | None = None
 
     def add(self, delta: TextDelta) -> None:
-        self._deltas.append(delta)
+        self._texts.append(delta.text)
+        self._token_ids += delta.token_ids
+        self._logprobs += delta.logprobs
+        self._last = delta
 
     def total(self) -> TextDelta:
+        assert self._last is not None, "nothing came"
         return replace(
-            self._deltas[-1],
-            text="".join(delta.text for delta in self._deltas),
-            token_ids=tuple(i for delta in self._deltas for i in delta.token_ids),
-            logprobs=tuple(entry for delta in self._deltas for entry in delta.logprobs),
+            self._last,
+            text="".join(self._texts),
+            token_ids=tuple(self._token_ids),
+            logprobs=tuple(self._logprobs),
         )
 
 

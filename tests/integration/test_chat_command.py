@@ -178,6 +178,7 @@ async def test_turns_are_remembered_until_reset(folder: Path) -> None:
         assert "first question" in asked(s) and "second" in asked(s)
         await person.type("/reset\n")
         await person.shows("all is forgotten")
+        await person.shows("> ")
         await person.type("third\n")
         await person.shows("third\r\n")
         await person.shows("> ")

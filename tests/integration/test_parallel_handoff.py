@@ -17,10 +17,10 @@ from engine.model.model import load_model
 from kvrelay import Client
 from kvrelay.types import Role
 from tests.access import ACCESS
+from tests.integration.plain_kit import KVRELAY, Process, RouterAddresses, start_router
 from tests.integration.ray_head import Marked, marked, until
 from tests.integration.split_kit import WorkerHost, running_cluster, worker_settings
 from tests.integration.test_handoff_exact import ask, check, prompts
-from tests.integration.test_plain_processes import KVRELAY, Process, RouterAddresses, start_router
 from tests.models import random_checkpoint
 from tests.reference import generate_reference
 

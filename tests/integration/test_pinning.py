@@ -15,8 +15,8 @@ import pytest
 
 from cluster.process.host_cpus import ranges
 from kvrelay import Client
+from tests.integration.plain_kit import KVRELAY, start_router
 from tests.integration.ray_head import Marked, marked, until
-from tests.integration.test_plain_processes import KVRELAY, start_router
 
 CPUS = sorted(os.sched_getaffinity(0))
 needs_two = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")

@@ -22,7 +22,7 @@ from cluster.pool_node.node import PoolNode
 from kvpool.core.fetch.client_events import OfferConfirmed, OfferSettled
 from kvpool.core.fetch.fetches import Restored
 from kvrelay.types import Incarnation
-from tests.access import OTHER_TOKEN, token_file
+from tests.access import OTHER_TOKEN, TOKEN, token_file
 from tests.integration import pool_kit
 from tests.integration.pool_kit import Node, chain, layout, pool_worker, refused
 from tests.integration.ray_head import until
@@ -276,7 +276,7 @@ def test_workers_of_other_hosts_come_over_nixl(start: Start) -> None:
     until(lambda: len(node.addresses()) == 2)
     near, far = node.addresses()
     assert near == start.address
-    with pool_worker(near) as writer, pool_worker(far, seed=1) as reader:
+    with pool_worker(near) as writer, pool_worker(far, seed=1, secret=TOKEN) as reader:
         writer.await_connected()
         reader.await_connected()
         writer.store(chain(1, 8))

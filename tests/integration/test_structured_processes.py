@@ -12,14 +12,14 @@ from jsonschema import Draft202012Validator
 
 from kvrelay import Client, InvalidRequest
 from kvrelay.client.requests import GenerateOptions
-from tests.integration.ray_head import NOTHING_BUILT, Marked, marked, until
-from tests.integration.test_plain_processes import (
+from tests.integration.plain_kit import (
     KVRELAY,
     ChunkList,
     Process,
     RouterAddresses,
     start_router,
 )
+from tests.integration.ray_head import NOTHING_BUILT, Marked, marked, until
 
 PERSON = {
     "type": "object",

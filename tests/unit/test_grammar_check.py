@@ -89,7 +89,7 @@ async def test_a_process_that_is_gone_is_started_again() -> None:
         await check.check(JSON_OBJECT)
         assert check._process is not None
         check._process.send_signal(signal.SIGKILL)
-        await check._process.wait()
+        check._process.wait()
         await check.check(grammar_of_regex("c"))
 
 

@@ -194,9 +194,23 @@ def test_the_device_applies_the_bits_that_the_host_applies(
     logits = torch.randn(len(rows), VOCAB)
     flat = [[i] for i in range(len(rows))]
     on_host = masks.applied(logits, flat)
-    monkeypatch.setattr(Masks, "_is_on_host", lambda *_: False)
+    monkeypatch.setattr("engine.sampling.grammars.host_draw", lambda: None)
     assert torch.equal(masks.applied(logits, flat), on_host)
     assert on_host.isfinite().sum() == 13 * len(rows)
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 1000, 4096])
+def test_the_kernel_masks_as_torch_does(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five requests two are free and two share a row of bits; words may be full or empty."""
+    rng = np.random.default_rng(vocab)
+    bits = rng.integers(-(2**31), 2**31, (2, -(-vocab // 32) + 1)).astype(np.int32)
+    bits[0, ::3], bits[1, ::4] = 0, -1
+    masks = Masks(rows=(2, 0), allowed=bits, exhausted=frozenset(), eos_ids=frozenset(), failed={})
+    logits, flat = torch.randn(5, vocab), [[0], [1], [2, 3], [4]]
+    on_host = masks.applied(logits, flat)
+    monkeypatch.setattr("engine.sampling.grammars.host_draw", lambda: None)
+    assert torch.equal(masks.applied(logits, flat), on_host)
+    assert torch.equal(on_host[[1, 4]], logits[[1, 4]])
 
 
 def test_a_slice_that_follows_another_waits_for_its_token(grammars: Grammars) -> None:

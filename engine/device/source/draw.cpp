@@ -1,5 +1,6 @@
 // The draw of a token: the first of the largest logit + temperature x noise. `engine/sampling/gumbel.py` defines
 // it; this gives the same bits, so no product may be contracted with a sum.
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -175,6 +176,16 @@ int64_t draw_row(const float* logits, int64_t vocab, const uint32_t* key, float 
   return best.id;
 }
 
+inline void mask_word(const float* logits, uint32_t allowed, int count, float* out) {
+  const float none = -std::numeric_limits<float>::infinity();
+  if (allowed == 0)
+    for (int i = 0; i < count; ++i) out[i] = none;
+  else if (allowed == ~0u)
+    for (int i = 0; i < count; ++i) out[i] = logits[i];
+  else
+    for (int i = 0; i < count; ++i) out[i] = allowed >> i & 1 ? logits[i] : none;
+}
+
 }  // namespace
 
 // `keys` [rows][4]: seed's low and high word, choice, index. `logits` [rows][vocab], fp32, dense.
@@ -191,6 +202,24 @@ extern "C" void kvrelay_draw(Fork fork, int64_t threads, int64_t rows, int64_t v
       mine = kept.data();
     }
     tokens[row] = draw_row(mine, vocab, keys + row * 4, temperatures[row]);
+  });
+}
+
+// Copies `logits` [rows][vocab] to `out`; -inf for what a row's bits, the lowest first, don't allow.
+// `sources`: of each row its row of `allowed` [][words], or -1: all is allowed.
+extern "C" void kvrelay_mask(Fork fork, int64_t threads, int64_t rows, int64_t vocab,
+                             const float* logits, const int64_t* sources, const uint32_t* allowed,
+                             int64_t words, float* out) {
+  share(fork, int(threads), int(rows), [&](int row) {
+    const float* mine = logits + row * vocab;
+    float* to = out + row * vocab;
+    if (sources[row] < 0) {
+      std::memcpy(to, mine, size_t(vocab) * sizeof(float));
+      return;
+    }
+    const uint32_t* bits = allowed + sources[row] * words;
+    for (int64_t first = 0; first < vocab; first += 32)
+      mask_word(mine + first, bits[first / 32], int(std::min<int64_t>(32, vocab - first)), to + first);
   });
 }
 

@@ -11,10 +11,10 @@ import asyncio
 import json
 import signal
 import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from weakref import WeakValueDictionary
 
 from kvpool.core.layout.hashes import tenant_label
@@ -39,7 +39,7 @@ class GrammarCheck:
 
     def __init__(self, tokenizer: Path) -> None:
         self._tokenizer = tokenizer
-        self._process: Process | None = None
+        self._process: Popen[bytes] | None = None
         self._turn = asyncio.Lock()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by tenant
         self._known: OrderedDict[str, str] = OrderedDict()
@@ -62,7 +62,7 @@ class GrammarCheck:
     async def close(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            await _ended(process)
+            await asyncio.to_thread(_end, process)
 
     def _remember(self, grammar: str, error: str) -> None:
         self._known[grammar] = error
@@ -70,14 +70,14 @@ class GrammarCheck:
             self._known.popitem(last=False)
 
     async def _asked(self, grammar: str) -> str:
-        if self._process is None or self._process.returncode is not None:
-            self._process = await self._start()
+        if self._process is None or self._process.poll() is not None:
+            await self.close()
+            self._process = self._start()
         process = self._process
-        assert process.stdin is not None and process.stdout is not None
         try:
-            process.stdin.write(json.dumps(grammar).encode() + b"\n")
-            line = await asyncio.wait_for(process.stdout.readline(), PATIENCE_S)
-        except (ConnectionError, TimeoutError):
+            async with asyncio.timeout(PATIENCE_S):
+                line = await asyncio.to_thread(_ask, process, grammar)
+        except TimeoutError:
             line = b""
         except BaseException:  # nobody will read the answer
             await self.close()
@@ -85,23 +85,26 @@ class GrammarCheck:
         if line:
             return str(json.loads(line))
         await self.close()
-        return _REASONS.get(process.returncode or 0, TOO_DEEP)
+        return _REASONS.get(process.returncode, TOO_DEEP)
 
-    async def _start(self) -> Process:
-        return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "router.text.grammar.checker",
-            str(self._tokenizer),
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=DEVNULL,
-            limit=1 << 20,
-        )
+    def _start(self) -> Popen[bytes]:
+        """Not by the event loop: a start by uvloop's sometimes has its pipe closed at once."""
+        command = [sys.executable, "-m", "router.text.grammar.checker", str(self._tokenizer)]
+        return Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
 
 
-async def _ended(process: Process) -> None:
+def _ask(process: Popen[bytes], grammar: str) -> bytes:
+    """A line, or nothing if the process has ended."""
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(json.dumps(grammar).encode() + b"\n")
+        process.stdin.flush()
+        return process.stdout.readline()
+    except (OSError, ValueError):  # it has ended, or is closed
+        return b""
+
+
+def _end(process: Popen[bytes]) -> None:
     """It ends with its standard input, unless it computes."""
-    with suppress(ProcessLookupError):
+    with suppress(OSError), process:
         process.kill()
-    await process.wait()

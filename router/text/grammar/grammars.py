@@ -13,6 +13,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from kvrelay.errors import InvalidRequest
+from router.text.grammar.number_bounds import with_inclusive_bounds
 
 MAX_GRAMMAR_BYTES = 64 << 10
 """Of a grammar as the workers get it."""
@@ -113,7 +114,7 @@ def _json_grammar(schema: Mapping[str, Any] | bool, options: dict[str, Any]) -> 
     options = {"whitespace_pattern": WHITESPACE} | (own if isinstance(own, dict) else {}) | options
     if options.get("whitespace_flexible") is False:
         del options["whitespace_pattern"]
-    whole = {**schema, "x-guidance": options}
+    whole = {**with_inclusive_bounds(schema), "x-guidance": options}
     grammars = {"grammars": [{"json_schema": whole}]}
     return json.dumps(grammars, ensure_ascii=False, separators=(",", ":"))
 
