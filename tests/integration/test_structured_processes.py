@@ -52,9 +52,9 @@ def asked(**options: Any) -> GenerateOptions:
     return GenerateOptions(**given)  # type: ignore[typeddict-item]
 
 
-def decode_workers(router: RouterAddresses) -> int:
+def joined(router: RouterAddresses) -> int:
     with Client(router.grpc, timeout_s=30) as client:
-        return sum(worker.role == "decode" for worker in client.server_info().workers)
+        return len(client.server_info().workers)
 
 
 def is_valid(text: str) -> bool:
@@ -68,7 +68,7 @@ def started(here: Marked, tmp_path: Path) -> tuple[list[RouterAddresses], dict[s
     for name, role in (("prefill", "prefill"), ("decode0", "decode"), ("decode1", "decode")):
         processes[name] = _start_worker(here, addresses, name, role, tmp_path / name)
     for address in addresses:
-        until(lambda at=address: decode_workers(at) == 2)  # type: ignore[misc]
+        until(lambda at=address: joined(at) == 3)  # type: ignore[misc]
     return addresses, processes
 
 
