@@ -500,9 +500,7 @@ def test_who_comes_back_when_told_to_is_admitted(routers: int, rounding: str, sh
         f"simulation.retry_rounding={rounding}",
     )
     assert found.retries > 50
-    # where only half come back, three routers guess from few how many will: 95 % over eight seeds
-    few = routers > 1 and share < 1
-    assert found.retried_admitted >= (0.9 if few else 0.95) * found.retries
+    assert found.retried_admitted >= 0.95 * found.retries
 
 
 @pytest.mark.parametrize(("rounding", "share"), [("null", 0.5), ("1s", 1.0)])
