@@ -76,15 +76,11 @@ def stack(
     *,
     model: Path,
     routers: int = 1,
-    traces: Path | None = None,
 ) -> Iterator[PlainCluster]:
-    """The router writes all that it hears to `record`, and the workers theirs to `traces`."""
-    settings, workers = policy.settings(objectives), dict(WORKERS)
+    settings = policy.settings(objectives)
     if record is not None:
         settings["router.record"] = str(record)
-    if traces is not None:
-        workers["observability.trace_dir"] = str(traces)
-    with processes(workers, settings, model=model, routers=routers) as cluster:
+    with processes(WORKERS, settings, model=model, routers=routers) as cluster:
         yield cluster
 
 

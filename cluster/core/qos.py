@@ -33,7 +33,8 @@ def router_tiers(qos: Qos, admission: str) -> QosTiers:
         hold_s=ladder.hold,
         calm_s=ladder.calm,
         stricter=ladder.stricter,
-        missed=ladder.missed,
+        easing=ladder.easing,
+        tolerance=ladder.tolerance,
         tail=ladder.tail,
     )
     return replace(qos_tiers(qos), ladder=rules)

@@ -193,11 +193,10 @@ class _Look:
         return AdmissionObjection(full.reason, tell)
 
     def ttft(self) -> AdmissionObjection | None:
-        """A queue shrinks by a second each second; the prompt's own time does not. What is only
-        promised is no queue that a margin could be learnt from."""
+        """A queue shrinks by a second each second; the prompt's own time does not."""
         objective_s, prompt = self.demand.objectives.ttft_s, self.prediction.prompt
         alone_s = self._alone_s
-        queued = prompt.queue_s > 0 and not self.candidate.prefiller.is_idle
+        queued = prompt.queue_s > 0
         ttft_s = self.prediction.ttft_at_most_s if queued else self.prediction.ttft_s
         if objective_s is None or ttft_s <= objective_s:
             return None

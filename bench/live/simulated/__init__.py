@@ -1,1 +1,0 @@
-"""What was measured on live processes, and their arrivals served by the simulator with it."""
