@@ -16,11 +16,10 @@ from kvrelay import Client, Generated, Tls
 from kvrelay.access.values import Access
 from kvrelay.errors import ConfigError
 from tests.access import TOKEN
-from tests.integration.plain_kit import KVRELAY, Process, RouterAddresses, here, start_router
+from tests.integration.plain_kit import KVRELAY, Process, RouterAddresses, start_router
+from tests.integration.plain_kit import here as here
 from tests.integration.ray_head import Marked, until
 from tests.integration.tls_kit import Authority
-
-__all__ = ["here"]
 
 TEXT = "In the beginning God created the heaven and the earth. And the earth was without form."
 
@@ -61,16 +60,14 @@ class Guarded:
             return client.generate(TEXT, max_tokens=4, temperature=0.0)
 
     @contextmanager
-    def running(self, life: str, *, workers: int = 1) -> Iterator[RouterAddresses]:
+    def running(self, life: str) -> Iterator[RouterAddresses]:
         """All of them, until all have ended by themselves."""
         router, address = start_router(self.here, self.folder / f"{life}-router", *self.at_router)
-        processes = [router, self._node(address, life)]
-        processes += [self._worker(address, life, self.within)]
-        until(lambda: self.joined(address) == (workers, 1))
-        node_log = self.folder / f"{life}-node"
-        until(lambda: node_log.read_text().count(" joined (") == workers)
+        node, worker = self._node(address, life), self._worker(address, life, self.within)
+        until(lambda: self.joined(address) == (1, 1))
+        until(lambda: " joined (" in (self.folder / f"{life}-node").read_text())
         yield address
-        _end(processes)
+        _end([router, node, worker])
 
     def _node(self, router: RouterAddresses, life: str) -> Process:
         disk = ("--disk", str(self.folder / "disk"), "--disk-size", "64MiB")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ from tests.integration.plain_kit import (
     RouterAddresses,
     start_router,
 )
-from tests.integration.ray_head import NOTHING_BUILT, Marked, marked, until
+from tests.integration.plain_kit import here as here
+from tests.integration.ray_head import NOTHING_BUILT, Marked, until
 
 PERSON = {
     "type": "object",
@@ -38,13 +38,6 @@ PERSON = {
 }
 
 DEEP = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(4000)) + '\nr4000: "x"'
-
-
-@pytest.fixture
-def here() -> Iterator[Marked]:
-    with marked() as environment:
-        yield environment
-        assert not environment.processes(), "all have ended by themselves"
 
 
 def asked(**options: Any) -> GenerateOptions:
