@@ -218,7 +218,9 @@ def backend_rows(engine: Engine, method: str) -> list[Row]:
     ]
 
 
-def measure_engine(device: str, backend: str, *, graphs: bool = True) -> list[Row]:
+def measure_engine(
+    device: str, backend: str, *, graphs: bool = True, peers: bool = True
+) -> list[Row]:
     limits = measure_device(device)
     engine, chosen = random_engine(
         device, tokens=64 * 2048 + 256, batch=256, backend=backend, graphs=graphs
@@ -236,15 +238,19 @@ def measure_engine(device: str, backend: str, *, graphs: bool = True) -> list[Ro
         lambda: attention_rows(engine, chosen, limits, method),
         lambda: shared_rows(engine, decode_batch(engine.layout, (2048,) * 64), method),
         lambda: backend_rows(engine, method),
-        lambda: [batch_row(engine, method)],
+        lambda: [batch_row(engine, method)] if peers else [],
     )
     return [row for part in parts for row in _tried(part)]
 
 
 def _tried(part: Callable[[], list[Row]]) -> list[Row]:
-    """What fails is printed and left out: time on a device is dear."""
+    """Printed as it comes, what fails left out: time on a device is dear."""
     try:
-        return part()
+        rows = part()
     except Exception:
         traceback.print_exc()
         return []
+    for row in rows:
+        shown = "" if row.ratio is None else f", {row.ratio:.3g} of {row.against}"
+        print(f"{row.name}: {row.value:.4g} {row.unit}{shown}; {row.spread}", flush=True)
+    return rows

@@ -1,0 +1,89 @@
+"""All that must be seen on a CUDA device: each part with its own time limit, and a page of results
+that is written as they come. It needs no Ray.
+
+A part that fails or takes too long is noted, and the next one begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from bench.gpu_day.parts import PARTS, Part
+
+_SHOWN_LINES = 120
+_LAST_WORDS_S = 10.0
+_TOO_LONG = "ended: too long"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("build/gpu-day"), help="a folder")
+    parser.add_argument("--minutes", type=float, default=30.0, help="for all parts together")
+    names = [part.name for part in PARTS]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", default=names)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    page = args.out / "page.md"
+    page.write_text(f"# A day on a device, {time.strftime('%Y-%m-%d')}\n")
+    end_s = time.monotonic() + 60 * args.minutes
+    for part in PARTS:
+        if part.name in args.only:
+            _run(part, args.out, page, left_s=end_s - time.monotonic())
+
+
+def _run(part: Part, folder: Path, page: Path, left_s: float) -> None:
+    """Into a log of its own; the end of it onto the page."""
+    log, begin_s = folder / f"{part.name}.log", time.monotonic()
+    print(f"{part.name}: {' '.join(part.command)}", flush=True)
+    ended = _watched(part, log, limit_s=min(part.limit_s, left_s)) if left_s > 0 else "no time left"
+    took_s = time.monotonic() - begin_s
+    print(f"{part.name}: {ended} after {took_s:.0f} s", flush=True)
+    lines = log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:] if log.exists() else []
+    with page.open("a") as written:
+        written.write(f"\n## {part.name}: {ended}, {took_s:.0f} s\n\n```\n")
+        written.write("\n".join(lines) + "\n```\n")
+
+
+def _watched(part: Part, log: Path, limit_s: float) -> str:
+    """How it ended. Nothing of it is left."""
+    with log.open("wb") as kept:
+        process = subprocess.Popen(
+            part.line,
+            stdout=kept,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        try:
+            return f"exit {process.wait(timeout=limit_s)}"
+        except subprocess.TimeoutExpired:
+            _interrupt(process)
+            return _TOO_LONG
+        finally:
+            _end(process)
+
+
+def _interrupt(process: subprocess.Popen[bytes]) -> None:
+    """Some programs then say what they have found so far."""
+    process.send_signal(signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=_LAST_WORDS_S)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    finally:
+        process.wait()
+
+
+if __name__ == "__main__":
+    main()
