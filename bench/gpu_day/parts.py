@@ -32,7 +32,16 @@ def _on_cuda(name: str, limit_s: float, *command: str) -> Part:
     return Part(name=name, command=(*command, "--device=cuda"), limit_s=limit_s)
 
 
-_TESTS = ("pytest", "-p", "no:benchmark", "-m", "gpu", "--numprocesses=12", "--timeout=120", *GPU_TESTS)
+_TESTS = (
+    "pytest",
+    "-p",
+    "no:benchmark",
+    "-m",
+    "gpu",
+    "--numprocesses=12",
+    "--timeout=120",
+    *GPU_TESTS,
+)
 
 PARTS = (
     Part(name="tests", command=_TESTS, limit_s=170),

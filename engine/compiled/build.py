@@ -1,4 +1,4 @@
-"""Makes a model's forward pass fast. On a CPU: packed weights, a flat graph, fused operations.
+"""Makes a model's forward pass fast: packed or merged weights, a flat graph, fused operations.
 
 The result is compared with the model's own forward pass, which stays in use if they differ.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -16,7 +17,8 @@ from engine.compiled.chaining import FEW_TOKENS, by_tokens, chained, products_le
 from engine.compiled.fusing import call_rotaries, fuse_gates, fuse_norms, fuse_rotary
 from engine.compiled.graph import Captured, call_group, fold_constants
 from engine.compiled.library import DTYPES, Fused, open_fused
-from engine.compiled.merging import merge_projections, pack_graph, pack_modules
+from engine.compiled.merging import merge_graph, merge_projections, pack_graph, pack_modules
+from engine.compiled.operations import Operations
 from engine.compiled.recordings import recorded
 from engine.compiled.source import write_forward
 from engine.device.native_build import BuildError
@@ -48,40 +50,69 @@ class _Expected:
 
 
 def compile_model(model: Model) -> Model:
-    """Changes the modules of `model`. On a GPU the forward pass stays the model's own, with merged
-    projections.
-
-    Raises ModelError if packed or merged weights give other logits.
-    """
+    """Changes the modules of `model`. Raises ModelError if its new weights give other logits."""
     started_s = time.monotonic()
     expected = _expected(model)
-    if not model.on_cpu:
-        return _merged(model, expected)
-    try:
-        made = _captured(model)
-    except NotCaptured as error:
-        pack_modules(model.module)
+    compiled = _on_cpu(model) if model.on_cpu else _on_device(model)
+    if compiled is None:
         _check(model, expected)
-        log.info("compile: weights packed, but the forward pass is no graph: %s", error)
         return model
-    pack_graph(made, model.module)
-    fused = _open(model.dtype)
-    said = _fuse(made, fused)
-    compiled = _written(model, made, fused)
-    worst = _worst(compiled, expected)
+    worst = _worst(compiled.model, expected)
     if not worst <= expected.bound:
         _check(model, expected)
         log.warning("compile: the graph's logits are off by %.2g; the model's own is used", worst)
         return model
-    log.info("compiled in %.1f s: %d operations, %s", _since(started_s), made.calls, said)
-    return compiled
+    log.info("compiled in %.1f s: %s", time.monotonic() - started_s, compiled.said)
+    return compiled.model
 
 
-def _merged(model: Model, expected: _Expected) -> Model:
-    made = merge_projections(model.module, lambda: _run(model, _ROWS))
-    _check(model, expected)
-    log.info("%d products of merged projections", made)
-    return model
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    model: Model
+    said: str
+    """What was done, in words."""
+
+
+def _on_cpu(model: Model) -> _Compiled | None:
+    """None: there is no graph, and the model's own weights are packed."""
+    try:
+        made = _captured(model)
+    except NotCaptured as error:
+        pack_modules(model.module)
+        log.info("compile: weights packed, but the forward pass is no graph: %s", error)
+        return None
+    pack_graph(made, model.module)
+    fused = _open(model.dtype)
+    said = _fuse(made, fused)
+    return _Compiled(_written(model, made, fused), f"{made.calls} operations, {said}")
+
+
+def _on_device(model: Model) -> _Compiled | None:
+    """None: there is no graph, and the model's own projections are merged."""
+    operations = _device_operations(model)
+    try:
+        made = None if operations is None else _captured(model)
+    except NotCaptured as error:
+        made = None
+        log.info("compile: the forward pass is no graph: %s", error)
+    if made is None:
+        merged = merge_projections(model.module, lambda: _run(model, _ROWS))
+        log.info("%d products of merged projections", merged)
+        return None
+    merged = merge_graph(made, model.module)
+    said = _fuse(made, operations)
+    flat = replace(model, flat=write_forward(made))
+    return _Compiled(flat, f"{made.calls} operations, {merged} merged products, {said}")
+
+
+def _device_operations(model: Model) -> Operations | None:
+    """None: the model's own forward pass is kept. Experts run in a kernel of their own there, and
+    LongRoPE's modules are not captured."""
+    if has_experts(model.config) or model.longrope is not None or find_spec("triton") is None:
+        return None
+    from engine.compiled.triton.operations import TritonOperations, runs_on
+
+    return TritonOperations() if runs_on(model.device) else None
 
 
 def _captured(model: Model) -> Captured:
@@ -93,7 +124,7 @@ def _captured(model: Model) -> Captured:
     return made
 
 
-def _fuse(made: Captured, fused: Fused | None) -> str:
+def _fuse(made: Captured, fused: Operations | None) -> str:
     """The fused operations, in words."""
     if fused is None:
         return "none fused"
@@ -119,10 +150,6 @@ def _open(dtype: torch.dtype) -> Fused | None:
     except BuildError as error:
         log.warning("compile: operations are not fused: %s", error)
         return None
-
-
-def _since(started_s: float) -> float:
-    return time.monotonic() - started_s
 
 
 def _worst(compiled: Model, expected: _Expected) -> float:

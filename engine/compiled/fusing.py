@@ -16,19 +16,19 @@ import torch
 from torch.fx import Node
 
 from engine.compiled.graph import Captured, is_call, kind, only_user, other_operand
-from engine.compiled.library import Fused
+from engine.compiled.operations import Operations
 
 aten = torch.ops.aten
 
 
-def fuse_rotary(made: Captured, fused: Fused) -> int:
+def fuse_rotary(made: Captured, fused: Operations) -> int:
     """One call for each rotated query or key. Returns their number."""
     count = sum(_rotary(made, node, fused) for node in list(made.graph.nodes))
     made.graph.eliminate_dead_code()
     return count
 
 
-def _rotary(made: Captured, turned: Node, fused: Fused) -> bool:
+def _rotary(made: Captured, turned: Node, fused: Operations) -> bool:
     """x * cos + cat(-far, near) * sin, where x = cat(near, far)."""
     source = _halves(turned)
     by_sin = only_user(turned) if source is not None else None
@@ -79,7 +79,7 @@ def _are_angles(node: object, source: Node) -> bool:
     return is_shared and fits and found.is_step
 
 
-def fuse_gates(made: Captured, fused: Fused) -> int:
+def fuse_gates(made: Captured, fused: Operations) -> int:
     """One call for each activation of a gate and its product with the rest. Returns their
     number."""
     count = sum(_gate(made, node, fused) for node in list(made.graph.nodes))
@@ -87,7 +87,7 @@ def fuse_gates(made: Captured, fused: Fused) -> int:
     return count
 
 
-def _gate(made: Captured, activated: Node, fused: Fused) -> bool:
+def _gate(made: Captured, activated: Node, fused: Operations) -> bool:
     function = None
     if is_call(activated, aten.silu.default, 1):
         function = fused.silu_mul
@@ -121,7 +121,7 @@ class _Norm:
     result: Node
 
 
-def fuse_norms(made: Captured, fused: Fused) -> int:
+def fuse_norms(made: Captured, fused: Operations) -> int:
     """One call for each norm, or for a sum with its norm. Returns the number of norms."""
     found = [_match(made, node) for node in list(made.graph.nodes)]
     norms = [norm for norm in found if norm is not None]
@@ -191,14 +191,14 @@ def _is_sum(node: Node) -> bool:
     return all(isinstance(part, Node) and kind(part) == kind(node) for part in node.args)
 
 
-def _replace(made: Captured, norm: _Norm, weight: Node, fused: Fused) -> None:
+def _replace(made: Captured, norm: _Norm, weight: Node, fused: Operations) -> None:
     with made.graph.inserting_before(norm.result):
         new = made.graph.call_function(fused.rms_norm, (norm.source, weight, norm.eps, norm.rounds))
     new.meta["kind"] = kind(norm.result)
     norm.result.replace_all_uses_with(new)
 
 
-def _replace_both(made: Captured, norm: _Norm, weight: Node, fused: Fused) -> None:
+def _replace_both(made: Captured, norm: _Norm, weight: Node, fused: Operations) -> None:
     source = norm.source
     with made.graph.inserting_after(weight):
         both = made.graph.call_function(

@@ -86,7 +86,7 @@ DTYPES = frozenset(_SUFFIX)
 
 
 class Fused:
-    """All operations of one dtype. Tensors are `[1, tokens, ...]`, their last dimension dense."""
+    """Implements Operations of one dtype on a CPU, and runs chains of them."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.dtype, self.fork = dtype, torch_fork()
@@ -100,10 +100,6 @@ class Fused:
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, rounds: bool
     ) -> torch.Tensor:
-        """`x` `[1, tokens, width]` or `[1, tokens, heads, width]`, `weight` fp32 `[width]`.
-
-        `rounds` what the weight is multiplied with.
-        """
         shape, strides = x.shape, x.stride()
         heads, head_stride = (shape[2], strides[2]) if len(shape) == 4 else (1, 0)
         out = x.new_empty(shape)
@@ -121,7 +117,6 @@ class Fused:
         eps: float,
         rounds: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x + other and its norm; both `[1, tokens, width]` and dense."""
         shape = x.shape
         total, out = x.new_empty(shape), x.new_empty(shape)
         self._add_rms_norm(
@@ -131,7 +126,6 @@ class Fused:
         return total, out
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """`x` `[1, heads, tokens, dim]`, the angles `[1, 1, tokens, dim]`."""
         _, heads, tokens, dim = x.shape
         strides = x.stride()
         out = x.new_empty((1, tokens, heads, dim))

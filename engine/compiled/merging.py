@@ -2,10 +2,10 @@
 
 The model's own modules then use the same memory, so that no weight is kept twice.
 
-Where the forward pass stays the model's own, linear layers of one module with the same input become
-one product: queries, keys and values; gates and their factors. A run shows which layers these are.
-The first one called computes for all. Their weights become one tensor, and the old ones are freed
-at the same time.
+On a GPU weights are not packed, but linear layers with the same input become one product too:
+queries, keys and values; gates and their factors. Their weights become one tensor, and the old ones
+are freed at the same time. Where the forward pass stays the model's own, a run shows which layers
+of one module these are, and the first one called computes for all.
 """
 
 from __future__ import annotations
@@ -41,6 +41,34 @@ def pack_graph(made: Captured, model: torch.nn.Module) -> None:
     for nodes in _by_input(made, owners):
         _merge(made, nodes, [owners.pop(id(made.constant(node.args[1]))) for node in nodes])
         _release(made, nodes)
+
+
+def merge_graph(made: Captured, model: torch.nn.Module) -> int:
+    """Merges layers with the same input, in graph and model alike. Returns the number of
+    products."""
+    owners = {id(place.module.weight): place for place in linears(model)}
+    groups = [nodes for nodes in _by_input(made, owners) if len(nodes) > 1]
+    for nodes in groups:
+        product = _merge_places([owners.pop(id(made.constant(node.args[1]))) for node in nodes])
+        _call_product(made, nodes, product)
+        _release(made, nodes)
+        _free_cached()
+    for node in _linear_nodes(made):
+        node.target = torch.nn.functional.linear
+    return len(groups)
+
+
+def _call_product(made: Captured, nodes: Sequence[Node], product: _Product) -> None:
+    first, start = nodes[0], 0
+    weights = [made.add_constant(one, first) for one in (product.weight, product.bias)]
+    with made.graph.inserting_before(first):
+        whole = made.graph.call_function(torch.nn.functional.linear, (first.args[0], *weights))
+    whole.meta["kind"] = kind(first).wide(product.weight.shape[0])
+    for node in nodes:
+        width = kind(node).shape[-1]
+        assert isinstance(width, int)
+        node.replace_all_uses_with(_part(made, whole, start, start + width))
+        start += width
 
 
 def _by_input(made: Captured, owners: dict[int, LinearPlace]) -> list[list[Node]]:
@@ -161,9 +189,14 @@ def merge_projections(module: torch.nn.Module, run: Callable[[], object]) -> int
     count = len(found)
     while found:
         _merge_places(found.pop())
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # else the old weights' memory is kept, in pieces too small
+        _free_cached()
     return count
+
+
+def _free_cached() -> None:
+    """Else the old weights' memory is kept, in pieces too small."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 @dataclass(slots=True)
@@ -204,7 +237,7 @@ def _seen(module: torch.nn.Module, run: Callable[[], object]) -> Iterator[list[L
         yield [place for place in places if id(place.module) not in calls.again]
 
 
-def _merge_places(places: Sequence[LinearPlace]) -> None:
+def _merge_places(places: Sequence[LinearPlace]) -> _Product:
     layers = [place.module for place in places]
     weights = [layer.weight.detach() for layer in layers]
     ends = [0]
@@ -213,3 +246,4 @@ def _merge_places(places: Sequence[LinearPlace]) -> None:
     product = _Product(torch.cat(weights), join_biases(weights, [one.bias for one in layers]))
     for place, (start, stop) in zip(places, pairwise(ends), strict=True):
         setattr(place.parent, place.name, MergedLinear(product, start, stop))
+    return product

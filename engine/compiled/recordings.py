@@ -75,14 +75,15 @@ def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _constant_name(content: object, names: Mapping[int, str]) -> Any:
-    """The model's name, or dtype, shape and values."""
+    """The model's name, or dtype, shape, device and values."""
     if not isinstance(content, torch.Tensor):
         raise NotRecorded(f"a constant of type {type(content).__name__}")
     if id(content) in names:
         return names[id(content)]
     if content.numel() > _MOST_VALUES:
         raise NotRecorded(f"a constant of {content.numel()} values that the model doesn't name")
-    return [_short(content.dtype), list(content.shape), content.flatten().tolist()]
+    kind = _short(content.dtype), list(content.shape), str(content.device)
+    return [*kind, content.flatten().tolist()]
 
 
 def _function_name(target: object) -> str:
@@ -153,9 +154,10 @@ def _add(known: Captured, tensors: Mapping[str, torch.Tensor], target: Any) -> s
     if isinstance(target, str):
         known.constants[target] = tensors[target]
         return target
-    dtype, shape, values = target
+    dtype, shape, device, values = target
     name = f"value_{len(known.constants)}"
-    known.constants[name] = torch.tensor(values, dtype=_torch_kind(dtype)).reshape(shape)
+    content = torch.tensor(values, dtype=_torch_kind(dtype), device=device)
+    known.constants[name] = content.reshape(shape)
     return name
 
 
@@ -243,16 +245,16 @@ def _record(model: Model, path: Path) -> Captured:
 
 def _captured(model: Model) -> GraphModule:
     if model.longrope is None:
-        return capture(model.whole)
+        return capture(model.whole, model.device)
     with whole_rotaries(model.module, model.dtype):
-        return capture(model.whole)
+        return capture(model.whole, model.device)
 
 
 def _key(model: Model) -> str:
     config = {key: value for key, value in model.config.to_dict().items() if key[0] != "_"}
     files = (interface.__file__, capturing.__file__, __file__)
     sources = [Path(str(file)).read_text() for file in files]
-    versions = (torch.__version__, transformers.__version__, model.dtype_name)
+    versions = (torch.__version__, transformers.__version__, model.dtype_name, str(model.device))
     shapes = [(name, *part.shape) for name, part in model.module.named_parameters()]
     text = json.dumps([config, versions, sources, shapes], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

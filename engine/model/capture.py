@@ -79,15 +79,15 @@ Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Token ids and positions `[1, tokens]`, rows that need logits: logits `[rows, vocab]`."""
 
 
-def capture(forward: Forward) -> GraphModule:
-    """Raises NotCaptured."""
+def capture(forward: Forward, device: torch.device) -> GraphModule:
+    """`device` is the model's. Raises NotCaptured."""
 
     def traced(ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         with _WholeProducts():
             return forward(ids, positions, rows)
 
-    positions = torch.arange(_TOKENS)[None]
-    inputs = (torch.zeros_like(positions), positions, torch.arange(_TOKENS - _ROWS, _TOKENS))
+    places = torch.arange(_TOKENS, device=device)
+    inputs = (torch.zeros_like(places)[None], places[None], places[-_ROWS:].clone())
     try:
         with torch.no_grad():
             made = make_fx(traced, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)

@@ -273,7 +273,7 @@ def branching(ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) ->
 
 def test_a_graph_for_few_tokens_only_is_no_graph() -> None:
     with pytest.raises(NotCaptured, match="branches on the number of tokens"):
-        capture(branching)
+        capture(branching, torch.device("cpu"))
 
 
 def test_a_graph_that_is_wrong_for_long_runs_is_not_used(

@@ -33,6 +33,7 @@ def _run(arguments: list[str], **environment: str) -> None:
         "attention_interpreted",
         "triton_engine_interpreted",
         "draw_interpreted",
+        "fused_interpreted",
     ],
 )
 def test_kernels_interpreted_on_the_cpu(tests: str) -> None:

@@ -1,0 +1,1 @@
+"""The fused operations of a captured graph on CUDA devices."""

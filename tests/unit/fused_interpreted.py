@@ -1,0 +1,42 @@
+"""The device's fused operations, interpreted on a CPU: run by `test_triton` in a process of its own
+with TRITON_INTERPRET=1. Triton's interpreter cuts bfloat16 off where a device rounds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.compiled import build
+from engine.compiled.triton.operations import TritonOperations
+from engine.model.model import Model
+from tests.unit.test_compiled import assert_near, cache, logits, plain_model, shared_cache
+from tests.unit.test_fused import *  # noqa: F403
+
+__all__ = ["cache", "shared_cache"]
+
+
+@pytest.fixture
+def dtype() -> torch.dtype:
+    return torch.float32
+
+
+@pytest.fixture
+def fused() -> TritonOperations:
+    return TritonOperations()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+def test_a_device_s_graph_is_the_model(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_LENGTHS", (1, 5, 19))
+    model = plain_model(tmp_path, family)
+    expected, nbytes = [logits(model, 7)], model.weight_bytes
+    monkeypatch.setattr(Model, "on_cpu", property(lambda _: False))
+    compiled = build.compile_model(model)
+    assert compiled.flat is not None
+    assert_near([logits(compiled, 7)], expected, 1e-5)
+    assert_near([logits(model, 7)], expected, 1e-5)
+    assert compiled.weight_bytes == nbytes
