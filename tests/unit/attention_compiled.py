@@ -65,7 +65,7 @@ def _shape(dim: int, tiling: Tiling, **changes: object) -> dict[str, object]:
     shape = {
         "KV_HEADS": 8, "GROUP": 4, "K_DIM": dim, "V_DIM": dim, "K_TILE": tile, "V_TILE": tile,
         "ROWS": tiling.rows, "KEYS": tiling.keys, "BLOCK": 16, "WINDOW": 0, "HAS_CAP": False,
-        "HAS_SINKS": False, "UPCAST": False, "PRECISION": "ieee", "PARTS": 16,
+        "HAS_SINKS": False, "UPCAST": False, "PRECISION": "ieee",
     }  # fmt: skip
     return {**shape, **changes}
 
@@ -114,8 +114,10 @@ def _check_shapes() -> None:
     for tiling in _tilings(128, 1):
         _attend("bf16", 128, 90, tiling, kept="fp8e4nv")
     shape = {**_shape(80, _tilings(80, 2)[0]), "HAS_SINKS": True}
-    joined = {n: v for n, v in shape.items() if n in join_parts.arg_names}
-    _compiled(join_parts, "bf16", joined, 90, num_warps=4)
+    for rows, parts in ((1, 16), (16, 1)):
+        joined = {n: v for n, v in shape.items() if n in join_parts.arg_names}
+        at_once = {"AT_ONCE": rows, "PARTS": parts}
+        _compiled(join_parts, "bf16", {**joined, **at_once}, 90, num_warps=4)
 
 
 def _check_store() -> None:

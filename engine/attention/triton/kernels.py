@@ -148,18 +148,18 @@ def _meet(
     else:
         value = tl.load(at)
     key, value = key.to(asked.dtype), value.to(asked.dtype)
-    scores = tl.dot(asked, tl.trans(key), input_precision=PRECISION) * scaling
+    scores = tl.dot(asked, tl.trans(key), input_precision=PRECISION)
+    factor = scaling * _LOG2E
     if HAS_CAP:
-        scores = softcap * _tanh(scores / softcap)
-    scores *= _LOG2E
+        scores, factor = _tanh(scores * (scaling / softcap)), softcap * _LOG2E
     if MASKED:
         seen = known[None, :] & (position[None, :] <= seen_by[:, None])
         if WINDOW > 0:
             seen &= position[None, :] > seen_by[:, None] - WINDOW
         scores = tl.where(seen, scores, float("-inf"))
-    largest = tl.maximum(best, tl.max(scores, 1))
+    largest = tl.maximum(best, tl.max(scores, 1) * factor)
     base = tl.where(largest == float("-inf"), 0.0, largest)
-    weights = tl.exp2(scores - base[:, None])
+    weights = tl.exp2(scores * factor - base[:, None])  # one fused operation and a power
     shrink = tl.exp2(best - base)
     mass = mass * shrink + tl.sum(weights, 1)
     held = tl.dot(
@@ -170,51 +170,45 @@ def _meet(
 
 @triton.jit
 def join_parts(
-    out,
-    parts,
-    part_sizes,
-    queries,
-    joins,
-    sinks,
-    out_row,
-    GROUP: tl.constexpr,
-    V_DIM: tl.constexpr,
-    V_TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):
-    """One row of a query tile that several pieces have worked on; PARTS of them at a time."""
-    join, row = joins + tl.program_id(0) * 4, tl.program_id(1)
+    out, parts, part_sizes, queries, joins, sinks, out_row,
+    GROUP: tl.constexpr, V_DIM: tl.constexpr, V_TILE: tl.constexpr, ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr, PARTS: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """AT_ONCE rows of a query tile that several pieces have worked on; PARTS of them at a time."""
+    join, first_row = joins + tl.program_id(0) * 4, tl.program_id(1) * AT_ONCE
     head, first, count = tl.load(join + 1), tl.load(join + 2), tl.load(join + 3)
     tile = queries + tl.load(join) * 4
-    if (count > 0) & (row < tl.load(tile + 1) * GROUP):
-        v = tl.arange(0, V_TILE)
-        best, mass = float("-inf"), 0.0
-        held = tl.zeros([V_TILE], tl.float32)
+    rows = tl.load(tile + 1) * GROUP
+    if (count > 0) & (first_row < rows):
+        row = first_row + tl.arange(0, AT_ONCE)
+        inside, v = row < rows, tl.arange(0, V_TILE)
+        best = tl.full([AT_ONCE], float("-inf"), tl.float32)
+        mass = tl.zeros([AT_ONCE], tl.float32)
+        held = tl.zeros([AT_ONCE, V_TILE], tl.float32)
         for start in range(0, count, PARTS):
             number = start + tl.arange(0, PARTS)
-            part = (first + number).to(tl.int64) * ROWS + row
-            sizes = tl.load(part_sizes + part * 2, mask=number < count, other=float("-inf"))
-            masses = tl.load(part_sizes + part * 2 + 1, mask=number < count, other=0.0)
-            at = parts + part[:, None] * V_TILE + v[None, :]
-            found = tl.load(at, mask=(number < count)[:, None] & (v < V_DIM)[None, :], other=0.0)
+            part = (first + number).to(tl.int64)[:, None] * ROWS + row[None, :]
+            known = (number < count)[:, None] & inside[None, :]
+            sizes = tl.load(part_sizes + part * 2, mask=known, other=float("-inf"))
+            masses = tl.load(part_sizes + part * 2 + 1, mask=known, other=0.0)
+            at = parts + part[:, :, None] * V_TILE + v[None, None, :]
+            wanted = known[:, :, None] & (v < V_DIM)[None, None, :]
+            found = tl.load(at, mask=wanted, other=0.0)
             largest = tl.maximum(best, tl.max(sizes, 0))
             base = tl.where(largest == float("-inf"), 0.0, largest)
-            weights = tl.exp2(sizes - base)
+            weights = tl.exp2(sizes - base[None, :])
             shrink = tl.exp2(best - base)
             mass = mass * shrink + tl.sum(weights * masses, 0)
-            held = held * shrink + tl.sum(weights[:, None] * found, 0)
+            held = held * shrink[:, None] + tl.sum(weights[:, :, None] * found, 0)
             best = largest
         query_of = head * GROUP + row % GROUP
         if HAS_SINKS:
-            sink = tl.load(sinks + query_of).to(tl.float32) * _LOG2E
-            largest = tl.maximum(best, sink)
-            mass = mass * tl.exp2(best - largest) + tl.exp2(sink - largest)
-            held = held * tl.exp2(best - largest)
+            best, mass, held = _sink(best, mass, held, sinks, query_of, inside)
         token = (tl.load(tile) + row // GROUP).to(tl.int64)
-        at = out + token * out_row + query_of * V_DIM + v
-        tl.store(at, (held / mass).to(out.dtype.element_ty), mask=v < V_DIM)
+        at = out + token[:, None] * out_row + (query_of * V_DIM)[:, None] + v[None, :]
+        result = held / tl.where(mass > 0.0, mass, 1.0)[:, None]
+        wanted = inside[:, None] & (v < V_DIM)[None, :]
+        tl.store(at, result.to(out.dtype.element_ty), mask=wanted)
 
 
 @triton.jit

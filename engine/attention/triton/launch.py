@@ -16,7 +16,8 @@ from engine.attention.triton.work import Tiling
 from engine.model.interface import Scores
 
 _JOINED = 16
-"""One program of a join reads this many parts at a time."""
+"""Decode steps have few rows of many parts: one program of a join reads this many parts of a row at
+a time. Chunks have many rows of few parts: it reads a part of this many rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +114,13 @@ def attend(
         **common,
         **_constants(query, values, scores, tiling, block_size),
     )
-    join_parts[(work.programs, joined_rows)](
-        *(out, *left, work.joins, sinks, out.stride(0)), PARTS=_JOINED, num_warps=4, **common
+    rows, at_a_time = (1, _JOINED) if joined_rows < _JOINED else (_JOINED, 1)
+    join_parts[(work.programs, triton.cdiv(joined_rows, rows))](
+        *(out, *left, work.joins, sinks, out.stride(0)),
+        AT_ONCE=rows,
+        PARTS=at_a_time,
+        num_warps=4,
+        **common,
     )
 
 

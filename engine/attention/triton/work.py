@@ -130,8 +130,9 @@ class Tiling:
 DECODE = Tiling(rows=16, keys=64, warps=4, stages=4, per_processor=2)
 """Memory bound: each of two programs loads two tiles of keys and of values ahead. One stage is
 taken by the block tables, which are loaded before."""
-CHUNK = Tiling(rows=128, keys=64, warps=8, stages=3, per_processor=1)
-"""Compute bound: a row of matrix units for each of two warp groups."""
+CHUNK = Tiling(rows=64, keys=64, warps=4, stages=2, per_processor=2)
+"""Compute bound: a row of matrix units for each of two programs. The best of 38 on an H100
+(`bench.engine.cuda.attention_tilings`)."""
 _TILE_BYTES = 16 << 10
 """Bytes of keys in a tile of these tilings: 64 keys of 128 dims in 16 bits."""
 
@@ -148,8 +149,7 @@ def chunk_tiling(
     first run."""
     if tokens * group <= DECODE.rows:
         return decode_tiling(group, dim, element_bytes)
-    rows = _power_of_two(group, base.rows if dim <= 128 else base.rows // 2)
-    return _fitted(replace(base, rows=rows), dim, element_bytes)
+    return _fitted(replace(base, rows=_power_of_two(group, base.rows)), dim, element_bytes)
 
 
 def _fitted(tiling: Tiling, dim: int, element_bytes: int) -> Tiling:
