@@ -13,8 +13,8 @@ from itertools import product
 
 import torch
 
+from bench.engine.cuda.attention_times import measure_work
 from engine.attention.backend import GroupShape
-from engine.attention.choosing.measure import measure_work
 from engine.attention.choosing.needs import Wanted
 from engine.attention.triton.backend import TritonBackend
 from engine.attention.triton.work import CHUNK, DECODE, Tiling

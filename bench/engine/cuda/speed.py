@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from bench.engine.cuda.ahead import ahead_row
+from bench.engine.cuda.attention_times import GRID, measure, time_device, time_layer
 from bench.engine.cuda.batch import batch_row
 from bench.engine.cuda.random_engine import LLAMA_8B, decode_batch, random_engine, whole_slice
 from bench.engine.cuda.shared import shared_rows
 from bench.report import Reading, Row
-from engine.attention.choosing.choice import group_shapes, opener, usable
-from engine.attention.choosing.measure import GRID, measure, time_device, time_layer
-from engine.attention.choosing.needs import Wanted
+from engine.attention.choosing.choice import group_shapes, opener
+from engine.attention.choosing.needs import NEEDS, Wanted
 from engine.core.step import StepBatch
 from engine.model.kv_layout import probe
 from engine.runner import Engine
@@ -28,6 +28,7 @@ from kvpool.memory.kv_memory import KvMemory
 
 THUNDER_MLA = (4641, 45118, 1730, 1696)
 _REPEATS = 20
+_BACKENDS = ("triton", "flashinfer", "flash", "sdpa")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,9 +201,10 @@ def _time_attention(wanted: Wanted, name: str, contexts: Sequence[int]) -> float
 
 
 def backend_rows(engine: Engine, method: str) -> list[Row]:
-    """What "auto" measures, for all that works here."""
+    """All that can serve the model here."""
     wanted = _wanted(engine)
-    found = {name: measure(opener(name), wanted) for name in usable(wanted)}
+    names = [name for name in _BACKENDS if NEEDS[name](wanted) is None]
+    found = {name: measure(opener(name), wanted) for name in names}
     return [
         Row(
             name=f"attention of a layer by {name}, {work}",

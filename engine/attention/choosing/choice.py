@@ -1,17 +1,14 @@
-"""Chooses the attention backend: the configured one, or with "auto" the fastest that works here.
+"""Chooses the attention backend: the configured one, or with "auto" the best that works here.
 
 A backend that can't serve the model on its device is refused when the worker starts.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import NamedTuple
-
-import torch
 
 from engine.attention.backend import Backend, GroupShape
 from engine.attention.choosing.needs import NEEDS, Wanted
@@ -21,8 +18,6 @@ from kvpool.core.layout.layout import KvLayout
 from kvpool.memory.kv_memory import KvMemory
 from kvrelay.errors import ModelError
 
-log = logging.getLogger(__name__)
-
 Places = Mapping[int, tuple[int, int]]
 OpenBackend = Callable[[KvMemory, tuple[GroupShape, ...], Places], Backend]
 
@@ -30,22 +25,20 @@ TORCH = "sdpa"
 
 
 class _Listed(NamedTuple):
-    """The module is imported when it is used. `copies_kv`: each layer's KV is gathered before use.
-    `measured`: "auto" may choose it on CUDA."""
+    """The module is imported when it is used. `copies_kv`: each layer's KV is gathered before."""
 
     module: str
     kind: str
     copies_kv: bool = False
-    measured: bool = False
 
 
 _BACKENDS = {
     "native": _Listed("engine.attention.native.backend", "NativeBackend"),
-    "triton": _Listed("engine.attention.triton.backend", "TritonBackend", measured=True),
-    "flashinfer": _Listed("engine.attention.cuda.flashinfer", "FlashInferBackend", measured=True),
-    "flash": _Listed("engine.attention.cuda.flash", "FlashBackend", measured=True),
+    "triton": _Listed("engine.attention.triton.backend", "TritonBackend"),
+    "flashinfer": _Listed("engine.attention.cuda.flashinfer", "FlashInferBackend"),
+    "flash": _Listed("engine.attention.cuda.flash", "FlashBackend"),
     "flex": _Listed("engine.attention.flex", "FlexBackend", copies_kv=True),
-    TORCH: _Listed("engine.attention.torch_paged", "SdpaBackend", copies_kv=True, measured=True),
+    TORCH: _Listed("engine.attention.torch_paged", "SdpaBackend", copies_kv=True),
 }
 
 
@@ -70,21 +63,16 @@ def group_shapes(layout: KvLayout, layers: Mapping[int, LayerShape]) -> tuple[Gr
 
 
 def choose(name: str, wanted: Wanted) -> str:
-    """`name` is a key of the table above, or "auto". Raises ModelError that names the YAML key."""
+    """`name` is a key of the table above, or "auto". Only decode steps of triton are recorded as
+    CUDA graphs, which is worth more than any layer's attention. Raises ModelError that names the
+    YAML key."""
     if name != "auto":
         reason = NEEDS[name](wanted)
         if reason is not None:
             raise ModelError(f"attention.backend: {name} can't be used: {reason}, or use auto")
         return name
-    if not wanted.on_cuda:
-        return "native" if NEEDS["native"](wanted) is None else choose(TORCH, wanted)
-    names = usable(wanted)
-    return names[0] if len(names) == 1 else _fastest(names, wanted)
-
-
-def usable(wanted: Wanted) -> list[str]:
-    """The backends that "auto" chooses from."""
-    return [name for name, one in _BACKENDS.items() if one.measured and not NEEDS[name](wanted)]
+    best = "triton" if wanted.on_cuda else "native"
+    return best if NEEDS[best](wanted) is None else choose(TORCH, wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,27 +105,3 @@ def opener(name: str) -> OpenBackend:
     listed = _BACKENDS[name]
     found: OpenBackend = getattr(import_module(listed.module), listed.kind)
     return found
-
-
-def _fastest(names: list[str], wanted: Wanted) -> str:
-    from engine.attention.choosing.measure import measure
-
-    times = {name: measure(opener(name), wanted) for name in names}
-    torch.cuda.empty_cache()  # free memory is measured next
-    best = {
-        work: min(found[work] for found in times.values()) for work in next(iter(times.values()))
-    }
-
-    def slowness(name: str) -> float:
-        """Its time relative to the fastest backend, multiplied over the kinds of work."""
-        product = 1.0
-        for work, seconds in times[name].items():
-            product *= seconds / best[work]
-        return product
-
-    chosen = min(names, key=slowness)
-    for name, found in times.items():
-        shown = ", ".join(f"{work} {1e6 * seconds:.0f} us" for work, seconds in found.items())
-        log.info("attention.backend: auto: %s: %s", name, shown)
-    log.info("attention.backend: auto: %s is used", chosen)
-    return chosen

@@ -1,4 +1,4 @@
-"""Times a backend's attention on a CUDA device, on the model's own heads."""
+"""Times a backend's attention on a CUDA device."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ GRID = {
 }
 """# name |-> (sequences, tokens of each, tokens before them)"""
 _WARM, _RUNS = 3, 15
+_BUSY_CYCLES = 2_000_000  # a millisecond
 
 
 def measure(open_backend: Open, wanted: Wanted) -> dict[str, float]:
@@ -70,12 +71,14 @@ def time_layer(state: AttentionState, shape: GroupShape, wanted: Wanted, tokens:
 
 
 def time_device(run: Callable[[], object]) -> float:
-    """Median seconds on the device, after some runs to warm up."""
+    """Median seconds on the device, after some runs to warm up. The device is kept busy before, so
+    that it gets the whole run at once."""
     for _ in range(_WARM):
         run()
     times = []
     for _ in range(_RUNS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_BUSY_CYCLES)
         begin.record()
         run()
         end.record()
