@@ -188,8 +188,7 @@ def load_bench_engine(folder: Path, load: Load, device: str) -> Engine:
 def _on_cuda(args: argparse.Namespace) -> list[Row]:
     from bench.engine.cuda.speed import measure_engine
 
-    options = {"graphs": not args.no_graphs, "peers": not args.no_peers}
-    return measure_engine(args.device, args.attention, **options)
+    return measure_engine(args.device, args.attention, graphs=not args.no_graphs)
 
 
 def main() -> None:

@@ -220,9 +220,7 @@ def backend_rows(engine: Engine, method: str) -> list[Row]:
     ]
 
 
-def measure_engine(
-    device: str, backend: str, *, graphs: bool = True, peers: bool = True
-) -> list[Row]:
+def measure_engine(device: str, backend: str, *, graphs: bool = True) -> list[Row]:
     limits = measure_device(device)
     engine, chosen = random_engine(
         device, tokens=64 * 2048 + 256, batch=256, backend=backend, graphs=graphs
@@ -240,7 +238,7 @@ def measure_engine(
         lambda: attention_rows(engine, chosen, limits, method),
         lambda: shared_rows(engine, decode_batch(engine.layout, (2048,) * 64), method),
         lambda: backend_rows(engine, method),
-        lambda: [batch_row(engine, method)] if peers else [],
+        lambda: [batch_row(engine, method)],
     )
     return [row for part in parts for row in _tried(part)]
 
