@@ -103,20 +103,22 @@ class AttentionSection(Section):
     """How attention over the paged KV is computed."""
 
     backend: AttentionBackend = "auto"
-    """auto: on CUDA the fastest backend that is installed and can serve the model, measured when a
-    worker starts; on a CPU native, else sdpa. native and triton: our own kernels for CPUs and CUDA;
-    flashinfer and flash (FlashAttention-3): where installed; flex: PyTorch's FlexAttention; sdpa:
-    plain torch operations."""
+    """auto: triton on CUDA and native on a CPU if they can serve the model, else sdpa. native and
+    triton: our own kernels for CPUs and CUDA; flashinfer and flash (FlashAttention-3): where
+    installed; flex: PyTorch's FlexAttention; sdpa: plain torch operations."""
 
 
 class SchedulerSection(Section):
-    prefill_chunk_tokens: Annotated[int, Field(ge=16)] = 512
-    """At most this many prompt tokens in one step."""
+    prefill_chunk_tokens: Annotated[int, Field(ge=16)] | None = None
+    """At most this many prompt tokens in one step; null: 512 on a CPU and 2,048 on a GPU."""
     mixed_chunk_tokens: Annotated[int, Field(ge=16)] = 512
     """At most this many prompt tokens in a decode worker's step, beside the next token of its
     batch, which waits for them. Not more than prefill_chunk_tokens."""
     max_running_requests: Count = 64
     """At most this many sequences in one step."""
+
+    def chunk_tokens(self, *, on_gpu: bool) -> int:
+        return self.prefill_chunk_tokens or (2048 if on_gpu else 512)
 
 
 class Ucx(Section):

@@ -165,7 +165,7 @@ def worker_settings(
         gpus=pool.resources.get("GPU", 0.0),
         dtype=pool.dtype or config.model.dtype,
         block_size=config.engine.block_size,
-        prefill_chunk_tokens=config.scheduler.prefill_chunk_tokens,
+        prefill_chunk_tokens=config.scheduler.chunk_tokens(on_gpu=pool.on_gpu),
         max_running_requests=config.scheduler.max_running_requests,
         max_model_len=config.model.max_model_len,
         memory_fraction=config.engine.memory_fraction,

@@ -161,7 +161,7 @@ class ClusterSimulation:
         max_model_len = self._config.model.max_model_len or simulation.max_model_len
         told = told_times(
             profile.times,
-            chunk_tokens=scheduler.prefill_chunk_tokens,
+            chunk_tokens=scheduler.chunk_tokens(on_gpu=self._config.workers[index].on_gpu),
             most_sequences=scheduler.max_running_requests,
             max_model_len=max_model_len,
             tokens=blocks * layout.block_size,
