@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from bench.engine import step_overhead
+from bench.engine.paging import paging
 from bench.models import SMOLLM_135M, write_random_llama
 from bench.report import Reading, Row, interleave, print_table, write_json
 from engine.core.sizing import EngineLimits
@@ -28,8 +29,6 @@ from kvpool.core.layout.layout import BlockId, Tables
 from kvrelay.types import RequestKey, Sampling
 
 _BLOCK_SIZE = 32
-_PEER_PAGE_TOKENS = 32
-"""generate_batch gets just the pages it needs: left to itself it takes most of the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,17 +104,16 @@ def _peers(folder: Path, load: Load, device: str) -> dict[str, Callable[[], obje
     }
     static = GenerationConfig(cache_implementation="static", **settings)
     batch = GenerationConfig(**settings)
-    pages = -(-(load.prompt_tokens + load.output_tokens) // _PEER_PAGE_TOKENS)
-    paging = ContinuousBatchingConfig(
-        page_size=_PEER_PAGE_TOKENS,
-        num_blocks=load.requests * pages,
-        max_batch_tokens=load.chunk_tokens,
+    pages = paging(
+        sequences=load.requests,
+        tokens=load.prompt_tokens + load.output_tokens,
+        step_tokens=load.chunk_tokens,
     )
     inputs = prompts.tolist()
     return {
         "static generate": lambda: model.generate(prompts, generation_config=static),
         "generate_batch": lambda: model.generate_batch(
-            inputs, generation_config=batch, continuous_batching_config=paging
+            inputs, generation_config=batch, continuous_batching_config=pages
         ),
     }
 

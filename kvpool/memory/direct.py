@@ -16,6 +16,7 @@ from kvpool.core.transfer.piece import PairedRun, paired_runs
 from kvpool.core.transfer.pool_map import KvFacts, PoolMap
 from kvpool.core.transfer.write import Side, SlabSection, SlabWrite
 from kvpool.memory.kv_memory import KvMemory
+from kvpool.memory.views import row_index
 from kvpool.transport.peer.base import Connection, Read, RegionName
 from kvrelay.errors import ConfigError, PeerError
 
@@ -73,16 +74,47 @@ def _shared(theirs: PoolMap, ours: PoolMap, group: int) -> tuple[_Shared, ...]:
 
 
 def _copy(memory: KvMemory, target: Side, peer: KvMemory, source: Side, write: SlabWrite) -> None:
-    """One strided copy per run, plane and pair of ranks covers all layers of a section."""
-    seen = _as_bytes if memory.device.type == peer.device.type == "cpu" else _as_is
+    on_device = memory.device.type == peer.device.type == "cuda"
+    copy = _copy_at_once if on_device else _copy_runs
     for section in write.sections:
         for shared in _shared(peer.map, memory.map, section.part.group):
-            ours = _planes(memory.parts[shared.ours], section, shared, End.TARGET, seen)
-            theirs = _planes(peer.parts[shared.theirs], section, shared, End.SOURCE, seen)
-            for run in paired_runs(section, source, target):
-                for into, out_of in zip(ours, theirs, strict=True):
-                    taken = out_of[:, run.source : run.source + run.tokens]
-                    into[:, run.target : run.target + run.tokens] = taken
+            copy(memory, target, peer, source, section, shared)
+
+
+def _copy_at_once(
+    memory: KvMemory,
+    target: Side,
+    peer: KvMemory,
+    source: Side,
+    section: SlabSection,
+    shared: _Shared,
+) -> None:
+    """One launch per plane."""
+    from kvpool.memory.triton import copy_planes
+
+    ours = _planes(memory.parts[shared.ours], section, shared, End.TARGET)
+    theirs = _planes(peer.parts[shared.theirs], section, shared, End.SOURCE)
+    group = section.part.group
+    slots = [row_index(side.tables[group], section, side.block_size) for side in (source, target)]
+    copy_planes(theirs, ours, *slots)
+
+
+def _copy_runs(
+    memory: KvMemory,
+    target: Side,
+    peer: KvMemory,
+    source: Side,
+    section: SlabSection,
+    shared: _Shared,
+) -> None:
+    """One strided copy per run and plane covers all layers."""
+    seen = _as_bytes if memory.device.type == peer.device.type == "cpu" else _as_is
+    ours = _planes(memory.parts[shared.ours], section, shared, End.TARGET, seen)
+    theirs = _planes(peer.parts[shared.theirs], section, shared, End.SOURCE, seen)
+    for run in paired_runs(section, source, target):
+        for into, out_of in zip(ours, theirs, strict=True):
+            taken = out_of[:, run.source : run.source + run.tokens]
+            into[:, run.target : run.target + run.tokens] = taken
 
 
 def _as_bytes(plane: torch.Tensor) -> Any:

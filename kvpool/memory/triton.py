@@ -1,5 +1,5 @@
-"""Gather and scatter on a CUDA device: one launch for each plane of a section, queued on the
-caller's current stream.
+"""Gather, scatter and copies from pool to pool on a CUDA device: one launch for each plane of a
+section, queued on the caller's current stream.
 
 The same bytes as the executors of the CPU, codecs fused. Imported only where there is such a
 device: PyTorch for CUDA brings Triton along.
@@ -14,7 +14,7 @@ import torch
 import triton
 
 from kvpool.core.layout.codec import CODEC_BLOCK_TOKENS, LEAST_SCALE, Codec, WireFormat
-from kvpool.memory.triton_kernels import copy_rows, decode_blocks, encode_blocks
+from kvpool.memory.triton_kernels import copy_rows, decode_blocks, encode_blocks, move_rows
 from kvpool.memory.views import PlaneViews
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -34,6 +34,32 @@ def scatter_planes(planes: Sequence[PlaneViews], slots: torch.Tensor, wire: Wire
     _launch(planes, slots, wire, into_pool=True)
 
 
+def copy_planes(
+    sources: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    source_slots: torch.Tensor,
+    target_slots: torch.Tensor,
+) -> None:
+    """Token i of slot `source_slots[i]` to slot `target_slots[i]`, in all layers of planes
+    `[layers, slots, heads, dim]` of one dtype. The slots are int64 `[tokens]`, on the CPU."""
+    slots = torch.stack((source_slots, target_slots)).int().to(targets[0].device)
+    with torch.cuda.device_of(targets[0]):
+        for source, target in zip(sources, targets, strict=True):
+            _copy_between(source.flatten(2), target.flatten(2), slots)
+
+
+def _copy_between(source: torch.Tensor, target: torch.Tensor, slots: torch.Tensor) -> None:
+    source, target = _as_words(source, target)
+    grid, tile = _tiles(slots.shape[1], target)
+    move_rows[grid](
+        *(source, target, slots[0], slots[1], slots.shape[1], source.stride(0), target.stride(0)),
+        SOURCE_ROW=source.stride(1),
+        TARGET_ROW=target.stride(1),
+        **tile,
+        num_warps=_WARPS,
+    )
+
+
 def _launch(
     planes: Sequence[PlaneViews], slots: torch.Tensor, wire: WireFormat, *, into_pool: bool
 ) -> None:
@@ -47,29 +73,28 @@ def _launch(
 
 
 def _copy(views: PlaneViews, slots: torch.Tensor, *, into_pool: bool) -> None:
-    layers, tokens, heads, dim = views.values.shape
+    tokens, heads, dim = views.values.shape[1:]
     pool = views.pool.flatten(2)[:, :, views.head * dim : (views.head + heads) * dim]
     slab = views.values.flatten(2)
     if pool.dtype == slab.dtype:
         pool, slab = _as_words(pool, slab)
-    row = slab.shape[2]
-    elements = min(triton.next_power_of_2(row), _TILE_BYTES // slab.element_size())
-    rows = max(1, _TILE_BYTES // slab.element_size() // elements)
-    grid = (triton.cdiv(tokens, rows), triton.cdiv(row, elements), layers)
+    grid, tile = _tiles(tokens, slab)
     copy_rows[grid](
-        pool,
-        slab,
-        slots,
-        tokens,
-        pool.stride(0),
-        slab.stride(0),
+        *(pool, slab, slots, tokens, pool.stride(0), slab.stride(0)),
         POOL_ROW=pool.stride(1),
-        ROW=row,
-        TOKENS=rows,
-        ELEMENTS=elements,
+        **tile,
         INTO_POOL=into_pool,
         num_warps=_WARPS,
     )
+
+
+def _tiles(tokens: int, rows: torch.Tensor) -> tuple[tuple[int, int, int], dict[str, int]]:
+    """The grid and the tile that move this many rows of `[layers, ..., elements]`."""
+    layers, row, size = rows.shape[0], rows.shape[2], rows.element_size()
+    elements = min(triton.next_power_of_2(row), _TILE_BYTES // size)
+    at_once = max(1, _TILE_BYTES // size // elements)
+    grid = (triton.cdiv(tokens, at_once), triton.cdiv(row, elements), layers)
+    return grid, {"ROW": row, "TOKENS": at_once, "ELEMENTS": elements}
 
 
 def _as_words(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -98,6 +123,7 @@ def _change(
         "HEADS_TILE": heads_tile,
         "DIM_TILE": dim_tile,
         "IS_FP8": codec is Codec.FP8,
+        "enable_fp_fusion": False,  # the CPU rounds each product, too
         "num_warps": 2 * _WARPS if heads_tile * block_elements > _TILE_ELEMENTS else _WARPS,
     }
     values = views.values.view(torch.int8)

@@ -1,4 +1,5 @@
-"""Triton kernels that move one plane of a section between pool and slab; see `memory_triton`.
+"""Triton kernels that move one plane of a section between pool and slab, or two pools; see
+`kvpool.memory.triton`.
 
 In all of them `slots` is int32 `[tokens]`; a pool is `[layers, slots, POOL_ROW elements]` from the
 first head that travels on, a slab `[layers, tokens, heads, dim]`; the two `_layer` strides are in
@@ -37,6 +38,25 @@ def copy_rows(
         tl.store(in_pool, tl.load(in_slab, mask=inside).to(pool.dtype.element_ty), mask=inside)
     else:
         tl.store(in_slab, tl.load(in_pool, mask=inside).to(slab.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def move_rows(
+    source, target, source_slots, target_slots, tokens, source_layer, target_layer,
+    SOURCE_ROW: tl.constexpr, TARGET_ROW: tl.constexpr, ROW: tl.constexpr,
+    TOKENS: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """From pool to pool: tiles of `[TOKENS, ELEMENTS]` of each token's ROW elements."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    element = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
+    layer = tl.program_id(2).to(tl.int64)
+    is_token = token < tokens
+    inside = is_token[:, None] & (element < ROW)[None, :]
+    theirs = tl.load(source_slots + token, mask=is_token, other=0).to(tl.int64)
+    ours = tl.load(target_slots + token, mask=is_token, other=0).to(tl.int64)
+    taken = source + layer * source_layer + theirs[:, None] * SOURCE_ROW + element[None, :]
+    placed = target + layer * target_layer + ours[:, None] * TARGET_ROW + element[None, :]
+    tl.store(placed, tl.load(taken, mask=inside), mask=inside)
 
 
 @triton.jit

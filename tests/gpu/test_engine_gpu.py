@@ -26,7 +26,11 @@ from tests.unit.test_engine_exact import (
 )
 from tests.unit.test_prompt_logprobs import check_scores
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+]
+"""PyTorch's compiler uses it when it is imported."""
 _CASES = [
     *product(sorted(FAMILIES), ("triton", "sdpa")),
     *product(("llama", "gemma2", "gpt_oss"), ("flex",)),

@@ -9,6 +9,7 @@ import torch
 from kvpool.core.layout.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane, Tables
 from kvpool.core.transfer.piece import Piece, cut_span
 from kvpool.core.transfer.write import Side, SlabWrite, TokenSpan
+from kvpool.memory import direct
 from kvpool.memory.kv_memory import KvMemory
 
 KV = (Plane(name="k", heads=2, dim=3), Plane(name="v", heads=2, dim=5))
@@ -96,3 +97,26 @@ def assert_moved(
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Byte for byte: random bytes are NaNs too."""
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def assert_copied_alike(seed: int, device: str) -> None:
+    """From pool to pool by the device's kernel, on `device`, as by the CPU's copies."""
+    draw = random.Random(seed)
+    planes = tuple(
+        Plane(name=name, heads=draw.choice([1, 2, 4]), dim=draw.choice([3, 8, 64])) for name in "kv"
+    )
+    group = LayerGroup(layers=(0, 1, 2), planes=planes)
+    theirs, ours = (
+        random_memory(KvLayout(groups=(group,), dtype="bfloat16", block_size=size), seed + size)
+        for size in (draw.choice([4, 8]), draw.choice([3, 16]))
+    )
+    tokens = draw.randrange(2, 60)
+    span = TokenSpan(start=tokens // 3, tokens=tokens - tokens // 3, next_position=tokens)
+    sides = [side(memory, random_tables(memory.layout, tokens, 1)) for memory in (ours, theirs)]
+    there, peer = (KvMemory.over(m.map, m.flat.clone().to(device)) for m in (ours, theirs))
+    for _, write in pieces(ours.layout, span, draw.choice([2_000, 1 << 20])):
+        direct._copy(ours, sides[0], theirs, sides[1], write)
+        for section in write.sections:
+            for shared in direct._shared(peer.map, there.map, 0):
+                direct._copy_at_once(there, sides[0], peer, sides[1], section, shared)
+    assert same(ours.flat, there.flat.cpu())

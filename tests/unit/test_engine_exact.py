@@ -36,6 +36,8 @@ def load_case(
     attention: str = "auto",
     compiled: bool = True,
 ) -> Case:
+    if family == "phi3_longrope" and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("this transformers' own generate is wrong beyond LongRoPE's border")
     folder = random_checkpoint(tmp_path_factory.mktemp(family), family)
     limits = EngineLimits(
         max_model_len=None, prefill_chunk_tokens=CHUNK_TOKENS, max_running_requests=8

@@ -132,7 +132,7 @@ def test_copy_blocks_copies_all_layers_of_its_group_only() -> None:
 def test_device_memory_through_a_host_slab() -> None:
     ours = layout(8)
     host, tables = random_memory(ours, 4), random_tables(ours, 32, 6)
-    device = KvMemory.over(ours, BLOCKS, host.flat.to("cuda"))
+    device = KvMemory.over(host.map, host.flat.to("cuda"))
     ((piece, write),) = pieces(ours, _SPAN)
     slab = _write(device, tables, piece, write)
     assert torch.equal(slab, _write(host, tables, piece, write))

@@ -20,6 +20,7 @@ from kvrelay.errors import PeerError
 from kvrelay.types import Incarnation
 from tests.unit.pieces_kit import (
     BLOCKS,
+    assert_copied_alike,
     assert_moved,
     layout,
     pieces,
@@ -114,6 +115,12 @@ def test_a_pool_on_another_device_is_read_too(device: str) -> None:
     if device == "cuda":
         there = KvMemory.over(before.map, target.flat.cpu())
         assert_moved(source, theirs, there, held, span, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(12))
+def test_a_pool_on_the_same_device_is_read_in_one_launch(seed: int) -> None:
+    assert_copied_alike(seed, "cuda")
 
 
 def test_a_pool_of_another_size_than_told_is_not_read() -> None:

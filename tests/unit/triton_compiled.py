@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvpool.memory.triton_kernels import copy_rows, decode_blocks, encode_blocks
+from kvpool.memory.triton_kernels import copy_rows, decode_blocks, encode_blocks, move_rows
 
 _WIDE = {"v4.b32", "v2.b64"}
 _COPY_ARGUMENTS = {"slots": "*i32", "tokens": "i32", "pool_layer": "i32", "slab_layer": "i32"}
@@ -40,7 +40,9 @@ def _accesses(kernel, arguments, constants, capability: int) -> list[tuple[str, 
             if name != "tokens"
         },
     )
-    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
+    target, options = GPUTarget("cuda", capability, 32), {"enable_fp_fusion": False}
+    ptx = triton.compile(source, target=target, options=options).asm["ptx"]
+    assert not re.search(r"\bfma\.rn\.(f32|bf16)", ptx), "a product is added before it is rounded"
     return re.findall(r"(ld|st)\.global\.(?:L1::\w+\.)?((?:v\d\.)?b\d+)", ptx)
 
 
@@ -60,6 +62,11 @@ def main() -> None:
     converted = {"pool": "*bf16", "slab": "*fp32", **_COPY_ARGUMENTS}
     tile = {"POOL_ROW": 1024, "ROW": 1024, "TOKENS": 4, "ELEMENTS": 1024}
     _check(copy_rows, converted, {**tile, "INTO_POOL": False}, {"ld"})
+    moved = dict.fromkeys(("source", "target"), "*i64")
+    slots = dict.fromkeys(("source_slots", "target_slots"), "*i32")
+    numbers = dict.fromkeys(("tokens", "source_layer", "target_layer"), "i32")
+    tile = {"SOURCE_ROW": 256, "TARGET_ROW": 256, "ROW": 256, "TOKENS": 8, "ELEMENTS": 256}
+    _check(move_rows, {**moved, **slots, **numbers}, tile, {"ld"})
     for is_fp8 in (False, True):
         shape = {**_CODEC, "IS_FP8": is_fp8}
         _check(encode_blocks, _CODEC_ARGUMENTS, {**shape, **_RULE}, {"ld", "st"})

@@ -21,6 +21,7 @@ from kvpool.memory.collate import gather_write, scatter_write
 from kvpool.memory.kv_memory import KvMemory
 from kvpool.memory.triton import gather_planes, scatter_planes
 from kvpool.memory.views import plane_views, row_index
+from tests.unit.pieces_kit import assert_copied_alike
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run by tests/unit/test_triton.py"
 _DTYPES = st.sampled_from(["bfloat16", "float16", "float32"])
@@ -130,6 +131,11 @@ def test_kernels_move_the_same_bytes_as_the_cpus_executors(case: Case) -> None:
         _scatter_interpreted(targets[1], sides[1], write, slabs[0])
     for ours, theirs in zip(targets[0].planes[0], targets[1].planes[0], strict=True):
         _assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_pools_are_copied_as_the_cpu_copies_them(seed: int) -> None:
+    assert_copied_alike(seed, "cpu")
 
 
 def _elements(slab: torch.Tensor, write: SlabWrite) -> torch.Tensor:

@@ -24,7 +24,7 @@ GRID = {
     "prefill 512 after 1536": (1, 512, 1536),
 }
 """# name |-> (sequences, tokens of each, tokens before them)"""
-_WARM, _RUNS = 3, 15
+_WARM, _RUNS = 3, 9
 _BUSY_CYCLES = 2_000_000  # a millisecond
 
 

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import GenerationConfig
 
+from bench.engine.paging import paging
 from bench.report import Reading, Row, interleave
 from engine.core.step import SampleRequest, SequenceSlice, StepBatch
 from engine.model.interface import NAME
@@ -19,7 +20,6 @@ from kvrelay.types import RequestKey, Sampling
 _REQUESTS, _PROMPT_TOKENS, _OUTPUT_TOKENS = 64, 512, 64
 _STEP_TOKENS = 8192
 _REPEATS = 3
-_PEER_PAGE_TOKENS = 32
 
 
 def batch_row(engine: Engine, method: str) -> Row:
@@ -95,16 +95,13 @@ def _generate_batch(engine: Engine, prompts: list[list[int]]) -> object:
     settings = GenerationConfig(
         do_sample=False, max_new_tokens=_OUTPUT_TOKENS, eos_token_id=None, pad_token_id=0
     )
-    pages = -(-(_PROMPT_TOKENS + _OUTPUT_TOKENS) // _PEER_PAGE_TOKENS)
-    paging = ContinuousBatchingConfig(
-        page_size=_PEER_PAGE_TOKENS,
-        num_blocks=_REQUESTS * pages,
-        max_batch_tokens=_STEP_TOKENS,
+    pages = paging(
+        sequences=_REQUESTS, tokens=_PROMPT_TOKENS + _OUTPUT_TOKENS, step_tokens=_STEP_TOKENS
     )
     module.set_attn_implementation("sdpa")
     try:
         return module.generate_batch(
-            prompts, generation_config=settings, continuous_batching_config=paging
+            prompts, generation_config=settings, continuous_batching_config=pages
         )
     finally:
         module.set_attn_implementation(NAME)

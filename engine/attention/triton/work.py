@@ -130,7 +130,7 @@ class Tiling:
 DECODE = Tiling(rows=16, keys=64, warps=4, stages=4, per_processor=2)
 """Memory bound: each of two programs loads two tiles of keys and of values ahead. One stage is
 taken by the block tables, which are loaded before."""
-CHUNK = Tiling(rows=64, keys=64, warps=4, stages=2, per_processor=2)
+CHUNK = Tiling(rows=64, keys=64, warps=4, stages=3, per_processor=2)
 """Compute bound: a row of matrix units for each of two programs. The best of 38 on an H100
 (`bench.engine.cuda.attention_tilings`)."""
 _TILE_BYTES = 16 << 10

@@ -14,6 +14,8 @@ from engine.compiled.triton.kernels import gate_rows, norm_rows, rotate_heads
 _ROTATED = 1024
 """A program rotates about this many numbers."""
 _GATED = 1024
+_ROUNDED = {"enable_fp_fusion": False}
+"""Products are rounded before they are added, as torch's are."""
 
 
 def runs_on(device: torch.device) -> bool:
@@ -68,6 +70,7 @@ class TritonOperations:
             HALF_TILE=tile,
             HEADS=at_once,
             num_warps=4,
+            **_ROUNDED,
         )
         return out.transpose(1, 2)
 
