@@ -6,6 +6,8 @@ import random
 from dataclasses import dataclass, replace
 
 import pytest
+import transformers
+from packaging.version import Version
 
 from engine.attention import torch_paged, torch_plan
 from engine.core.sizing import EngineLimits
