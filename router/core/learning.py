@@ -51,7 +51,7 @@ def _learn_dispatching(request: Request, prompt: PromptPrediction, now_s: float)
     first_s = request.placed_s + _recorded_ttft_s(request, prompt.first_token_s, now_s)
     sent_s = request.placed_s if candidate.prefill is None else request.reserved_s
     computed_s = prompt.pull_s + prompt.prefill_s
-    candidate.prefiller.dispatching.observe(first_s - sent_s - computed_s)
+    candidate.prefiller.dispatching.observe(first_s - sent_s - computed_s, now_s)
 
 
 def _as_known_now(request: Request, prompt: PromptPrediction) -> PromptPrediction:

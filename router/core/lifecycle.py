@@ -237,7 +237,7 @@ def take_slot(
     request.story.note(Moment.RESERVED, now_s, request.worker_names[-1:], there)
     request.reserved_s = now_s
     if candidate.prefill is not None:
-        candidate.decode.reserving.observe(now_s - request.placed_s)
+        candidate.decode.reserving.observe(now_s - request.placed_s, now_s)
     state.waiting.leave(request.request_id)
     state.local_prefills += request.ledger.is_local
     commands: list[Command] = [] if request.admitted else [_admit(state, request, now_s)]

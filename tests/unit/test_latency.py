@@ -16,6 +16,7 @@ from router.core.learning import MAX_LATENESS
 from router.core.load.output_lengths import OutputLengths
 from router.core.load.step_times import WorkerTimes
 from router.core.request import Request
+from router.core.state.worker_view import Delay
 from tests.unit.router_kit import hello, request, reserved, says, split, submit, tokens
 
 
@@ -201,3 +202,22 @@ def test_who_came_too_late_counts_as_a_tenth_too_late() -> None:
     assert learnt_ttft_s(0.9, 1.0) == pytest.approx(0.9)
     assert learnt_ttft_s(3.0, 1.0) == pytest.approx(1.0 * MAX_LATENESS)
     assert learnt_ttft_s(3.0, None) == pytest.approx(3.0), "nothing was to be kept"
+
+
+def test_a_moment_counts_once_however_many_it_held_up() -> None:
+    delay = Delay()
+    for second in range(9):
+        delay.observe(0.01, float(second))
+    for late in range(20):
+        delay.observe(0.5, 9.0 + late / 100)
+    assert delay.usual_s == 0.01
+    for second in range(10, 14):
+        delay.observe(0.5, float(second))
+    assert delay.usual_s == 0.5, "it lasts"
+
+
+def test_of_a_moment_the_soonest_counts() -> None:
+    delay = Delay()
+    for seconds in (0.3, 0.1, 0.2):
+        delay.observe(seconds, 1.0)
+    assert delay.usual_s == 0.1

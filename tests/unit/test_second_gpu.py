@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine.attention.choosing import measure
 from engine.attention.cuda.graphs import CudaRecorder
 from engine.model import model
 from engine.model.checkpoint import open_checkpoint
@@ -104,14 +103,4 @@ def test_graphs_are_recorded_on_the_models_device(cuda: Cuda) -> None:
     """In another thread than the one that loaded, too: there device 0 is current."""
     CudaRecorder(SECOND)(cuda.run)()
     assert cuda.ran_on == [1, 1, 1]
-    assert cuda.current == 0
-
-
-def test_backends_are_measured_on_the_models_device(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(measure, "measure_work", lambda *_: float(cuda.run()))
-    wanted: Any = SimpleNamespace(device=SECOND)
-    assert measure.measure(lambda *_: None, wanted).keys() == measure.GRID.keys()  # type: ignore
-    assert set(cuda.ran_on) == {1}
     assert cuda.current == 0

@@ -64,19 +64,26 @@ def _check_formats(hello: WorkerHello, other: WorkerHello) -> None:
         )
 
 
-_LATEST = 9
+_LATEST, _MOMENT_S = 9, 0.25
 
 
 @dataclass(slots=True)
 class Delay:
     """How long it usually takes until a message to a worker has an effect: the median of the latest
-    times, so that one outlier does not count. 0 before any was seen."""
+    moments, so that one outlier does not count, however many requests it held up. Of those of one
+    moment the soonest counts. 0 before any was seen."""
 
     usual_s: float = 0.0
     _latest: deque[float] = field(default_factory=lambda: deque(maxlen=_LATEST))
+    _moment_s: float = -inf
 
-    def observe(self, seconds: float) -> None:
-        self._latest.append(max(0.0, seconds))
+    def observe(self, seconds: float, now_s: float) -> None:
+        seconds = max(0.0, seconds)
+        if now_s - self._moment_s < _MOMENT_S:
+            self._latest[-1] = min(self._latest[-1], seconds)
+        else:
+            self._latest.append(seconds)
+            self._moment_s = now_s
         self.usual_s = median_low(self._latest)
 
 
