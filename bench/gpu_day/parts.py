@@ -44,7 +44,7 @@ _TESTS = (
 )
 
 PARTS = (
-    Part(name="tests", command=_TESTS, limit_s=170),
+    Part(name="tests", command=_TESTS, limit_s=300),
     Part(name="kernels", command=("bench.engine.cuda.kernel_list",), limit_s=90),
     _on_cuda("engine", 240, "bench.engine.speed", "--no-peers"),
     _on_cuda("collate", 60, "bench.kvpool.collate"),
