@@ -17,7 +17,7 @@ from kvpool.transport.mapped import memfd
 from kvpool.transport.peer.base import SEND_TIMEOUT_S, Callbacks, Connection, Region, RegionName
 from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvpool.transport.registry import open_endpoint, schemes
-from kvrelay.errors import PeerError
+from kvrelay.errors import ConfigError, PeerError
 from kvrelay.types import Incarnation
 
 PATIENCE_S = 20.0
@@ -84,6 +84,15 @@ def parameters(*left_out: str) -> list[Any]:
     marks = {"cuda_ipc": [pytest.mark.gpu]}
     names = (scheme for scheme in schemes() if scheme not in left_out)
     return [pytest.param(name, marks=marks.get(name, [])) for name in names]
+
+
+def load(scheme: str) -> None:
+    """Opens an endpoint once, where the scheme's extra is installed."""
+    try:
+        Side(scheme).endpoint.close()
+    except ConfigError as error:
+        if "needs its extra" not in str(error):
+            raise
 
 
 def shareable(scheme: str, nbytes: int) -> torch.Tensor:
