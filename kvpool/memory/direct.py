@@ -77,44 +77,38 @@ def _copy(memory: KvMemory, target: Side, peer: KvMemory, source: Side, write: S
     on_device = memory.device.type == peer.device.type == "cuda"
     copy = _copy_at_once if on_device else _copy_runs
     for section in write.sections:
-        for shared in _shared(peer.map, memory.map, section.part.group):
-            copy(memory, target, peer, source, section, shared)
+        copy(memory, target, peer, source, section)
 
 
 def _copy_at_once(
-    memory: KvMemory,
-    target: Side,
-    peer: KvMemory,
-    source: Side,
-    section: SlabSection,
-    shared: _Shared,
+    memory: KvMemory, target: Side, peer: KvMemory, source: Side, section: SlabSection
 ) -> None:
-    """One launch per plane."""
-    from kvpool.memory.triton import copy_planes
+    """One launch per plane and pair of ranks; all use the same slots on the device."""
+    from kvpool.memory.triton import copy_planes, send_slots
 
-    ours = _planes(memory.parts[shared.ours], section, shared, End.TARGET)
-    theirs = _planes(peer.parts[shared.theirs], section, shared, End.SOURCE)
     group = section.part.group
-    slots = [row_index(side.tables[group], section, side.block_size) for side in (source, target)]
-    copy_planes(theirs, ours, *slots)
+    taken, placed = (
+        row_index(side.tables[group], section, side.block_size) for side in (source, target)
+    )
+    slots = send_slots(taken, placed, memory.device)
+    for shared in _shared(peer.map, memory.map, group):
+        ours = _planes(memory.parts[shared.ours], section, shared, End.TARGET)
+        theirs = _planes(peer.parts[shared.theirs], section, shared, End.SOURCE)
+        copy_planes(theirs, ours, slots)
 
 
 def _copy_runs(
-    memory: KvMemory,
-    target: Side,
-    peer: KvMemory,
-    source: Side,
-    section: SlabSection,
-    shared: _Shared,
+    memory: KvMemory, target: Side, peer: KvMemory, source: Side, section: SlabSection
 ) -> None:
-    """One strided copy per run and plane covers all layers."""
+    """One strided copy per run, plane and pair of ranks covers all layers."""
     seen = _as_bytes if memory.device.type == peer.device.type == "cpu" else _as_is
-    ours = _planes(memory.parts[shared.ours], section, shared, End.TARGET, seen)
-    theirs = _planes(peer.parts[shared.theirs], section, shared, End.SOURCE, seen)
-    for run in paired_runs(section, source, target):
-        for into, out_of in zip(ours, theirs, strict=True):
-            taken = out_of[:, run.source : run.source + run.tokens]
-            into[:, run.target : run.target + run.tokens] = taken
+    for shared in _shared(peer.map, memory.map, section.part.group):
+        ours = _planes(memory.parts[shared.ours], section, shared, End.TARGET, seen)
+        theirs = _planes(peer.parts[shared.theirs], section, shared, End.SOURCE, seen)
+        for run in paired_runs(section, source, target):
+            for into, out_of in zip(ours, theirs, strict=True):
+                taken = out_of[:, run.source : run.source + run.tokens]
+                into[:, run.target : run.target + run.tokens] = taken
 
 
 def _as_bytes(plane: torch.Tensor) -> Any:

@@ -22,6 +22,8 @@ _TILE_BYTES = 16 << 10
 """128 bytes per thread of four warps: eight 16-byte accesses in flight."""
 _TILE_ELEMENTS = 8 << 10
 _WARPS = 4
+ROUNDED = {"enable_fp_fusion": False}
+"""Codecs round each product before it is added, as the CPU does."""
 
 
 def gather_planes(planes: Sequence[PlaneViews], slots: torch.Tensor, wire: WireFormat) -> None:
@@ -34,15 +36,22 @@ def scatter_planes(planes: Sequence[PlaneViews], slots: torch.Tensor, wire: Wire
     _launch(planes, slots, wire, into_pool=True)
 
 
+def send_slots(
+    source_slots: torch.Tensor, target_slots: torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    """int32 `[2, tokens]` on `device`, of int64 `[tokens]` on the CPU. One copy, queued: from
+    memory that isn't pinned it would wait for all earlier launches."""
+    slots = torch.stack((source_slots, target_slots)).int()
+    if device.type != "cuda":
+        return slots.to(device)
+    return slots.pin_memory().to(device, non_blocking=True)
+
+
 def copy_planes(
-    sources: Sequence[torch.Tensor],
-    targets: Sequence[torch.Tensor],
-    source_slots: torch.Tensor,
-    target_slots: torch.Tensor,
+    sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], slots: torch.Tensor
 ) -> None:
-    """Token i of slot `source_slots[i]` to slot `target_slots[i]`, in all layers of planes
-    `[layers, slots, heads, dim]` of one dtype. The slots are int64 `[tokens]`, on the CPU."""
-    slots = torch.stack((source_slots, target_slots)).int().to(targets[0].device)
+    """Token i of slot `slots[0, i]` to slot `slots[1, i]`, in all layers of planes `[layers, slots,
+    heads, dim]` of one dtype; `slots` come from `send_slots`."""
     with torch.cuda.device_of(targets[0]):
         for source, target in zip(sources, targets, strict=True):
             _copy_between(source.flatten(2), target.flatten(2), slots)
@@ -123,7 +132,7 @@ def _change(
         "HEADS_TILE": heads_tile,
         "DIM_TILE": dim_tile,
         "IS_FP8": codec is Codec.FP8,
-        "enable_fp_fusion": False,  # the CPU rounds each product, too
+        **ROUNDED,
         "num_warps": 2 * _WARPS if heads_tile * block_elements > _TILE_ELEMENTS else _WARPS,
     }
     values = views.values.view(torch.int8)

@@ -25,8 +25,9 @@ def layout(block_size: int, dtype: str = "bfloat16", window: int | None = 8) -> 
     return KvLayout(groups=groups, dtype=dtype, block_size=block_size)
 
 
-def random_memory(layout: KvLayout, seed: int, blocks: int = BLOCKS) -> KvMemory:
-    memory, generator = KvMemory(layout, blocks, "cpu"), torch.Generator().manual_seed(seed)
+def random_memory(layout: KvLayout, seed: int, blocks: int = BLOCKS, *, ranks: int = 1) -> KvMemory:
+    memory = KvMemory(layout, blocks, "cpu", ranks=ranks)
+    generator = torch.Generator().manual_seed(seed)
     shape = memory.flat.shape
     memory.flat.copy_(torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8))
     return memory
@@ -100,23 +101,37 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def assert_copied_alike(seed: int, device: str) -> None:
-    """From pool to pool by the device's kernel, on `device`, as by the CPU's copies."""
+    """From pool to pool by the device's kernel, on `device`, as by the CPU's copies; block sizes
+    and the ranks that share the heads differ."""
     draw = random.Random(seed)
-    planes = tuple(
-        Plane(name=name, heads=draw.choice([1, 2, 4]), dim=draw.choice([3, 8, 64])) for name in "kv"
-    )
-    group = LayerGroup(layers=(0, 1, 2), planes=planes)
+    groups, dtype = _random_groups(draw), draw.choice(["bfloat16", "float32"])
     theirs, ours = (
-        random_memory(KvLayout(groups=(group,), dtype="bfloat16", block_size=size), seed + size)
-        for size in (draw.choice([4, 8]), draw.choice([3, 16]))
+        random_memory(
+            KvLayout(groups=groups, dtype=dtype, block_size=draw.choice(sizes)),
+            draw.randrange(1 << 20),
+            ranks=draw.choice([1, 2, 4]),
+        )
+        for sizes in ([4, 8], [3, 16])
     )
     tokens = draw.randrange(2, 60)
     span = TokenSpan(start=tokens // 3, tokens=tokens - tokens // 3, next_position=tokens)
-    sides = [side(memory, random_tables(memory.layout, tokens, 1)) for memory in (ours, theirs)]
+    sides = [
+        side(m, random_tables(m.layout, tokens, seed + i)) for i, m in enumerate((ours, theirs))
+    ]
     there, peer = (KvMemory.over(m.map, m.flat.clone().to(device)) for m in (ours, theirs))
+    before = ours.flat.clone()
     for _, write in pieces(ours.layout, span, draw.choice([2_000, 1 << 20])):
         direct._copy(ours, sides[0], theirs, sides[1], write)
         for section in write.sections:
-            for shared in direct._shared(peer.map, there.map, 0):
-                direct._copy_at_once(there, sides[0], peer, sides[1], section, shared)
+            direct._copy_at_once(there, sides[0], peer, sides[1], section)
     assert same(ours.flat, there.flat.cpu())
+    assert not same(ours.flat, before)
+
+
+def _random_groups(draw: random.Random) -> tuple[LayerGroup, ...]:
+    """All layers of one, and a window's of another."""
+    planes = tuple(
+        Plane(name=name, heads=draw.choice([1, 2, 4]), dim=draw.choice([3, 8, 64])) for name in "kv"
+    )
+    windowed = LayerGroup(layers=(3, 4), planes=planes[:1], window=draw.choice([8, 30]))
+    return (LayerGroup(layers=(0, 1, 2), planes=planes), windowed)

@@ -12,6 +12,7 @@ import torch
 from kvpool.core.transfer.piece import PieceBlocks, piece_blocks, source_side, transfer_shape
 from kvpool.core.transfer.pool_map import KvFacts, PoolMap
 from kvpool.core.transfer.write import TokenSpan
+from kvpool.memory import direct
 from kvpool.memory.direct import fetch
 from kvpool.memory.kv_memory import KvMemory
 from kvpool.transport.loopback import LoopbackEndpoint
@@ -121,6 +122,32 @@ def test_a_pool_on_another_device_is_read_too(device: str) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_a_pool_on_the_same_device_is_read_in_one_launch(seed: int) -> None:
     assert_copied_alike(seed, "cuda")
+
+
+@pytest.mark.gpu
+def test_between_pools_on_one_device_only_the_kernel_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check_fetched(monkeypatch, "cuda", "_copy_runs")
+
+
+def test_between_pools_on_the_host_no_kernel_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_fetched(monkeypatch, "cpu", "_copy_at_once")
+
+
+def check_fetched(monkeypatch: pytest.MonkeyPatch, device: str, unused: str) -> None:
+    ours = layout(8)
+    source, before = random_memory(ours, 1), random_memory(ours, 2)
+    there, target = (KvMemory.over(m.map, m.flat.clone().to(device)) for m in (source, before))
+    span = TokenSpan(start=0, tokens=20, next_position=20)
+    theirs, held = (random_tables(ours, 20, seed) for seed in (1, 2))
+    ((_, write),) = pieces(ours, span)
+    monkeypatch.setattr(direct, unused, None)
+    with connected() as (owner, link):
+        kv = facts(there, owner.adopt(there.flat).name)
+        fetch(target, side(target, held), link, kv, side(there, theirs), write)
+    moved = KvMemory.over(before.map, target.flat.cpu())
+    assert_moved(source, theirs, moved, held, span, before)
 
 
 def test_a_pool_of_another_size_than_told_is_not_read() -> None:

@@ -9,6 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kvpool.memory.triton import ROUNDED
 from kvpool.memory.triton_kernels import copy_rows, decode_blocks, encode_blocks, move_rows
 
 _WIDE = {"v4.b32", "v2.b64"}
@@ -40,9 +41,9 @@ def _accesses(kernel, arguments, constants, capability: int) -> list[tuple[str, 
             if name != "tokens"
         },
     )
-    target, options = GPUTarget("cuda", capability, 32), {"enable_fp_fusion": False}
-    ptx = triton.compile(source, target=target, options=options).asm["ptx"]
-    assert not re.search(r"\bfma\.rn\.(f32|bf16)", ptx), "a product is added before it is rounded"
+    target = GPUTarget("cuda", capability, 32)
+    ptx = triton.compile(source, target=target, options=ROUNDED).asm["ptx"]
+    assert not re.search(r"\bfma\.", ptx), "a product is added before it is rounded"
     return re.findall(r"(ld|st)\.global\.(?:L1::\w+\.)?((?:v\d\.)?b\d+)", ptx)
 
 
