@@ -15,7 +15,9 @@ class Simulated:
 
     goodput_per_s: float
     admitted: int
+    attainment: float
     ttft_p50_s: float | None
+    ttft_p99_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from bench.live.calibrate import Calibration
-from bench.live.points import Point, Simulated
+from bench.live.points import Point
 from bench.live.told import Predicted
 
 
@@ -44,7 +44,7 @@ def read(path: Path, model: str) -> Results:
     return Results(
         model=model,
         calibrations={ends: Calibration(**one) for ends, one in raw["calibrations"].items()},
-        points=[_point(one) for one in raw["points"]],
+        points=[Point(**one) for one in raw["points"]],
         predictions={
             kind: [Predicted(**one) for one in each] for kind, each in raw["predictions"].items()
         },
@@ -54,9 +54,3 @@ def read(path: Path, model: str) -> Results:
 def write(path: Path, results: Results) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(results)) + "\n")
-
-
-def _point(raw: dict[str, object]) -> Point:
-    simulated = raw.pop("simulated")
-    beside = Simulated(**simulated) if isinstance(simulated, dict) else None
-    return Point(simulated=beside, **raw)  # type: ignore[arg-type]

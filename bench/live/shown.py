@@ -26,7 +26,7 @@ _POINTS = (
         "TTFT p50",
         "p99",
     ),
-    *("TPOT p50", "p99", "refusal p99", "simulated goodput", "ratio", "TTFT p50", "ratio", "why"),
+    *("TPOT p50", "p99", "refusal p99", "why"),
 )
 Pairs = list[tuple[float, float]]
 """(predicted, actual) seconds"""
@@ -44,14 +44,6 @@ def show_points(points: Sequence[Point]) -> None:
 def _cells(one: Point) -> list[str]:
     ends = ", ladder" if one.ladder else ""
     ends += f", {one.routers} routers" if one.routers > 1 else ""
-    simulated = ["", "", "", ""]
-    if (beside := one.simulated) is not None:
-        simulated = [
-            f"{beside.goodput_per_s:.2f}",
-            _ratio(beside.goodput_per_s, one.goodput_per_s),
-            _ms(beside.ttft_p50_s),
-            _ratio(beside.ttft_p50_s, one.ttft_p50_s),
-        ]
     return [
         f"{one.kind}{ends}",
         f"{one.factor:g} x",
@@ -63,7 +55,6 @@ def _cells(one: Point) -> list[str]:
         f"{one.goodput_per_s:.2f}",
         *map(_ms, (one.ttft_p50_s, one.ttft_p99_s, one.tpot_p50_s, one.tpot_p99_s)),
         "" if one.refusal_p99_s is None else f"<= {_ms(one.refusal_p99_s)}",
-        *simulated,
         ", ".join(f"{count} {reason}" for reason, count in one.refused.items()),
     ]
 

@@ -76,11 +76,15 @@ def stack(
     *,
     model: Path,
     routers: int = 1,
+    traces: Path | None = None,
 ) -> Iterator[PlainCluster]:
-    settings = policy.settings(objectives)
+    """The router writes all that it hears to `record`, and the workers theirs to `traces`."""
+    settings, workers = policy.settings(objectives), dict(WORKERS)
     if record is not None:
         settings["router.record"] = str(record)
-    with processes(WORKERS, settings, model=model, routers=routers) as cluster:
+    if traces is not None:
+        workers["observability.trace_dir"] = str(traces)
+    with processes(workers, settings, model=model, routers=routers) as cluster:
         yield cluster
 
 

@@ -1,5 +1,5 @@
-"""What a live router's record tells: each request's prediction beside what it took, and the
-workers' own step times under that load.
+"""What a live router's record tells: each request's prediction beside what it took, and how many
+tokens it got.
 
 The recorded events make a core of the same beginning decide the same, so its predictions need not
 have been recorded.
@@ -7,15 +7,14 @@ have been recorded.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 
 from kvrelay.messages import WorkerHello
-from kvrelay.types import Incarnation, Role
+from kvrelay.types import Incarnation
 from router.core.core import RouterCore
-from router.core.events import Submitted, WorkerJoined, WorkerSaid
+from router.core.events import Deliver, Submitted, WorkerJoined, WorkerSaid
 from router.core.record import Entry, from_line
 from router.core.request import Request
 from router.core.start import Beginning, begin
@@ -38,11 +37,14 @@ class Predicted:
 
 @dataclass(slots=True)
 class Told:
-    """`submitted_s` of all requests, refused ones included, on the router's clock."""
+    """`submitted_s` of all requests, refused ones included, on the router's clock, and how many
+    `tokens` each got. `reported_s`: when workers' reports came."""
 
     submitted_s: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    reported_s: list[float] = field(default_factory=list)
     hellos: dict[Incarnation, WorkerHello] = field(default_factory=dict)
-    corrections: list[tuple[float, Role, float]] = field(default_factory=list)
+    _numbers: dict[str, int] = field(default_factory=dict)  # request |-> its place in these
     _placed: dict[int, tuple[float, Request]] = field(default_factory=dict)
 
     def hear(self, core: RouterCore, entry: Entry) -> None:
@@ -51,24 +53,22 @@ class Told:
         if isinstance(event, WorkerJoined):
             self.hellos[event.hello.incarnation] = event.hello
         elif isinstance(event, WorkerSaid):
-            self._corrected(event, entry.at_s)
+            self.reported_s.append(entry.at_s)
         elif isinstance(event, Submitted):
-            self.submitted_s.append(entry.at_s)
-            request = core.state.requests.get(event.request.request_id)
-            if request is not None:
-                self._placed[len(self.submitted_s)] = entry.at_s, request
+            self._submitted(core, event, entry.at_s)
+        for command in entry.commands:
+            if isinstance(command, Deliver):
+                new = sum(len(one.token_ids) for one in command.tokens)
+                self.tokens[self._numbers[command.request_id]] += new
 
-    def _corrected(self, said: WorkerSaid, at_s: float) -> None:
-        hello, counters = self.hellos[said.incarnation], said.counters
-        is_prefill = hello.role is Role.PREFILL
-        factor = counters.prefill_correction if is_prefill else counters.decode_correction
-        self.corrections.append((at_s, hello.role, factor))
-
-    def correction(self, role: Role, during: Container[float]) -> float:
-        """The median of what its worker said then, or ever where it said nothing."""
-        said = [(at_s, factor) for at_s, of, factor in self.corrections if of is role]
-        then = [factor for at_s, factor in said if at_s in during]
-        return median(then or [factor for _, factor in said])
+    def _submitted(self, core: RouterCore, event: Submitted, at_s: float) -> None:
+        name = event.request.request_id
+        self._numbers[name] = len(self.submitted_s)
+        self.submitted_s.append(at_s)
+        self.tokens.append(0)
+        request = core.state.requests.get(name)
+        if request is not None:
+            self._placed[len(self.submitted_s)] = at_s, request
 
     def predictions(self) -> list[Predicted]:
         found = (_predicted(at_s, request) for at_s, request in self._placed.values())

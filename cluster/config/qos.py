@@ -53,27 +53,16 @@ class LadderSection(Section):
     hold: Seconds = 10.0
     """Least time between two levels up."""
     calm: Seconds = 30.0
-    """Latencies must be well within the objectives for this long before one level down."""
+    """For this long no more than `missed` of the requests must miss an objective before one level
+    down."""
     stricter: _Share = 0.85
     """On the first level a request must be predicted to need at most this share of its
     objectives."""
-    easing: _Share = 0.95
-    """Latencies are well within the objectives while their 99th percentile is at most this share of
-    them. Must be more than `stricter` times `tolerance`: a stricter tier is filled up to there."""
-    tolerance: Annotated[float, Field(ge=1)] = 1.1
-    """The 99th percentile may be this many times the objective: admission itself lets a few of 100
-    requests miss theirs."""
+    missed: _Share = 0.025
+    """The share of requests that may miss an objective, which is what admission itself lets
+    through."""
     tail: Annotated[float, Field(ge=1)] = 2.0
-    """The 99.9th percentile may be this many times the objective."""
-
-    @model_validator(mode="after")
-    def _can_ease(self) -> LadderSection:
-        filled = self.stricter * self.tolerance
-        if self.easing <= filled:
-            raise ValueError(f"easing: more than stricter x tolerance, which is {filled:g}")
-        if self.tolerance > self.tail:
-            raise ValueError(f"tolerance: at most tail, which is {self.tail:g}")
-        return self
+    """The last level is for requests that take this many times their objective."""
 
 
 class Qos(Section):

@@ -72,6 +72,58 @@ class HostSection(Section):
     """Time that a disk takes for each block besides."""
 
 
+class NoiseSection(Section):
+    """By how much steps last longer or shorter than the profile says."""
+
+    sigma: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Steps last a log-normal factor of mean 1 as long; this is the standard deviation of its
+    logarithm. 0: exactly as the profile says."""
+    correlation: Seconds | None = None
+    """The time in which a worker's factor changes: what is so far apart is alike to 1/e. null: each
+    step has a factor of its own."""
+    recorded: str | None = None
+    """A folder with traces of live workers (observability.trace_dir): by how much their steps
+    differed from what was predicted is replayed, in stretches as they came, prompts' and decode
+    steps apart. null: none."""
+
+    @model_validator(mode="after")
+    def _one(self) -> NoiseSection:
+        if self.recorded is not None and self.sigma:
+            raise ValueError("either sigma or recorded")
+        return self
+
+    @property
+    def is_any(self) -> bool:
+        return self.recorded is not None or self.sigma > 0
+
+
+class ServiceSection(Section):
+    """What else takes time, one thing after another: each of these is a single server. null: no
+    time. `python -m bench.live.fidelity` measures them on a real cluster."""
+
+    router_request: Seconds | None = None
+    """Of a router, for each request that comes: 0.6ms on a CPU core, HTTP included."""
+    router_message: Seconds | None = None
+    """Of a router, for each report of a worker: 0.2ms on a CPU core."""
+    worker_turn: Seconds | None = None
+    """Of a worker's loop, for all that came since its last turn: 0.2ms on a CPU core."""
+    mover_job: Seconds | None = None
+    """Of a worker's transfer thread to a peer, for each job beside its bytes: 0.1ms on a CPU core.
+    Its jobs then run one after another, and the next one is not gathered while one is sent."""
+
+
+class ArrivingSection(Section):
+    """Requests whose prompts arrive in parts, and are computed meanwhile. The last part comes when
+    the trace has the request; its time to first token counts from there."""
+
+    share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Of all requests."""
+    over: Seconds = 2.0
+    """For so long before the last part the others come, evenly."""
+    every: Seconds = 0.25
+    """A part comes this often."""
+
+
 class FailureSection(Section):
     """A worker or a pool node that dies, as if by SIGKILL."""
 
@@ -108,7 +160,10 @@ class Simulation(Section):
     kv: Kv = Kv()
     fabric: FabricSection = FabricSection()
     host: HostSection = HostSection()
+    noise: NoiseSection = NoiseSection()
+    service: ServiceSection = ServiceSection()
     slo: SloSection = SloSection()
+    arriving: ArrivingSection = ArrivingSection()
     max_model_len: Count = 262_144
     """Prompt plus output, in tokens."""
     max_tokens: AutoCount = None

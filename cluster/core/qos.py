@@ -33,8 +33,7 @@ def router_tiers(qos: Qos, admission: str) -> QosTiers:
         hold_s=ladder.hold,
         calm_s=ladder.calm,
         stricter=ladder.stricter,
-        easing=ladder.easing,
-        tolerance=ladder.tolerance,
+        missed=ladder.missed,
         tail=ladder.tail,
     )
     return replace(qos_tiers(qos), ladder=rules)

@@ -8,11 +8,13 @@ ones are, are summed from three of them, exact but for half a token of context.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.core.worker.events import CoreEvent
 from cluster.sim.machines.clock import Clock
+from cluster.sim.machines.noise import StepKind, StepNoise
 from cluster.sim.trace import Answers
 from engine.core.step import RunStep, SequenceSlice, StepBatch, StepDone, StepOutcome
 from engine.core.step_times import StepTimes, StepWork, decode_work, mixed_work
@@ -46,15 +48,31 @@ def steps_begun(
     return low
 
 
+def noisy_ends(
+    times: StepTimes, noise: StepNoise, work: StepWork, steps: int, began_s: float
+) -> tuple[float, ...]:
+    """When each of `steps` in a row ends, in seconds since they began."""
+    noise.begin()
+    kind: StepKind = "prefill" if work.prefill_tokens else "decode"
+    ends: list[float] = []
+    end_s, sequences = 0.0, work.decode_sequences
+    for number in range(steps):
+        one = decode_work(sequences, work.kv_tokens + sequences * number) if number else work
+        end_s += times.step_s(one) * noise.factor(kind, began_s + end_s)
+        ends.append(end_s)
+    return tuple(ends)
+
+
 @dataclass(slots=True)
 class _Running:
-    """`work` is that of the first of `steps` in a row."""
+    """`work` is that of the first of `steps` in a row. `ends_s`: of each, with noise."""
 
     step: RunStep
     work: StepWork
     steps: int
     began_s: float
     seconds: float
+    ends_s: tuple[float, ...] = ()
 
 
 class SimDevice:
@@ -67,9 +85,11 @@ class SimDevice:
         answers: Answers,
         layers: int,
         post: Callable[[Sequence[CoreEvent]], None],
+        noise: StepNoise | None = None,
     ) -> None:
         self._clock = clock
         self._times = times
+        self._noise = noise
         self._answers = answers
         self._layers = layers
         self._post = post
@@ -82,8 +102,12 @@ class SimDevice:
         assert self._running is None, "one step at a time"
         work = _work_of(step.batch)
         steps = min(step.steps, *map(self._answers.steps_left, step.batch.slices))
-        seconds = self._seconds(work, steps)
-        self._running = _Running(step, work, steps, self._clock.now_s, seconds)
+        ends_s: tuple[float, ...] = ()
+        began_s = self._clock.now_s
+        if self._noise is not None:
+            ends_s = noisy_ends(self._times, self._noise, work, steps, began_s)
+        seconds = ends_s[-1] if ends_s else self._seconds(work, steps)
+        self._running = _Running(step, work, steps, began_s, seconds, ends_s)
         self.steps_running = steps
         for layer in sorted(step.layer_marks):
             share = (layer + 1) / self._layers
@@ -99,16 +123,23 @@ class SimDevice:
         """The step that runs just now is the last one of its run."""
         running = self._running
         assert running is not None
-        elapsed_s = self._clock.now_s - running.began_s
-        sequences, kv = running.work.decode_sequences, running.work.kv_tokens
-        steps = steps_begun(self._times, sequences, kv, running.steps, elapsed_s)
+        steps = self._begun(running, self._clock.now_s - running.began_s)
         if steps == running.steps:
             return
-        seconds = self._seconds(running.work, steps)
-        shorter = _Running(running.step, running.work, steps, running.began_s, seconds)
+        ends_s = running.ends_s[:steps]
+        seconds = ends_s[-1] if ends_s else self._seconds(running.work, steps)
+        if self._noise is not None:
+            self._noise.cut(steps)
+        shorter = _Running(running.step, running.work, steps, running.began_s, seconds, ends_s)
         self._running = shorter
         self.steps_running = steps
         self._clock.at(max(self._clock.now_s, running.began_s + seconds), self._end, shorter)
+
+    def _begun(self, running: _Running, elapsed_s: float) -> int:
+        if running.ends_s:
+            return min(running.steps, bisect_left(running.ends_s, elapsed_s) + 1)
+        sequences, kv = running.work.decode_sequences, running.work.kv_tokens
+        return steps_begun(self._times, sequences, kv, running.steps, elapsed_s)
 
     def _end(self, running: _Running) -> None:
         if running is not self._running:

@@ -169,7 +169,9 @@ class Report:
     """`attainment` and `goodput_per_s` are over what was offered, `admitted_attainment` over what
     was admitted. `hit_rate` is of prompt tokens whose KV a prefill found, `reuse_rate` of those
     that it found on its own device. `retries`: how often clients came back when they were told to,
-    and how many of these times they were admitted. `kv_pool` is None without pool nodes."""
+    and how many of these times they were admitted. `level_changes`: how often a tier was tightened
+    or eased. `ahead_tokens` were computed before their prompt was complete. `kv_pool` is None
+    without pool nodes."""
 
     name: str
     rate_scale: float
@@ -201,6 +203,8 @@ class Report:
     reuse_rate: float
     moved_bytes: int
     preemptions: int
+    level_changes: int
+    ahead_tokens: int
     local_prefills: int
     pools: tuple[PoolUse, ...]
     cost: Cost
@@ -249,6 +253,8 @@ def report(simulated: Simulated) -> Report:
         reuse_rate=_reuse_rate(simulated),
         moved_bytes=simulated.moved_bytes,
         preemptions=sum(pool.preemptions for pool in pools),
+        level_changes=simulated.level_changes,
+        ahead_tokens=simulated.ahead_tokens,
         local_prefills=sum(one.prefilled_locally for one in outcomes),
         pools=pools,
         cost=cost_of(pools, output),

@@ -7,9 +7,10 @@ from dataclasses import replace
 from math import ceil
 from typing import Protocol, assert_never
 
-from cluster.config.simulation import Simulation
+from cluster.config.simulation import ServiceSection, Simulation
 from cluster.core.worker.events import FromRouter, RouterJoined
-from cluster.sim.machines.clock import Clock
+from cluster.sim.arriving import PromptParts
+from cluster.sim.machines.clock import Clock, Server
 from cluster.sim.trace import Answers, Outcome, TraceArrival
 from cluster.sim.worker import SimWorker
 from kvrelay.messages import BlockChanges, Counters, WorkerEvent
@@ -65,15 +66,27 @@ class SimulatedClients(Protocol):
 
 
 class SimRouter:
-    """`latency_s` is that of a message to a worker, or back."""
+    """`latency_s` is that of a message to a worker, or back; `service` says what takes it time."""
 
-    def __init__(self, core: RouterCore, clock: Clock, latency_s: float) -> None:
+    def __init__(
+        self, core: RouterCore, clock: Clock, latency_s: float, service: ServiceSection
+    ) -> None:
         self.core = core
         self._clock = clock
         self._latency_s = latency_s
+        self._server = Server(clock)
+        self._service_s: dict[type, float] = {
+            kind: seconds
+            for kind, seconds in (
+                (Submitted, service.router_request),
+                (WorkerSaid, service.router_message),
+            )
+            if seconds is not None
+        }
         self._workers: dict[Incarnation, SimWorker] = {}
         self._streams: dict[Incarnation, _Stream] = {}
         self._clients: SimulatedClients | None = None
+        self.level_changes = 0
 
     def attach(self, worker: SimWorker) -> None:
         """It may come at any time."""
@@ -105,6 +118,14 @@ class SimRouter:
         self._watch_waiting()
 
     def hear(self, event: Event) -> None:
+        """At once, or when it has done what came before."""
+        if self._service_s:
+            self._server.serve(self._service_s.get(type(event), 0.0), self._handle, event)
+            return
+        for command in self.core.handle(event, self._clock.now_s):
+            self._execute(command)
+
+    def _handle(self, event: Event) -> None:
         for command in self.core.handle(event, self._clock.now_s):
             self._execute(command)
 
@@ -113,7 +134,9 @@ class SimRouter:
             case Send(worker=worker, message=message):
                 events = (FromRouter(self._streams[worker], message),)
                 self._clock.after(self._latency_s, self._workers[worker].hear, events)
-            case PairQuarantined() | PairTrusted() | LadderStepped():
+            case LadderStepped():
+                self.level_changes += 1
+            case PairQuarantined() | PairTrusted():
                 pass  # for the log
             case _:
                 assert self._clients is not None
@@ -135,6 +158,7 @@ class Clients:
         answers: Answers,
         simulation: Simulation,
         draw: Callable[[], float],
+        block_size: int,
     ) -> None:
         self._routers = routers
         self._clock = clock
@@ -148,6 +172,9 @@ class Clients:
         self._promises: dict[int, ToldPromise | None] = {}  # number |-> what it was told
         self._sent_to: dict[int, SimRouter] = {}  # number |-> where it was sent last
         self._comes_back = [draw() < simulation.retrying_share for _ in arrivals]
+        self.parts = PromptParts(clock, simulation.arriving, block_size, self._submit)
+        share = simulation.arriving.share
+        self._arrives_in_parts = [share > 0 and draw() < share for _ in arrivals]
         slo = simulation.slo
         self._objectives = Objectives(ttft_s=slo.ttft, tpot_s=slo.tpot)
         if not slo.told:
@@ -167,7 +194,11 @@ class Clients:
         return self._open > 0
 
     def begin(self) -> None:
-        """One arrival waits on the clock at a time."""
+        """One arrival waits on the clock at a time, and all that come in parts."""
+        for number, in_parts in enumerate(self._arrives_in_parts):
+            if in_parts:
+                router = self._sent_to[number] = self._next_router(number)
+                self.parts.expect(number, self._arrivals[number], router)
         self._next(0)
 
     def _next(self, number: int) -> None:
@@ -176,7 +207,10 @@ class Clients:
 
     def _arrive(self, number: int) -> None:
         self._next(number + 1)
-        self._submit(number)
+        if self._arrives_in_parts[number]:
+            self.parts.arrived(number)
+        else:
+            self._submit(number)
 
     def _submit(self, number: int) -> None:
         arrival = self._arrivals[number]
@@ -190,10 +224,14 @@ class Clients:
             objectives=self._objectives,
             promise=self._promises.pop(number, None),
         )
-        router = self._sent_to[number] = self._next_router(number)
-        router.hear(Submitted(request=request))
+        is_first = not self.outcomes[number].retries
+        if not (is_first and self._arrives_in_parts[number]):  # else where its parts went
+            self._sent_to[number] = self._next_router(number)
+        self._sent_to[number].hear(Submitted(request=request))
 
     def hear(self, command: Admit | Refuse | Deliver | Fail) -> None:
+        if self.parts.are_any and self.parts.hear(command):
+            return
         outcome, now_s = self.outcomes[int(command.request_id)], self._clock.now_s
         match command:
             case Admit():
@@ -238,6 +276,7 @@ class Clients:
             request = self._admitted.pop(command.request_id)
             outcome.cached_tokens = request.cached_tokens
             outcome.prefilled_locally = request.ledger.is_local
+            outcome.ledger = request.ledger
         outcome.last_token_s = now_s
         outcome.tokens += sum(len(one.token_ids) for one in command.tokens)
         outcome.done = command.done

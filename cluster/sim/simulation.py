@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
 from random import Random
 
 from cluster.config.schema import Config
@@ -13,6 +16,8 @@ from cluster.core.resolve import Site, resolve, worker_names
 from cluster.sim.failures import Failures, check_failures
 from cluster.sim.machines.clock import Clock
 from cluster.sim.machines.links import Fabric, Post
+from cluster.sim.machines.noise import DrawnNoise, ReplayedNoise, StepNoise
+from cluster.sim.machines.recorded import read_recorded
 from cluster.sim.pools import SimPools, hosts_of, settle_pool
 from cluster.sim.profiles.load import HardwareProfile, read_profile, told_times
 from cluster.sim.router import Clients, SimRouter
@@ -60,6 +65,8 @@ class Simulated:
     ended_s: float
     events: int
     moved_bytes: int
+    level_changes: int
+    ahead_tokens: int
     pools: SimPools | None
 
 
@@ -82,6 +89,7 @@ class ClusterSimulation:
         )
         answers = Answers(timed, simulation.max_tokens)
         self._fabric = Fabric(simulation.fabric)
+        self._noises = count()
         self._posts: dict[Incarnation, Post] = {}
         self.routers = [self._router(n) for n in range(self._config.router.replicas)]
         self.pools = self._pools() if self._config.pool.enabled == "on" else None
@@ -94,7 +102,10 @@ class ClusterSimulation:
         )
         self.fleet = self._fleet()
         draw = Random(simulation.seed).random
-        self.clients = Clients(self.routers, self.clock, timed, answers, simulation, draw)
+        block_size = simulation.block_size or self._config.engine.block_size
+        self.clients = Clients(
+            self.routers, self.clock, timed, answers, simulation, draw, block_size
+        )
         for router in self.routers:
             router.serve(self.clients)
         span_s = timed[-1].request.arrival_s or 1.0
@@ -103,8 +114,9 @@ class ClusterSimulation:
         )
 
     def _router(self, number: int) -> SimRouter:
-        latency_s = self._config.simulation.fabric.router_latency
-        return SimRouter(begin(_beginning(self._config, number)), self.clock, latency_s)
+        simulation = self._config.simulation
+        core = begin(_beginning(self._config, number))
+        return SimRouter(core, self.clock, simulation.fabric.router_latency, simulation.service)
 
     def _pools(self) -> SimPools:
         config = self._config
@@ -173,7 +185,24 @@ class ClusterSimulation:
             blocks=blocks,
             max_model_len=max_model_len,
             most_steps=simulation.most_steps,
+            noise=self._noise() if simulation.noise.is_any else None,
+            turn_s=simulation.service.worker_turn,
+            job_s=simulation.service.mover_job,
         )
+
+    def _noise(self) -> Callable[[], StepNoise]:
+        """Each worker, and each of its lives, has a generator of its own."""
+        noise, seed = self._config.simulation.noise, self._config.simulation.seed
+        recorded = None if noise.recorded is None else read_recorded(Path(noise.recorded))
+
+        def one() -> StepNoise:
+            rng = Random(f"{seed}-{next(self._noises)}")
+            if recorded is not None:
+                return ReplayedNoise(recorded=recorded, uniform=rng.random)
+            gauss, correlation_s = partial(rng.gauss, 0.0, 1.0), noise.correlation or 0.0
+            return DrawnNoise(sigma=noise.sigma, correlation_s=correlation_s, gauss=gauss)
+
+        return one
 
     def run(self) -> Simulated:
         """Until every request has ended and nothing is held."""
@@ -191,6 +220,8 @@ class ClusterSimulation:
             ended_s=self.clock.now_s,
             events=events,
             moved_bytes=self._fabric.moved_bytes,
+            ahead_tokens=self.clients.parts.computed_tokens,
+            level_changes=sum(router.level_changes for router in self.routers),
             pools=self.pools,
         )
 

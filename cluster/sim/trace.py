@@ -21,6 +21,7 @@ import numpy as np
 from engine.core.step import Sampled, SequenceSlice
 from kvpool.core.layout.hashes import BlockHash, BlockHashes, CacheSalt, NamedTokens
 from kvrelay.types import Sampling
+from router.core.request import Ledger
 
 HASH_TOKENS = 512
 """Tokens that one hash id of a trace stands for."""
@@ -52,7 +53,7 @@ class TracePrompt(NamedTokens):
         self._hash_ids = request.hash_ids
         self._hash_tokens = request.hash_tokens
         self._number = number
-        self._copy = copy
+        self.copy = copy
         self._named: tuple[CacheSalt, int] | None = None
         self._names = BlockHashes()
 
@@ -83,7 +84,7 @@ class TracePrompt(NamedTokens):
     def _id(self, position: int) -> int:
         if self._hash_ids is None:
             return _IDS + self._number
-        return self._hash_ids[position // self._hash_tokens] * 131 + self._copy
+        return self._hash_ids[position // self._hash_tokens] * 131 + self.copy
 
     def names(self, blocks: range, block_size: int, salt: CacheSalt) -> BlockHashes:
         if self._named != (salt, block_size):
@@ -102,7 +103,7 @@ class TracePrompt(NamedTokens):
         names = np.empty(len(at), _NAME)
         names["block"], names["end"] = of, at
         if self._hash_ids is not None:
-            of, mark = self._copy, self._copy.to_bytes(4) + bytes(4)
+            of, mark = self.copy, self.copy.to_bytes(4) + bytes(4)
             last = at * np.uint64(block_size) + np.uint64(block_size - 1)
             block, within = np.divmod(last, np.uint64(self._hash_tokens))
             names["block"] = ids = np.array(self._hash_ids, np.uint64)[block]
@@ -187,7 +188,7 @@ class Answers:
 
     def steps_left(self, one: SequenceSlice) -> int:
         """Until the sequence ends."""
-        if not one.samples:
+        if not one.samples or "-" in one.key.request_id:
             return 1
         return self._output[int(one.key.request_id)] - one.samples[0].index
 
@@ -195,6 +196,8 @@ class Answers:
         """Of so many steps, one for each."""
         if not one.samples:
             return ()
+        if "-" in one.key.request_id:  # computed ahead of its prompt
+            return (self._end,)
         number = int(one.key.request_id)
         token = Sampled(token_id=END + 1 + number)
         if len(one.samples) > 1:  # the first token of each choice
@@ -207,7 +210,7 @@ class Answers:
 @dataclass(slots=True, kw_only=True)
 class Outcome:
     """Of one request; `refused` and `failed` are reasons. `resubmitted_s`: the last
-    time that it came back."""
+    time that it came back. `ledger`: its router's, once it has a token."""
 
     request: TraceRequest
     resubmitted_s: float | None = None
@@ -222,6 +225,7 @@ class Outcome:
     retries: int = 0
     refused: str = ""
     failed: str = ""
+    ledger: Ledger | None = None
 
     @property
     def ttft_s(self) -> float | None:

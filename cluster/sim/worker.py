@@ -14,6 +14,7 @@ from cluster.sim.device import SimDevice
 from cluster.sim.machines.clock import Clock
 from cluster.sim.machines.links import Fabric, Post, SimLinks, SimMover
 from cluster.sim.machines.node_links import SimNodeLinks
+from cluster.sim.machines.noise import StepNoise
 from cluster.sim.machines.pool_node import SimPoolNode
 from cluster.sim.trace import Answers
 from engine.core.step import RunStep
@@ -37,7 +38,9 @@ _OF_PEERS = frozenset((FromPeer, LinkMeasured, PeerLost))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """What a simulated worker runs on. Its steps take `times`, and it tells of `told`."""
+    """What a simulated worker runs on. Its steps take `times`, times what `noise` makes for it
+    (None: exactly), and it tells of `told`. A turn of its loop takes `turn_s`, and a job of a
+    transfer thread `job_s` beside its bytes (None: no time)."""
 
     times: StepTimes
     told: StepCoefficients
@@ -45,6 +48,9 @@ class Hardware:
     blocks: int
     max_model_len: int
     most_steps: int
+    noise: Callable[[], StepNoise] | None = None
+    turn_s: float | None = None
+    job_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +77,15 @@ class SimWorker:
         self._clock = around.clock
         self._tick_s = settings.lease_ttl_s / 3
         self._ticking = False
+        self._inbox: list[CoreEvent] = []
+        self._turning = False
         self.device = SimDevice(
-            around.clock, hardware.times, around.answers, _layers(hardware.layout), self.hear
+            around.clock,
+            hardware.times,
+            around.answers,
+            _layers(hardware.layout),
+            self.hear,
+            None if hardware.noise is None else hardware.noise(),
         )
         staging = plan_staging(
             hardware.layout,
@@ -83,7 +96,9 @@ class SimWorker:
         )
         self.core = self._core(settings, staging)
         self.links = SimLinks(around.clock, around.fabric, self._peer_hello(staging), around.posts)
-        mover = SimMover(around.clock, around.fabric, self.incarnation, around.posts)
+        mover = SimMover(
+            around.clock, around.fabric, self.incarnation, around.posts, hardware.job_s
+        )
         self._executors: dict[type, Callable[[Any], None]] = mover.executors | {
             RunStep: self.device.submit,
             SendPeer: self.links.send,
@@ -96,8 +111,12 @@ class SimWorker:
 
     # --- what happens ---------------------------------------------------------------------------
 
-    def hear(self, events: Sequence[CoreEvent]) -> None:
-        """All that comes at once: one turn."""
+    def hear(self, events: Sequence[CoreEvent], in_time: bool = False) -> None:
+        """All that comes at once: one turn. Where turns take time, what comes meanwhile belongs to
+        the next one (`in_time`: its time has passed)."""
+        if self.hardware.turn_s is not None and not in_time:
+            self._put_off(events, self.hardware.turn_s)
+            return
         if self.is_dead:
             return
         for event in events:
@@ -106,6 +125,16 @@ class SimWorker:
                 if commands:
                     self._execute(commands)
         self._act()
+
+    def _put_off(self, events: Sequence[CoreEvent], turn_s: float) -> None:
+        self._inbox += events
+        if not self._turning:
+            self._turning = True
+            self._clock.after(turn_s, self._take_turn)
+
+    def _take_turn(self, _: None) -> None:
+        events, self._inbox, self._turning = self._inbox, [], False
+        self.hear(events, in_time=True)
 
     def _is_heard(self, event: CoreEvent) -> bool:
         """Nothing more of a peer that is lost."""

@@ -22,7 +22,7 @@ from cluster.core.worker.events import (
 )
 from cluster.process.trace import NO_TRACE, Trace
 from cluster.worker.events import Close, Crashed, Incoming, RunOnLoop
-from engine.core.step import RunStep
+from engine.core.step import RunStep, StepDone
 from kvpool.core.fetch.client_events import NodeOrder
 from kvpool.core.transfer.commands import DropLink, FromPeer, SendPeer
 from kvpool.core.transfer.messages import Commit
@@ -108,7 +108,7 @@ class WorkerLoop:
         if pools is not None:
             self._executors |= dict.fromkeys(get_args(NodeOrder), pools.execute)
         if trace is not NO_TRACE:
-            self._own_events[FromPeer] = self._traced
+            self._own_events |= {FromPeer: self._traced, StepDone: self._stepped}
 
     def run(self) -> None:
         """Until Close; raises what a thread beside it raised."""
@@ -118,13 +118,19 @@ class WorkerLoop:
     def turn(self) -> None:
         """Wait for something to happen, settle all that has, and act on it."""
         timeout_s = max(0.0, self._next_tick_s - self._now())
+        first: Incoming | None = None
         with suppress(queue.Empty):
-            self._settle(self.inbox.get(timeout=timeout_s))
+            first = self.inbox.get(timeout=timeout_s)
+        begun_s = self._now()
+        if first is not None:
+            self._settle(first)
         while not self.inbox.empty():
             self._settle(self.inbox.get_nowait())
         if self._now() >= self._next_tick_s:
             self._tick()
         self._act()
+        if self._trace is not NO_TRACE:
+            self._trace.took("turn", begun_s)
 
     def _settle(self, event: Incoming) -> None:
         own = self._own_events.get(type(event))
@@ -166,6 +172,19 @@ class WorkerLoop:
             return
         with self._trace.span("commit", request=event.message.key.request_id):
             self._tell_core(event)
+
+    def _stepped(self, event: StepDone) -> None:
+        """With what its worker's profile says of it: the simulator replays the ratio."""
+        work, predicted_s = self.core.pace.work, self.core.pace.predicted_s
+        if work is not None and predicted_s:
+            self._trace.took(
+                "stepped",
+                self._now() - event.seconds,
+                kind="prefill" if work.prefill_tokens else "decode",
+                steps=event.steps,
+                predicted_ns=round(1e9 * predicted_s * event.steps),
+            )
+        self._tell_core(event)
 
     def _close(self, _: Close) -> None:
         self._closing = True

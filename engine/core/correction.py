@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from engine.core.step_times import NotCovered, StepTimes, StepWork
 
-_NEW_SHARE = 0.05
-"""Weight of the newest step: after 14 steps the older ones count for half. The first ones weigh
-more."""
+MEMORY_S = 0.25
+"""How long a step that has run counts. What changes faster is over before a request that is
+predicted now gets there, and following it would only add to the error."""
+_MOST_SHARE = 0.05
+"""Weight of the newest step, at most. The first ones weigh more."""
 _PROFILE_STEPS = 3
 """Before any step the profile counts as this many steps."""
-_UNEVEN_SHARE = 0.01
-"""Weight of the newest step in the measure of unevenness: a few delayed steps are normal."""
 _MOST_SURPRISE = log(4)
 """A single delayed step counts at most this much."""
 _MOST = log(32)
@@ -61,14 +61,17 @@ class Correction:
     _mean_log: float = 0.0
     _steps: int = _PROFILE_STEPS
 
-    def observe(self, surprise: float) -> None:
-        """`surprise`: the logarithm of actual seconds by those that `level` predicts."""
+    def observe(self, surprise: float, predicted_s: float, steps: int = 1) -> None:
+        """`surprise`: the logarithm of actual seconds by those that `level` predicts, of so many
+        steps in a row, of `predicted_s` together. They weigh by these, not by the actual ones: else
+        slow steps would count for more."""
         bounded = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, surprise))
-        self._steps += 1
-        learnt = self._log_level + max(_NEW_SHARE, 1 / self._steps) * bounded
+        self._steps += steps
+        share = min(1 - exp(-predicted_s / MEMORY_S), _MOST_SHARE * steps)
+        self._mean += share * (exp(bounded) - self._mean)
+        self._mean_log += share * (bounded - self._mean_log)
+        learnt = self._log_level + max(share, steps / self._steps) * bounded
         self._log_level = max(-_MOST, min(_MOST, learnt))
-        self._mean += _UNEVEN_SHARE * (exp(bounded) - self._mean)
-        self._mean_log += _UNEVEN_SHARE * (bounded - self._mean_log)
         self.level = exp(self._log_level)
         uneven = self._mean / exp(self._mean_log) if self.by_sum else 1.0
         self.factor = min(exp(_MOST), self.level * uneven)
@@ -82,7 +85,7 @@ class StepPace:
     times: StepTimes
     prefill: Correction = field(default_factory=Correction)
     decode: Correction = field(default_factory=lambda: Correction(by_sum=True))
-    _work: StepWork | None = None
+    work: StepWork | None = None  # of the step that runs
     _begun_s: float = 0.0
     _free_s: float | None = None
 
@@ -90,25 +93,33 @@ class StepPace:
     def corrected(self) -> CorrectedTimes:
         return CorrectedTimes(self.times, self.prefill.factor, self.decode.factor)
 
+    @property
+    def predicted_s(self) -> float:
+        """Of the step that runs, without a correction; 0: nothing is known of such a step."""
+        try:
+            return 0.0 if self.work is None else self.times.step_s(self.work)
+        except NotCovered:
+            return 0.0
+
     def step_s(self, work: StepWork) -> float:
         """With the current correction."""
         return self.corrected.step_s(work)
 
     def begun(self, work: StepWork, now_s: float) -> None:
-        self._work = work
+        self.work = work
         self._begun_s = now_s if self._free_s is None else self._free_s
 
     def ended(self, now_s: float, steps: int = 1) -> None:
         """This many similar steps have run in a row."""
-        assert self._work is not None, "a step ended that was not begun"
-        self._learn(self._work, (now_s - self._begun_s) / steps)
-        self._work, self._free_s = None, now_s
+        assert self.work is not None, "a step ended that was not begun"
+        self._learn(self.work, now_s - self._begun_s, steps)
+        self.work, self._free_s = None, now_s
 
     def idle(self) -> None:
         """There is no step to run now."""
         self._free_s = None
 
-    def _learn(self, work: StepWork, seconds: float) -> None:
+    def _learn(self, work: StepWork, seconds: float, steps: int) -> None:
         level = CorrectedTimes(self.times, self.prefill.level, self.decode.level)
         try:
             predicted_s = level.step_s(work)
@@ -116,8 +127,8 @@ class StepPace:
             return
         if seconds <= 0 or predicted_s <= 0:
             return
-        surprise = log(seconds / predicted_s)
+        surprise = log(seconds / steps / predicted_s)
         if work.prefill_tokens:
-            self.prefill.observe(surprise)
+            self.prefill.observe(surprise, predicted_s * steps, steps)
         if work.decode_sequences:
-            self.decode.observe(surprise)
+            self.decode.observe(surprise, predicted_s * steps, steps)

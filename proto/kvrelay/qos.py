@@ -35,19 +35,17 @@ class LadderRules:
     """When a router tightens admission of a tier whose latencies exceed its objectives
     (`router.core.state.ladder`).
 
-    Latencies of the last `window_s` count. One level up: the 99th percentile is over `tolerance`
-    times the objective, or the 99.9th over `tail` times it. For the last level, to trip, both must
-    be over `tail` times as much. The next level comes `hold_s` later at the earliest. One level
-    down: `calm_s` with the 99th percentile under `easing` times the objective. On a raised level,
-    requests are judged by `stricter` times their objectives.
+    Requests of the last `window_s` count. One level up: more than `missed` of them miss an
+    objective, beyond doubt. For the last level, to trip, so many must take `tail` times as long.
+    The next level comes `hold_s` later at the earliest. One level down: `calm_s` in which no more
+    miss one. On a raised level, requests are judged by `stricter` times their objectives.
     """
 
     window_s: float = 60.0
     hold_s: float = 10.0
     calm_s: float = 30.0
     stricter: float = 0.85
-    easing: float = 0.95
-    tolerance: float = 1.1
+    missed: float = 0.025
     tail: float = 2.0
 
 

@@ -13,7 +13,7 @@ import time
 from dataclasses import replace
 
 from kvrelay.errors import InvalidRequest, Refused, RequestFailedError
-from kvrelay.types import Sampling
+from router.arriving.pieces import PROMPT_ONLY, REFUSED_S, SETTLE_S, next_tokens
 from router.arriving.stable_tokens import StableTokens
 from router.core.state.generation import Generation, GenerationRequest
 from router.text.request import TextRequest
@@ -23,16 +23,6 @@ log = logging.getLogger(__name__)
 
 LEAST_CHARACTERS = 256
 """So much new text is worth a look."""
-LEAST_TOKENS = 128
-"""A shorter addition is not worth a request of its own."""
-MOST_TOKENS = 2048
-"""Of one request ahead: what comes after it must not wait long for it."""
-SETTLE_S = 1.0
-"""The whole prompt waits so long for the request ahead that runs. What this computes need not be
-computed again."""
-REFUSED_S = 1.0
-"""After a refusal without a time."""
-PROMPT_ONLY = Sampling(max_tokens=0, seed=0)
 
 
 class Ahead:
@@ -91,9 +81,7 @@ class Ahead:
     def _next_tokens(self) -> int:
         """How far the next request goes; 0: not enough has come."""
         block = self._service.dispatcher.block_size()
-        known = min(len(self._ids), self.computed_tokens + MOST_TOKENS)
-        whole = known // block * block if block else 0
-        return whole if whole - self.computed_tokens >= max(LEAST_TOKENS, block) else 0
+        return next_tokens(len(self._ids), self.computed_tokens, block)
 
     async def _compute(self, tokens: int) -> None:
         self._asked += 1

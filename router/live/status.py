@@ -50,7 +50,7 @@ from router.core.state.generation import (
     TierStatus,
     WorkerStatus,
 )
-from router.core.state.ladder import P99, P999, Ladder, Ladders, LadderStep
+from router.core.state.ladder import Ladder, Ladders, LadderStep
 from router.core.state.quarantine import Quarantine
 from router.core.state.story import MOST_TOLD, Story
 from router.core.state.worker_view import WorkerView
@@ -137,9 +137,9 @@ def ladder_statuses(ladders: Ladders, now_s: float) -> tuple[TierStatus, ...]:
 
 def _latencies_s(ladder: Ladder, now_s: float) -> dict[tuple[str, str], float]:
     found = {
-        (kind, str(share)): recent.quantile(share, now_s)
-        for kind, recent in (("ttft", ladder.ttft), ("tpot", ladder.tpot))
-        for share in (P99, P999)
+        (one.kind.lower(), str(share)): one.latest.quantile(share, now_s)
+        for one in ladder.watched
+        for share in (0.99, 0.999)
     }
     return {name: seconds for name, seconds in found.items() if seconds is not None}
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from kvrelay.errors import InvalidRequest, Refused
-from router.arriving.ahead import LEAST_TOKENS, MOST_TOKENS
 from router.arriving.parts import PartsSoFar, PromptPart
+from router.arriving.pieces import LEAST_TOKENS, MOST_TOKENS
 from router.arriving.prompt import Arriving, start_arriving
 from router.arriving.stable_tokens import UNSTABLE_TOKENS, StableTokens
 from router.live.metrics import RouterMetrics

@@ -127,9 +127,10 @@ REFUSED = {
     "qos.header=authorization": 'qos.header: got "authorization", '
     "expected another header: that one has a meaning of its own",
     "qos.ladder.stricter=0": "qos.ladder.stricter: got 0, expected greater than 0",
-    "qos.ladder.stricter=0.95": "qos.ladder: expected easing: more than stricter x tolerance, "
-    "which is 1.045",
-    "qos.ladder.tail=1.05": "qos.ladder: expected tolerance: at most tail, which is 1.05",
+    "qos.ladder.missed=0": "qos.ladder.missed: got 0, expected greater than 0",
+    "qos.ladder.tail=0.5": "qos.ladder.tail: got 0.5, expected greater than or equal to 1",
+    "simulation.noise={sigma: 0.1, recorded: x}": "simulation.noise: expected either sigma or "
+    "recorded",
     "workers=[{replicas: 2}]": "workers.0.role: missing, it is required",
 }
 
@@ -545,8 +546,7 @@ CHANGES = {
     "qos.ladder.hold": "9s",
     "qos.ladder.calm": "9s",
     "qos.ladder.stricter": 0.5,
-    "qos.ladder.easing": 0.94,
-    "qos.ladder.tolerance": 1.05,
+    "qos.ladder.missed": 0.05,
     "qos.ladder.tail": 3.0,
     "qos.tiers": {"only": {"default": True}},
     "qos.tenant_weights": {"a": 2.0},

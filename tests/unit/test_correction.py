@@ -33,7 +33,7 @@ def test_a_device_twice_as_slow_is_found_out() -> None:
     assert pace.prefill.factor == 1.0
     run(pace, PREFILL, 0.5, steps=150, spread=0.2)
     assert pace.prefill.factor == pytest.approx(0.5, rel=0.05)
-    run(pace, DECODE, 1.0, steps=150, spread=0.2)
+    run(pace, DECODE, 1.0, steps=600, spread=0.2)
     assert pace.decode.factor == pytest.approx(1.0, rel=0.05)
 
 
@@ -69,7 +69,7 @@ def test_a_wrong_profile_is_soon_mended() -> None:
     run(pace, DECODE, 0.25, steps=1)
     assert 0.6 < pace.decode.factor < 0.8  # as if three steps had said 1
     run(pace, DECODE, 0.25, steps=9)
-    assert pace.decode.factor < 0.36
+    assert pace.decode.factor < 0.37
 
 
 def test_a_correction_is_bounded() -> None:

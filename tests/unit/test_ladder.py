@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
+
+import pytest
 
 from kvrelay.qos import LadderRules, QosTier, QosTiers
 from kvrelay.types import Objectives
-from router.core.state.ladder import LOOKS_EVERY_S, Ladder, Ladders, LadderStep, Recent
-
-RULES = LadderRules(
-    window_s=60, hold_s=10, calm_s=30, stricter=0.8, easing=0.8, tolerance=1.0, tail=2.0
+from router.core.state.ladder import (
+    FEWEST,
+    GROUP,
+    LOOKS_EVERY_S,
+    Ladder,
+    Ladders,
+    LadderStep,
+    Misses,
+    Recent,
+    Watched,
 )
+
+RULES = LadderRules(window_s=60, hold_s=10, calm_s=30, stricter=0.8, missed=0.025, tail=2.0)
 TIER = QosTier(name="gold", objectives=Objectives(ttft_s=1.0, tpot_s=0.1))
 
 
@@ -18,7 +29,10 @@ def ladder(step: LadderStep = LadderStep.NORMAL) -> Ladder:
     return Ladder(tier=TIER, rules=RULES, step=step)
 
 
-def feed(recent: Recent, seconds: float, *, count: int = 100, now_s: float = 0.0) -> None:
+def feed(
+    recent: Recent | Watched | None, seconds: float, *, count: int = 100, now_s: float = 0.0
+) -> None:
+    assert recent is not None
     for _ in range(count):
         recent.observe(seconds, now_s)
 
@@ -43,55 +57,118 @@ def test_latencies_leave_the_window() -> None:
     assert recent.quantile(0.5, 91) is None
 
 
+# --- how many missed it ---------------------------------------------------------------------------
+
+
+def test_a_share_is_known_of_a_hundred_on() -> None:
+    misses = Misses(bound_s=1.0, window_s=60)
+    for _ in range(FEWEST - 1):
+        misses.observe(2.0, 0)
+    assert (misses.share, misses.at_least) == (1.0, 0.0)
+    misses.observe(2.0, 0)
+    assert (misses.known, misses.share, misses.at_least) == (100, 1.0, 1.0)
+
+
+def test_one_bad_moment_is_no_evidence() -> None:
+    """All requests of a second are late for one reason."""
+    misses = Misses(bound_s=1.0, window_s=60)
+    for number in range(20 * GROUP):
+        misses.observe(2.0 if 50 <= number < 75 else 0.5, number / 10)
+    assert misses.share == pytest.approx(0.05)
+    assert misses.at_least < 0
+    spread = Misses(bound_s=1.0, window_s=60)
+    for number in range(20 * GROUP):
+        spread.observe(2.0 if number % 20 == 0 else 0.5, number / 10)
+    assert spread.share == pytest.approx(0.05)
+    assert spread.at_least > 0.03
+
+
+def test_what_was_missed_leaves_the_window() -> None:
+    misses = Misses(bound_s=1.0, window_s=60)
+    for at_s in (0, 30):
+        for number in range(FEWEST + 1):
+            misses.observe(2.0 if number % 2 else 0.5, at_s)
+    misses.look(60)
+    assert misses.known == 202
+    misses.look(60.1)
+    assert misses.known == 102 and misses.share == pytest.approx(50 / 102)
+    misses.look(90.1)
+    assert (misses.known, misses.share, misses.at_least) == (0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_admission_lets_through_moves_no_level(seed: int) -> None:
+    """For 10 minutes of 10 requests a second as many miss it as may, each or several in a row."""
+    rng = Random(seed)
+    for burst in (1, 10):
+        one, changes, late = ladder(), 0, 0
+        for number in range(6000):
+            at_s = number / 10
+            if not late and rng.random() < RULES.missed / burst:
+                late = burst
+            feed(one.ttft, 1.5 if late else 0.5, count=1, now_s=at_s)
+            late = max(0, late - 1)
+            changes += one.climb(at_s) is not None
+        assert changes <= 2, burst
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_level_changes_upwards_on_no_fewer_than_a_hundred(seed: int) -> None:
+    rng, one = Random(seed), ladder()
+    since = 0
+    for number in range(4000):
+        at_s = number * rng.uniform(0.0, 0.2)
+        feed(one.ttft, rng.choice((0.5, 0.5, 1.5, 3.0)), count=1, now_s=number / 10)
+        since += 1
+        before = one.step
+        if one.climb(number / 10) is not None:
+            assert one.step < before or since >= FEWEST, at_s
+            since = 0
+
+
+def test_two_late_tokens_of_178_tighten_nothing() -> None:
+    one = ladder()
+    feed(one.tpot, 0.05, count=88)
+    feed(one.tpot, 0.3, count=2)
+    feed(one.tpot, 0.05, count=88)
+    assert one.climb(1) is None
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
 def test_a_step_up_says_why_and_is_judged_by_what_came_after_it() -> None:
     one = ladder()
     feed(one.ttft, 1.25)
-    assert one.climb(1) == "TTFT p99 is 1250 ms, over 1000 ms"
+    assert one.climb(1) == "TTFT of 100 of 100 was over 1000 ms"
     assert one.step is LadderStep.TIGHTEN
     assert one.climb(12) is None  # nothing is known since
     feed(one.tpot, 0.15, now_s=5)
     assert one.climb(10.9) is None  # held
-    assert one.climb(11) == "TPOT p99 is 150 ms, over 100 ms"
+    assert one.climb(11) == "TPOT of 100 of 100 was over 100 ms"
     assert one.climb(21) is None
     feed(one.tpot, 0.15, now_s=21)
     assert one.climb(21) is None and one.step is LadderStep.CAP  # it trips only far outside
-    feed(one.tpot, 0.25, now_s=22)
-    assert one.climb(22) == "TPOT p99 is 250 ms, over 200 ms"
+    feed(one.tpot, 0.25, count=100, now_s=22)
+    assert one.climb(22) is None, "half of 200, in one go"
+    feed(one.tpot, 0.25, count=300, now_s=23)
+    assert one.climb(23) == "TPOT of 400 of 500 was over 200 ms"
     assert one.step is LadderStep.TRIP
     feed(one.tpot, 0.25, now_s=40)
     assert one.climb(41) is None and one.step is LadderStep.TRIP
 
 
-def test_a_little_over_its_objective_is_tolerated() -> None:
-    one = Ladder(tier=TIER, rules=replace(RULES, tolerance=1.2))
-    feed(one.ttft, 1.19)
-    assert one.climb(1) is None
-    feed(one.ttft, 1.21)
-    assert one.climb(2) == "TTFT p99 is 1210 ms, over 1200 ms"
-    one = Ladder(tier=TIER, rules=replace(RULES, tolerance=2.5), step=LadderStep.CAP)
-    feed(one.ttft, 2.4)
-    assert one.climb(1) is None, "nor does it trip before it tightens"
-
-
-def test_a_long_tail_counts_too() -> None:
-    one = ladder()
-    feed(one.ttft, 0.5, count=998)
-    feed(one.ttft, 2.5, count=1)
-    assert one.climb(1) is None
-    one.ttft.observe(0.5, 1)
-    assert one.climb(1) == "TTFT p99.9 is 2500 ms, over 2000 ms"
-
-
-def test_it_falls_only_after_some_calm_well_inside() -> None:
+def test_it_falls_only_after_some_calm_within_its_objectives() -> None:
     one = ladder()
     feed(one.ttft, 1.25)
     one.climb(0)
-    feed(one.ttft, 0.9, now_s=20)  # inside, but near
+    feed(one.ttft, 0.9, now_s=20)
+    feed(one.ttft, 1.1, count=3, now_s=20)
     assert [one.climb(t) for t in (20, 40, 60, 79)] == [None] * 4
     assert one.step is LadderStep.TIGHTEN
     assert one.falls_in_s(79) == 30
     assert one.climb(81) is None  # the window is empty: calm since 79
-    assert one.climb(109) == "well inside its objectives for 30 s"
+    assert one.climb(109) == "within its objectives for 30 s"
     assert one.step is LadderStep.NORMAL
     assert one.climb(300) is None
 
@@ -101,7 +178,7 @@ def test_few_latencies_are_enough_to_stay() -> None:
     one = ladder()
     feed(one.ttft, 1.25)
     one.climb(0)
-    feed(one.ttft, 0.85, count=1, now_s=25)
+    feed(one.ttft, 1.05, count=1, now_s=25)
     assert [one.climb(t) for t in (30, 84)] == [None] * 2
     assert one.falls_in_s(84) == 30
     feed(one.ttft, 0.75, count=99, now_s=90)
@@ -114,7 +191,7 @@ def test_a_tripped_tier_without_requests_comes_back_step_by_step() -> None:
     assert one.climb(0) is not None  # it has been calm for ever
     assert [one.climb(t) for t in (29, 30, 59)] == [
         None,
-        "well inside its objectives for 30 s",
+        "within its objectives for 30 s",
         None,
     ]
     assert one.climb(60) is not None
@@ -144,7 +221,7 @@ def test_a_step_holds_for_tiers_that_go_after_it_too() -> None:
     for _ in range(100):
         ladders.saw_tpot("gold", 0.2, begun_s=0, now_s=0)
     assert [(one.tier.name, cause) for one, cause in ladders.climb(0)] == [
-        ("gold", "TPOT p99 is 200 ms, over 100 ms")
+        ("gold", "TPOT of 100 of 100 was over 100 ms")
     ]
     assert ladders.highest(free) is ladders.highest(TIER) is not None
     assert ladders.highest(QosTier(name="equal")) is None
@@ -168,7 +245,12 @@ def test_requests_that_were_there_before_a_step_do_not_count() -> None:
     for begun_s in (4.9, 5.0):
         ladders.saw_ttft("gold", 9.0, begun_s=begun_s, now_s=8)
         ladders.saw_tpot("gold", 9.0, begun_s=begun_s, now_s=8)
-    assert list(one.ttft._ascending) == list(one.tpot._ascending) == [9.0]
+    assert [each.over.known for each in one.watched] == [1, 1]
+
+
+def test_a_tier_is_judged_by_the_objectives_it_has() -> None:
+    only = Ladder(tier=replace(TIER, objectives=Objectives(ttft_s=1.0)), rules=RULES)
+    assert only.tpot is None and [one.kind for one in only.watched] == ["TTFT"]
 
 
 def test_it_looks_now_and_then() -> None:

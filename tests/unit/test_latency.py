@@ -167,7 +167,7 @@ def test_what_a_token_took_is_compared_with_the_batch_as_it_grew() -> None:
     assert core.state.forecast.tpot.usual_s > 1.2 * alone_s
 
 
-def margin_of(ended_s: float, stood_back_s: float) -> dict[int, list[float]]:
+def margin_of(ended_s: float, stood_back_s: float) -> float:
     """Of a request of eight tokens, the first after 2 s."""
     core = split()
     submit(core, "r")
@@ -176,11 +176,12 @@ def margin_of(ended_s: float, stood_back_s: float) -> dict[int, list[float]]:
     last = tokens(1, 5, 5, 5, 5, 5, 5, 5, reason=FinishReason.LENGTH)
     says(core, "d", replace(last, stood_back_s=stood_back_s), now_s=ended_s)
     assert "r" not in core.state.requests
-    return core.state.forecast.tpot._bands
+    (errors,) = core.state.forecast.tpot._bands.values()
+    return errors.total
 
 
 def test_to_have_stood_back_for_others_is_no_want_of_speed() -> None:
-    assert margin_of(5.0, 2.0) == margin_of(3.0, 0.0) != margin_of(5.0, 0.0)
+    assert margin_of(2.25, 0.125) == margin_of(2.125, 0.0) != margin_of(2.25, 0.0)
 
 
 def learnt_ttft_s(first_s: float, objective_s: float | None) -> float:

@@ -583,3 +583,40 @@ def test_equal_requests_are_promised_times_that_any_router_keeps(share: float) -
     assert found.share >= 0.95
     assert found.told == found.claimed + found.expired, "each is counted once"
     assert found.good >= 0.98 * found.done
+
+
+# --- prompts that arrive in parts -----------------------------------------------------------------
+
+IN_PARTS = "simulation.arriving={share: 1.0, over: 2s, every: 100ms}"
+
+
+@pytest.mark.parametrize("routers", ["in_turn", "random"])
+def test_what_has_come_of_a_prompt_is_computed_ahead(routers: str) -> None:
+    settings = (
+        "simulation.block_size=64",
+        "router.replicas=2",
+        f"simulation.balancing={routers}",
+    )
+    requests = [one for one in trace(60, every_s=0.5) if one.arrival_s > 2]
+    whole, parts = run(requests, *settings), run(requests, *settings, IN_PARTS)
+    assert all(done([*parts.outcomes]))
+    assert whole.report.ahead_tokens == 0
+    assert parts.report.ahead_tokens > 0.6 * parts.report.prompt_tokens
+    assert whole.report.ttft_s and parts.report.ttft_s
+    assert parts.report.ttft_s.mean < 0.6 * whole.report.ttft_s.mean
+    long = [n for n, one in enumerate(requests) if one.input_tokens > 3000]
+    for number in long:
+        assert parts.outcomes[number].cached_tokens > 2000
+
+
+def test_what_is_ahead_delays_nobody_for_long_where_all_is_full() -> None:
+    """Prompts that are complete don't wait for what can't be computed ahead."""
+    full = ("workers.0.replicas=1", "scheduler.max_running_requests=4", "simulation.block_size=64")
+    result = run(trace(100, every_s=0.02), *full, IN_PARTS, "simulation.retries=100")
+    assert all(done([*result.outcomes]))
+
+
+def test_a_share_of_prompts_arrives_in_parts() -> None:
+    some = run(trace(100), IN_PARTS.replace("1.0", "0.3"), "simulation.block_size=64").report
+    every = run(trace(100), IN_PARTS, "simulation.block_size=64").report
+    assert 0.1 * every.ahead_tokens < some.ahead_tokens < 0.6 * every.ahead_tokens

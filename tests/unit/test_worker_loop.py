@@ -7,11 +7,13 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 
 from cluster.core.worker.core import WorkerCore
 from cluster.core.worker.events import DropPeer, FromRouter, MoveJob, RouterJoined, RouterLost
+from cluster.process.trace import NO_TRACE, Trace, Value
 from cluster.worker.events import Incoming, RunOnLoop
 from cluster.worker.loop import WorkerLoop
 from cluster.worker.process import WorkerProcess
@@ -125,7 +127,11 @@ class Mover:
 
 class Harness:
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, *, launches_ahead: bool = False
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        launches_ahead: bool = False,
+        trace: Trace = NO_TRACE,
     ) -> None:
         decode = decode_scheduler(blocks=8)
         lookup = decode.batch.lookup
@@ -143,7 +149,7 @@ class Harness:
         )
         self.links = Links()
         self.loop = WorkerLoop(
-            self.core, self.device, self.links, Mover(), None, self.inbox, clock=clock
+            self.core, self.device, self.links, Mover(), None, self.inbox, clock=clock, trace=trace
         )
 
     @property
@@ -438,6 +444,37 @@ def test_steps_that_take_longer_than_told_are_told() -> None:
     assert router.counters.decode_correction == 1
     step(worker, clock, 2 * TIMES.step_s(decode_work(1, 3)))
     assert router.counters.prefill_correction < 1 < router.counters.decode_correction
+
+
+class Told:
+    """A trace that only keeps what took time."""
+
+    def __init__(self) -> None:
+        self.took_s: list[tuple[str, float, dict[str, Value]]] = []
+
+    def span(self, name: str, **args: Value) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def took(self, name: str, started_s: float, **args: Value) -> None:
+        self.took_s.append((name, started_s, args))
+
+    def close(self) -> None: ...
+
+
+def test_a_trace_tells_each_step_with_what_was_predicted_and_each_turn() -> None:
+    """Without a correction, which the simulator learns by itself."""
+    clock, told = Clock(), Told()
+    worker = Harness(clock, trace=told)
+    worker.say(worker.router(), generate("a", max_tokens=3))
+    begun_s = clock.now_s
+    for work in (prefill_work(3), decode_work(1, 3), decode_work(1, 4)):
+        step(worker, clock, 2 * TIMES.step_s(work))
+    steps = [args for name, _, args in told.took_s if name == "stepped"]
+    assert [one["kind"] for one in steps] == ["prefill", "decode", "decode"]
+    predicted = [round(1e9 * TIMES.step_s(w)) for w in (prefill_work(3), decode_work(1, 3))]
+    assert [one["predicted_ns"] for one in steps[:2]] == predicted
+    turns = [at_s for name, at_s, _ in told.took_s if name == "turn"]
+    assert len(turns) == 6 and turns[0] == begun_s
 
 
 def test_a_worker_without_work_is_not_slow() -> None:

@@ -163,7 +163,9 @@ class AsInThePaper(ClusterSimulation):
     def _router(self, number: int) -> SimRouter:
         core = super()._router(number).core
         paper = core.state.admitting = Paper(self.way, core.state)
-        router = JudgedAgain(core, self.clock, self._config.simulation.fabric.router_latency)
+        simulation = self._config.simulation
+        latency_s = simulation.fabric.router_latency
+        router = JudgedAgain(core, self.clock, latency_s, simulation.service)
         router.paper = paper
         return router
 

@@ -30,3 +30,16 @@ class Clock:
             action(argument)
             events += 1
         return events
+
+
+class Server:
+    """Does one thing after another, first come first served; each takes its time."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._free_s = 0.0
+
+    def serve(self, seconds: float, action: Action, argument: object = None) -> None:
+        """`action` comes when it is done."""
+        self._free_s = max(self._clock.now_s, self._free_s) + seconds
+        self._clock.at(self._free_s, action, argument)

@@ -9,7 +9,7 @@ whose switch keeps it.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -144,28 +144,58 @@ class SimLinks:
         self._put(peer, LinkMeasured(peer=me, cost=cost))
 
 
+Copy = WriteSlab | ScatterSlab | FetchPiece | PullBlocks
+
+
 class SimMover:
-    """Gathers, sends, scatters and reads, in no time but that of the fabric."""
+    """Gathers, sends, scatters and reads, in the time of the fabric. With `job_s` each job takes so
+    long besides, and those with one peer wait for one another, as in a worker's lanes."""
 
     def __init__(
-        self, clock: Clock, fabric: Fabric, me: Incarnation, posts: Mapping[Incarnation, Post]
+        self,
+        clock: Clock,
+        fabric: Fabric,
+        me: Incarnation,
+        posts: Mapping[Incarnation, Post],
+        job_s: float | None = None,
     ) -> None:
         self._clock = clock
         self._fabric = fabric
         self._me = me
         self._posts = posts
-
-    @property
-    def executors(self) -> dict[type, Callable[[Any], None]]:
-        """# job |-> who does it"""
-        return {
+        self._job_s = job_s
+        self._lanes: defaultdict[Incarnation, deque[Copy]] = defaultdict(deque)
+        self._copies: dict[type, Callable[[Any], float]] = {
             WriteSlab: self._write,
             ScatterSlab: self._scatter,
             FetchPiece: self._read,
             PullBlocks: self._read,
-            DigestBlocks: self._digest,
-            ReplaceSlab: self._replace,
         }
+
+    @property
+    def executors(self) -> dict[type, Callable[[Any], None]]:
+        """# job |-> who does it"""
+        found: dict[type, Callable[[Any], None]] = dict.fromkeys(self._copies, self._put)
+        return found | {DigestBlocks: self._digest, ReplaceSlab: self._replace}
+
+    def _put(self, job: Copy) -> None:
+        if self._job_s is None:
+            self._copies[type(job)](job)
+            return
+        lane = self._me if isinstance(job, ScatterSlab) else job.peer
+        self._lanes[lane].append(job)
+        if len(self._lanes[lane]) == 1:
+            self._clock.after(self._job_s, self._begin, lane)
+
+    def _begin(self, lane: Incarnation) -> None:
+        job = self._lanes[lane][0]
+        self._clock.at(self._copies[type(job)](job), self._end, lane)
+
+    def _end(self, lane: Incarnation) -> None:
+        assert self._job_s is not None
+        self._lanes[lane].popleft()
+        if self._lanes[lane]:
+            self._clock.after(self._job_s, self._begin, lane)
 
     def _digest(self, job: DigestBlocks) -> None:
         same = KvDigest(start=job.span.start, planes=())
@@ -178,7 +208,8 @@ class SimMover:
     def _later(self, at_s: float, event: CoreEvent) -> None:
         self._clock.at(max(at_s, self._clock.now_s), self._posts[self._me], (event,))
 
-    def _write(self, job: WriteSlab) -> None:
+    def _write(self, job: WriteSlab) -> float:
+        """When it is done, as of the others."""
         now_s, nbytes, lent = self._clock.now_s, job.write.nbytes, job.lent
         gathered_s = self._fabric.copy(self._me, nbytes, now_s)
         there_s = self._fabric.move(self._me, job.peer, nbytes, gathered_s)
@@ -189,8 +220,9 @@ class SimMover:
         self._clock.at(there_s + self._fabric.config.latency, self._posts[job.peer], (event,))
         written = SlabWritten(key=lent.key, piece=lent.piece, bytes=nbytes, seconds=there_s - now_s)
         self._later(there_s, written)
+        return there_s
 
-    def _scatter(self, job: ScatterSlab) -> None:
+    def _scatter(self, job: ScatterSlab) -> float:
         now_s, filled = self._clock.now_s, job.filled
         done_s = self._fabric.copy(self._me, job.write.nbytes, now_s)
         scattered = SlabScattered(
@@ -202,8 +234,9 @@ class SimMover:
             seconds=done_s - now_s,
         )
         self._later(done_s, scattered)
+        return done_s
 
-    def _read(self, job: FetchPiece | PullBlocks) -> None:
+    def _read(self, job: FetchPiece | PullBlocks) -> float:
         now_s, nbytes = self._clock.now_s, job.write.nbytes
         asked_s = now_s + self._fabric.config.latency
         done_s = self._fabric.move(job.peer, self._me, nbytes, asked_s)
@@ -215,3 +248,4 @@ class SimMover:
             )
         else:
             self._later(done_s, BlocksPulled(pull=job.pull, bytes=nbytes, seconds=seconds))
+        return done_s

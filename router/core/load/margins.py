@@ -3,34 +3,68 @@
     actual = overhead + predicted + off * the larger of predicted and usual
 
 The overhead (messages, waking up) is learnt where there was no queue; `off` is a quantile of what
-remains, over the latest requests. So with `confidence` 0.95 about 95 % of those admitted keep their
-objective, whatever the predictions are like. What a prediction that is shorter than usual is off by
-is seen against the usual one.
+remains, so that with `confidence` 0.95 about 95 % of those admitted keep their objective, whatever
+the predictions are like. What a prediction that is shorter than usual is off by is seen against the
+usual one.
 
-Errors are kept by how long the prediction was, in bands of a factor of 2: a step that is shared
-with others makes a short prompt take several times as long, and a long one hardly longer. A band
-of which little is known lately goes by its neighbours too. What is older than half a minute counts
-only while there is little else: a disturbance that is over must not keep refusing requests, which
-would have shown that it is.
+The quantile is that of a log-normal distribution: so many mean deviations above the mean of the
+logarithms. Both change little with each error, as the largest of a few errors does not. How many
+deviations is followed where the asked share of errors is below (Robbins and Monro, 1951), in steps
+so small that one bad moment, which is many errors at once, changes little.
+
+Errors are told apart by how long the prediction was, in bands of a factor of 2: a step that is
+shared with others makes a short prompt take several times as long, and a long one hardly longer. A
+band of which little is known lately goes by its neighbours too.
+
+Older errors count less. At a usual rate the last `_MEMORY_S` count; at a high one no more than
+`_MOST` errors, and at a low one no fewer than `_LEAST`: a disturbance that is over must not keep
+refusing requests, which would have shown that it is.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import defaultdict, deque
+from collections import defaultdict
 from dataclasses import dataclass, field
-from math import frexp, inf
+from math import exp, frexp, inf, log, pi, sqrt
+from statistics import NormalDist
 
-_MOST_KEPT, _ALWAYS_KEPT = 256, 64
-_YOUNG_S = 30.0
-_FEWEST = 20
-"""Of fewer requests nothing is known."""
+_MEMORY_S, _LEAST, _MOST = 30.0, 20, 256
+_FEWEST = 10.0
+"""Of errors that weigh less together nothing is known."""
 _NEW_SHARE = 0.05
-_LEAST, _MOST = -0.5, 7.0
+_STEP, _LARGEST_REACH = 0.02, 10.0
+"""In mean deviations. At first as a normal distribution has it: 97.5 % are below 2.46 of them."""
+_LOWEST, _HIGHEST = 0.5, 4.0
+"""Of what it took by what was predicted: one error moves the margin by a few hundredths at most."""
 
 
 def _band(predicted_s: float) -> int:
     return frexp(predicted_s)[1]
+
+
+@dataclass(slots=True)
+class _Errors:
+    """Weighted sums of their logarithms: older ones have faded."""
+
+    weight: float = 0.0
+    total: float = 0.0
+    deviations: float = 0.0
+
+    def add(self, error: float) -> None:
+        known = self.total / self.weight if self.weight else error
+        self.weight += 1
+        self.total += error
+        self.deviations += abs(error - known)
+
+    def quantile(self, reach: float) -> float:
+        return exp((self.total + reach * self.deviations) / self.weight)
+
+    def __add__(self, other: _Errors) -> _Errors:
+        return _Errors(
+            self.weight + other.weight,
+            self.total + other.total,
+            self.deviations + other.deviations,
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,9 +75,14 @@ class Margin:
     at_first: float = 0.0
     overhead_s: float = 0.0
     usual_s: float = 0.0
-    _latest: deque[tuple[float, int, float]] = field(default_factory=deque)  # (when, band, off)
-    _bands: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    reach: float = field(init=False)
+    _bands: defaultdict[int, _Errors] = field(default_factory=lambda: defaultdict(_Errors))
+    _weight: float = 0.0
+    _latest_s: float = -inf
     _offs: dict[int, float] = field(default_factory=dict)  # band |-> quantile, since the last one
+
+    def __post_init__(self) -> None:
+        self.reach = sqrt(pi / 2) * NormalDist().inv_cdf(self.confidence)
 
     def apply(self, predicted_s: float) -> float:
         """Within so many seconds, with the margin's confidence."""
@@ -66,21 +105,17 @@ class Margin:
         return found
 
     def _look(self, band: int) -> float:
-        if len(self._latest) < _FEWEST:
+        if self._weight < _FEWEST:
             return self.at_first
-        known = self._bands[band]
-        if len(known) < _FEWEST:
-            known = self._with_neighbours(band)
-        index = min(len(known) - 1, int(self.confidence * len(known)))
-        return max(_LEAST, min(_MOST, known[index]))
+        return max(_LOWEST, min(_HIGHEST, self._near(band).quantile(self.reach))) - 1
 
-    def _with_neighbours(self, band: int) -> list[float]:
-        known: list[float] = []
+    def _near(self, band: int) -> _Errors:
+        known = _Errors()
         for other in sorted(self._bands, key=lambda one: abs(one - band)):
             known += self._bands[other]
-            if len(known) >= _FEWEST:
+            if known.weight >= _FEWEST:
                 break
-        return sorted(known)
+        return known
 
     def observe(
         self, predicted_s: float, actual_s: float, now_s: float, *, undisturbed: bool
@@ -90,19 +125,27 @@ class Margin:
             missing_s = max(0.0, actual_s - predicted_s)
             self.overhead_s += _NEW_SHARE * (missing_s - self.overhead_s)
         if predicted_s > 0:
-            new_share = _NEW_SHARE if self._latest else 1.0
+            new_share = _NEW_SHARE if self._weight else 1.0
             self.usual_s += new_share * (predicted_s - self.usual_s)
+            self._fade(now_s)
             off_s = actual_s - self.overhead_s - predicted_s
-            self._keep(_band(predicted_s), off_s / max(predicted_s, self.usual_s), now_s)
+            self._learn(_band(predicted_s), off_s / max(predicted_s, self.usual_s))
 
-    def _keep(self, band: int, off: float, now_s: float) -> None:
+    def _fade(self, now_s: float) -> None:
+        """There is one more."""
+        fading = max(1 / _MOST, min(1 / _LEAST, (now_s - self._latest_s) / _MEMORY_S))
+        self._latest_s = now_s
+        self._weight = (1 - fading) * self._weight + 1
+        for errors in self._bands.values():
+            errors.weight *= 1 - fading
+            errors.total *= 1 - fading
+            errors.deviations *= 1 - fading
+
+    def _learn(self, band: int, off: float) -> None:
+        off = max(_LOWEST, min(_HIGHEST, 1 + off)) - 1
+        if self._weight >= _FEWEST:
+            beyond = off > self._off(band)
+            step = _STEP * (self.confidence if beyond else self.confidence - 1)
+            self.reach = max(0.0, min(_LARGEST_REACH, self.reach + step))
+        self._bands[band].add(log(1 + off))
         self._offs.clear()
-        self._latest.append((now_s, band, off))
-        insort(self._bands[band], off)
-        while len(self._latest) > self._room(now_s):
-            _, old_band, oldest = self._latest.popleft()
-            offs = self._bands[old_band]
-            del offs[bisect_left(offs, oldest)]
-
-    def _room(self, now_s: float) -> int:
-        return _ALWAYS_KEPT if self._latest[0][0] < now_s - _YOUNG_S else _MOST_KEPT

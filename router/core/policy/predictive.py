@@ -193,10 +193,11 @@ class _Look:
         return AdmissionObjection(full.reason, tell)
 
     def ttft(self) -> AdmissionObjection | None:
-        """A queue shrinks by a second each second; the prompt's own time does not."""
+        """A queue shrinks by a second each second; the prompt's own time does not. What is only
+        promised is no queue that a margin could be learnt from."""
         objective_s, prompt = self.demand.objectives.ttft_s, self.prediction.prompt
         alone_s = self._alone_s
-        queued = prompt.queue_s > 0
+        queued = prompt.queue_s > 0 and not self.candidate.prefiller.is_idle
         ttft_s = self.prediction.ttft_at_most_s if queued else self.prediction.ttft_s
         if objective_s is None or ttft_s <= objective_s:
             return None

@@ -3,12 +3,13 @@ them: step by step, and back with hysteresis. Pure.
 
     normal -> tighten -> cap output -> trip
 
-A step up is taken at most every `hold_s`, upon latencies of requests that came since the last one,
-the last of them only where these are far outside; a step down after `calm_s` well inside the
-objectives, or without requests. A little outside is tolerated: admission lets a few in a hundred
-miss their objectives.
+Admission itself lets a few in a hundred miss an objective. A step up needs evidence that more do:
+their share, less three of its own standard errors, over groups of requests that came one after
+another. So it takes at least `FEWEST` requests, and one bad moment is not enough, however many it
+made late. Steps up are at least `hold_s` apart, upon requests that came since the last one. A step
+down comes after `calm_s` in which no larger share missed it than may, or without requests.
 
-The latest latencies of one kind, and their quantiles. Pure.
+How many of the latest requests missed an objective, and the latest latencies. Pure.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
-from math import inf
+from math import inf, sqrt
 
 from kvrelay.qos import LadderRules, QosTier, QosTiers
 from kvrelay.types import NO_OBJECTIVES
@@ -43,27 +44,77 @@ class Recent:
 
     def quantile(self, share: float, now_s: float) -> float | None:
         """None where too few are known for one of them to lie beyond it: 100 for 0.99."""
-        found = self.of_few(share, now_s)
-        return None if len(self._ascending) < round(1 / (1 - share)) else found
-
-    def of_few(self, share: float, now_s: float) -> float | None:
-        """Of those that are known, however few: of less than 100 the worst for 0.99."""
         while self._latest and self._latest[0][0] < now_s - self.window_s:
             self._drop_oldest()
-        if not self._ascending:
-            return None
-        return self._ascending[min(len(self._ascending) - 1, int(share * len(self._ascending)))]
-
-    def clear(self) -> None:
-        self._latest.clear()
-        self._ascending.clear()
+        known = len(self._ascending)
+        return None if known < round(1 / (1 - share)) else self._ascending[int(share * known)]
 
     def _drop_oldest(self) -> None:
         _, seconds = self._latest.popleft()
         del self._ascending[bisect_left(self._ascending, seconds)]
 
 
-P99, P999 = 0.99, 0.999
+GROUP, FEWEST_GROUPS = 25, 4
+FEWEST = GROUP * FEWEST_GROUPS
+"""A level changes upwards on no fewer requests. Those of a group are taken to be late for the same
+reason, so only groups tell how sure a share is."""
+ERRORS = 3.0
+"""A share is larger than allowed if it is by so many standard errors, which are those of four
+groups and more: 97 % of a t distribution with three degrees of freedom."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Misses:
+    """Of the requests of the last `window_s`, those over `bound_s`."""
+
+    bound_s: float
+    window_s: float
+    _groups: deque[tuple[float, int]] = field(default_factory=deque)  # (its last, missed)
+    _missed: int = 0  # of all groups
+    _squares: int = 0
+    _open: int = 0  # requests of the group that is not full yet
+    _open_missed: int = 0
+    _open_s: float = -inf
+
+    def observe(self, seconds: float, now_s: float) -> None:
+        self._open_s = now_s
+        self._open += 1
+        self._open_missed += seconds > self.bound_s
+        if self._open == GROUP:
+            self._count(self._open_missed, 1)
+            self._groups.append((now_s, self._open_missed))
+            self._open = self._open_missed = 0
+
+    def _count(self, missed: int, sign: int) -> None:
+        self._missed += sign * missed
+        self._squares += sign * missed**2
+
+    def look(self, now_s: float) -> None:
+        """Forgets what is older."""
+        while self._groups and self._groups[0][0] < now_s - self.window_s:
+            self._count(self._groups.popleft()[1], -1)
+        if self._open_s < now_s - self.window_s:
+            self._open = self._open_missed = 0
+
+    @property
+    def known(self) -> int:
+        return GROUP * len(self._groups) + self._open
+
+    @property
+    def share(self) -> float:
+        return (self._missed + self._open_missed) / self.known if self.known else 0.0
+
+    @property
+    def at_least(self) -> float:
+        """The share, less its error; 0 of fewer than `FEWEST`."""
+        groups = len(self._groups)
+        if groups < FEWEST_GROUPS:
+            return 0.0
+        mean = self._missed / groups
+        variance = max(0.0, self._squares / groups - mean**2) / (groups - 1)
+        return (mean - ERRORS * sqrt(variance)) / GROUP
+
+
 LOOKS_EVERY_S = 0.1
 
 
@@ -76,6 +127,35 @@ class LadderStep(IntEnum):
     TRIP = 3
 
 
+@dataclass(slots=True)
+class Watched:
+    """Latencies of one kind, and how many missed the objective, or are `tail` times over it."""
+
+    kind: str
+    latest: Recent
+    over: Misses
+    far_over: Misses
+
+    @staticmethod
+    def of(kind: str, objective_s: float, rules: LadderRules) -> Watched:
+        window_s = rules.window_s
+        return Watched(
+            kind,
+            Recent(window_s=window_s),
+            Misses(bound_s=objective_s, window_s=window_s),
+            Misses(bound_s=rules.tail * objective_s, window_s=window_s),
+        )
+
+    def observe(self, seconds: float, now_s: float) -> None:
+        self.latest.observe(seconds, now_s)
+        self.over.observe(seconds, now_s)
+        self.far_over.observe(seconds, now_s)
+
+    def look(self, now_s: float) -> None:
+        self.over.look(now_s)
+        self.far_over.look(now_s)
+
+
 @dataclass(slots=True, kw_only=True)
 class Ladder:
     """Of one tier."""
@@ -83,71 +163,55 @@ class Ladder:
     tier: QosTier
     rules: LadderRules
     step: LadderStep = LadderStep.NORMAL
-    ttft: Recent = field(init=False)
-    tpot: Recent = field(init=False)
+    ttft: Watched | None = field(init=False)
+    tpot: Watched | None = field(init=False)
     stepped_s: float = -inf
-    _uneasy_s: float = -inf  # when something was last outside or near its objective
+    _uneasy_s: float = -inf  # when too many had missed an objective
 
     def __post_init__(self) -> None:
-        self.ttft = Recent(window_s=self.rules.window_s)
-        self.tpot = Recent(window_s=self.rules.window_s)
+        self._begin()
+
+    def _begin(self) -> None:
+        """What was there before a step says nothing of what the step did."""
+        asked, rules = self.tier.objectives, self.rules
+        self.ttft = None if asked.ttft_s is None else Watched.of("TTFT", asked.ttft_s, rules)
+        self.tpot = None if asked.tpot_s is None else Watched.of("TPOT", asked.tpot_s, rules)
+
+    @property
+    def watched(self) -> list[Watched]:
+        return [one for one in (self.ttft, self.tpot) if one is not None]
 
     def climb(self, now_s: float) -> str | None:
         """Takes a step up or down, and says why; None: it stays."""
-        cause = next(self._outside(now_s), None)
-        if cause is not None or self._is_near(now_s):
+        for one in self.watched:
+            one.look(now_s)
+        if any(one.over.share > self.rules.missed for one in self.watched):
             self._uneasy_s = now_s
-        if (
-            cause is not None
-            and self.step < LadderStep.TRIP
-            and self._rested(self.rules.hold_s, now_s)
-        ):
-            self._to(LadderStep(self.step + 1), now_s)
-            return cause
+        if self.step < LadderStep.TRIP and now_s - self.stepped_s >= self.rules.hold_s:
+            cause = next(self._causes(), None)
+            if cause is not None:
+                self._to(LadderStep(self.step + 1), now_s)
+                return cause
         if self.step > LadderStep.NORMAL and self.falls_in_s(now_s) <= 0:
             self._to(LadderStep(self.step - 1), now_s)
-            return f"well inside its objectives for {self.rules.calm_s:g} s"
+            return f"within its objectives for {self.rules.calm_s:g} s"
         return None
 
     def falls_in_s(self, now_s: float) -> float:
         """Until the next step down, if it stays calm."""
         return max(self.stepped_s, self._uneasy_s) + self.rules.calm_s - now_s
 
-    def _rested(self, seconds: float, now_s: float) -> bool:
-        return now_s - self.stepped_s >= seconds
-
     def _to(self, step: LadderStep, now_s: float) -> None:
         self.step, self.stepped_s = step, now_s
-        self.ttft.clear()
-        self.tpot.clear()
+        self._begin()
 
-    def _outside(self, now_s: float) -> Iterator[str]:
-        rules = self.rules
-        far = rules.tail if self.step is LadderStep.CAP else 1.0
-        for kind, recent, objective_s in self._watched():
-            for name, share, bound_s in (
-                ("p99", P99, far * rules.tolerance * objective_s),
-                ("p99.9", P999, far * rules.tail * objective_s),
-            ):
-                seconds = recent.quantile(share, now_s)
-                if seconds is not None and seconds > bound_s:
-                    yield f"{kind} {name} is {seconds * 1e3:.0f} ms, over {bound_s * 1e3:.0f} ms"
-
-    def _is_near(self, now_s: float) -> bool:
-        """Few are enough to stay where it is."""
-        for _, recent, objective_s in self._watched():
-            seconds = recent.of_few(P99, now_s)
-            if seconds is not None and seconds > self.rules.easing * objective_s:
-                return True
-        return False
-
-    def _watched(self) -> Iterator[tuple[str, Recent, float]]:
-        """(kind, latencies, objective in seconds)"""
-        objectives = self.tier.objectives
-        if objectives.ttft_s is not None:
-            yield "TTFT", self.ttft, objectives.ttft_s
-        if objectives.tpot_s is not None:
-            yield "TPOT", self.tpot, objectives.tpot_s
+    def _causes(self) -> Iterator[str]:
+        """It trips only where too many are far over."""
+        for one in self.watched:
+            misses = one.far_over if self.step is LadderStep.CAP else one.over
+            if misses.at_least > self.rules.missed:
+                missed, bound_ms = round(misses.share * misses.known), misses.bound_s * 1e3
+                yield f"{one.kind} of {missed} of {misses.known} was over {bound_ms:.0f} ms"
 
 
 class Ladders:
@@ -186,12 +250,12 @@ class Ladders:
 
     def saw_ttft(self, tier: str, seconds: float, *, begun_s: float, now_s: float) -> None:
         ladder = self._judged(tier, begun_s)
-        if ladder is not None:
+        if ladder is not None and ladder.ttft is not None:
             ladder.ttft.observe(seconds, now_s)
 
     def saw_tpot(self, tier: str, seconds: float, *, begun_s: float, now_s: float) -> None:
         ladder = self._judged(tier, begun_s)
-        if ladder is not None:
+        if ladder is not None and ladder.tpot is not None:
             ladder.tpot.observe(seconds, now_s)
 
     def _judged(self, tier: str, begun_s: float) -> Ladder | None:
