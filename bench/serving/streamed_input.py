@@ -1,8 +1,9 @@
 """From the last part of a prompt to its first token, beside the same prompt sent whole then.
 
 A small random Llama behind one prefill and one decode worker, a core each. The prompt's token ids
-arrive evenly over some seconds, in ten parts a second. The goal is one chunk of prefill and the
-handoff: what a prompt of one chunk takes, sent whole to the same idle cluster.
+arrive evenly over some seconds, in ten parts a second. The goal is the last chunk of prefill and
+the handoff: what such a prompt takes of which all but one chunk is cached, sent whole to the same
+idle cluster. Beside it, the first chunk, which has no tokens before it to attend to.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ LONG_CONTEXT = LlamaConfig(
     vocab_size=32_000,
     hidden_size=128,
     intermediate_size=344,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
     max_position_embeddings=40_960,
     tie_word_embeddings=False,
     bos_token_id=1,
@@ -83,27 +84,30 @@ def _whole_ms(client: Client, prompt: Sequence[int]) -> float:
 
 
 def measure(client: Client, tokens: int, seconds: float, repeats: int, seed: int) -> list[Row]:
-    """In turn: in parts, whole, and the goal."""
-    parts, whole, goal = [], [], []
+    """In turn: in parts, whole, the last chunk of it with another end, and a first chunk."""
+    parts, whole, last, first = [], [], [], []
     for number in range(repeats):
-        parts.append(_in_parts_ms(client, _prompt(seed + 3 * number, tokens), seconds))
-        whole.append(_whole_ms(client, _prompt(seed + 3 * number + 1, tokens)))
-        goal.append(_whole_ms(client, _prompt(seed + 3 * number + 2, CHUNK_TOKENS)))
-    found, name = Reading(tuple(parts)), f"{tokens} tokens over {seconds:g} s"
-    chunk_ms, whole_ms = Reading(tuple(goal)).median, Reading(tuple(whole)).median
+        parts.append(_in_parts_ms(client, _prompt(seed + 4 * number, tokens), seconds))
+        cached = _prompt(seed + 4 * number + 1, tokens)
+        end = _prompt(seed + 4 * number + 2, CHUNK_TOKENS)
+        whole.append(_whole_ms(client, cached))
+        last.append(_whole_ms(client, cached[:-CHUNK_TOKENS] + end))
+        first.append(_whole_ms(client, _prompt(seed + 4 * number + 3, CHUNK_TOKENS)))
+    found, name = Reading(values=tuple(parts)), f"{tokens} tokens over {seconds:g} s"
     return [
-        _row(name, found, "one chunk and the handoff", chunk_ms, 1.0),
-        _row(name, found, "sent whole then", whole_ms, None),
+        _row(name, found, "the last chunk and the handoff", last, 1.0),
+        _row(name, found, "a first chunk and the handoff", first, None),
+        _row(name, found, "sent whole then", whole, None),
     ]
 
 
-def _row(name: str, found: Reading, against: str, ms: float, goal: float | None) -> Row:
+def _row(name: str, found: Reading, against: str, ms: list[float], goal: float | None) -> Row:
     return Row(
         name=name,
         value=found.median,
         unit="ms",
         against=against,
-        against_value=ms,
+        against_value=Reading(values=tuple(ms)).median,
         goal=goal,
         lower_is_better=True,
         method=METHOD,

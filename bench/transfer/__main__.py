@@ -13,7 +13,8 @@ one write  the same bytes in one piece, contiguous and registered at both ends.
 memcpy     the same bytes within the sender, pages touched before.
 
 All are timed in turn, and medians compared; with --grid the least. With `--device cuda` both
-processes are on the one device, over cuda_ipc.
+processes are on the one device, over cuda_ipc; nixl and ucx then have slabs and pools in its memory
+and move them by UCX's own CUDA transport, as they would by RDMA between hosts.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ def apart(function: Callable[..., T], *arguments: object) -> T:
 
 def usable(device: str) -> list[str]:
     """The transports whose ends can be opened here for KV on `device`."""
-    possible = [name for name in schemes() if (name == "cuda_ipc") == (device == "cuda")]
+    near = ("cuda_ipc",) if device == "cuda" else ("loopback", "shm")
+    possible = [name for name in schemes() if name in (*near, "nixl", "ucx")]
     return [scheme for scheme in possible if apart(opens, scheme, device)]
 
 

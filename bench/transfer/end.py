@@ -17,11 +17,17 @@ from kvpool.memory.kv_memory import KvMemory
 from kvpool.transport.mapped import memfd
 from kvpool.transport.peer.base import Callbacks, Connection
 from kvpool.transport.probe import PROBE_BYTES
+from kvpool.transport.rdma.slab_memory import SlabMemory, SlabPlace
 from kvpool.transport.registry import open_endpoint
 from kvrelay.types import Incarnation
 
 FINGERPRINT = "0" * 32
 Message = dict[str, Any]
+
+
+def _slabs(device: str) -> SlabMemory:
+    """On the device, whatever this machine's network can do."""
+    return SlabMemory(place=SlabPlace.DEVICE if device == "cuda" else SlabPlace.HOST, device=device)
 
 
 class End:
@@ -38,6 +44,7 @@ class End:
             Incarnation(f"bench-{uuid4().hex}"),
             callbacks,
             secret=b"bench",
+            slabs=_slabs(shape.device),
             device=shape.device,
         )
         self.connection: Connection | None = None

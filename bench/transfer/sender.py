@@ -124,7 +124,9 @@ class Sender(End):
         samples = probe.measure(self.peer, region, self.probe.memory, slab_bytes, self._ping)
         mapped = self.peer.window(region) is not None
         copies = measure_copies(self.shape.layout, self.memory.device, slab_bytes)
-        return fit(self.endpoint.address.partition(":")[0], [*samples, *copies], mapped=mapped)
+        own = copies[self.probe.memory.device.type]
+        at_once = mapped and self.probe.memory.is_cuda
+        return fit(self.scheme, [*samples, *own], mapped=mapped, at_once=at_once)
 
     def _ping(self) -> None:
         self.say(say="ping")

@@ -105,7 +105,7 @@ class AttentionSection(Section):
     backend: AttentionBackend = "auto"
     """auto: triton on CUDA and native on a CPU if they can serve the model, else sdpa. native and
     triton: our own kernels for CPUs and CUDA; flashinfer and flash (FlashAttention-3): where
-    installed; flex: PyTorch's FlexAttention; sdpa: plain torch operations."""
+    installed; sdpa: plain torch operations."""
 
 
 class SchedulerSection(Section):
@@ -142,9 +142,9 @@ class Transfer(Section):
     connects them. auto: those that a worker finds on its machine: cuda_ipc, shm, and nixl (else
     ucx) where workers of other hosts can reach it. shm: memory of one host; cuda_ipc: GPU to GPU of
     one host; nixl and ucx: RDMA or TCP between hosts (need kvrelay[nixl], kvrelay[ucx])."""
-    require: tuple[Literal["shm", "cuda_ipc", "rdma"], ...] = ()
+    require: tuple[Literal["shm", "cuda_ipc", "rdma", "gpudirect"], ...] = ()
     """Use only links of these kinds; a worker that can't have one doesn't start. rdma: nixl or ucx
-    with an RDMA device."""
+    with an RDMA device; gpudirect: one that reaches the GPU's memory, not the host's only."""
     ucx: Ucx = Ucx()
     handoff: Literal["push", "pull", "pool"] = "push"
     """push: KV is sent while the prompt is computed, into blocks that the decode worker reserved

@@ -105,7 +105,7 @@ def _machine(ucx: dict[str, str | int], device: str, gpus: GpuCount) -> Machine:
     options = UcxOptions(**ucx)  # type: ignore[arg-type]
     return Machine(
         obstacle=cache(partial(obstacle, ucx=options, gpus=gpus.count, device=device)),
-        kind=partial(link_kind.link_kind, ucx=options),
+        kind=partial(link_kind.link_kind, ucx=options, device=device),
     )
 
 

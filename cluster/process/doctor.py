@@ -101,7 +101,7 @@ def _finding(transport: str, ucx: UcxOptions, gpus: GpuFacts) -> Finding:
     return Finding(
         transport=transport,
         usable=not why,
-        kind=link_kind.link_kind(transport, ucx),
+        kind=link_kind.link_kind(transport, ucx, _device(gpus)),
         why=why,
         needs=NEEDS[transport],
         facts={name: text for name, text in _facts(transport, ucx, gpus).items() if text},
@@ -115,9 +115,20 @@ def _facts(transport: str, ucx: UcxOptions, gpus: GpuFacts) -> dict[str, str]:
         case "cuda_ipc":
             return _gpu_facts(gpus)
         case "nixl":
-            return _ucx_facts(link_kind.library_of_nixl(), ucx)
+            return _ucx_facts(link_kind.library_of_nixl(), ucx) | _direct(transport, ucx, gpus)
         case _:
-            return _ucx_facts(link_kind.library_of_ucxx(), ucx)
+            return _ucx_facts(link_kind.library_of_ucxx(), ucx) | _direct(transport, ucx, gpus)
+
+
+def _direct(transport: str, ucx: UcxOptions, gpus: GpuFacts) -> dict[str, str]:
+    if not gpus.count:
+        return {}
+    why = link_kind.why_not(LinkKind.GPUDIRECT, transport, ucx, _device(gpus))
+    return {"GPU memory (GPUDirect)": f"no, by way of the host's: {why}" if why else "yes"}
+
+
+def _device(gpus: GpuFacts) -> str:
+    return "cuda" if gpus.count else "cpu"
 
 
 def _gpu_facts(gpus: GpuFacts) -> dict[str, str]:
@@ -220,8 +231,7 @@ def _chosen(config: Config, findings: Mapping[str, Finding], on_gpus: bool) -> t
 
 
 def _allowed(config: Config, finding: Finding) -> bool:
-    required = config.transfer.require
-    return finding.usable and (not required or finding.kind in required)
+    return finding.usable and finding.kind.meets(config.transfer.require)
 
 
 def _link_problems(config: Config, findings: Mapping[str, Finding]) -> list[str]:
@@ -237,9 +247,13 @@ def _refusal(config: Config, finding: Finding) -> str:
         return finding.why
     kinds = ", ".join(config.transfer.require)
     text = f"it is {finding.kind} and transfer.require is [{kinds}]"
-    if finding.kind is LinkKind.TCP and LinkKind.RDMA in config.transfer.require:
+    asked = [
+        kind for kind in (LinkKind.RDMA, LinkKind.GPUDIRECT) if kind in config.transfer.require
+    ]
+    if asked and finding.transport in link_kind.UCX_SCHEMES:
         options = UcxOptions(**dict(ucx_options(config.transfer.ucx)))  # type: ignore[arg-type]
-        text += f" ({link_kind.rdma_obstacle(finding.transport, options)})"
+        device = _device(gpu_facts())
+        text += f" ({link_kind.why_not(asked[0], finding.transport, options, device)})"
     return text
 
 

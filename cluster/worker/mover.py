@@ -4,18 +4,19 @@ read peers' blocks.
 They run beside the device thread, on blocks that no step writes: a prompt's finished chunks on one
 side, blocks reserved for a handoff on the other.
 
-The copies over each connection have a lane of their own: if one hangs, it holds up none of another
-peer, nor of the peer's next connection. What touches this worker's memory only has one lane. Slabs
-are replaced in another, as their peers must hear of it.
+The copies over each connection have lanes of their own: if one hangs, it holds up none of another
+peer, nor of the peer's next connection. Where a slab can't be mapped, the next is gathered while
+one is sent. What touches this worker's memory only has one lane. Slabs are replaced in another, as
+their peers must hear of it.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 from cluster.process.trace import NO_TRACE, Trace, Value
 from cluster.worker.lanes import Lanes
@@ -36,16 +37,28 @@ from kvpool.core.transfer.messages import BlocksDigested, DigestBlocks, SlabFill
 from kvpool.core.transfer.pull import BlocksPulled, PullBlocks
 from kvpool.core.transfer.slabs import HEADER_BYTES, SlabId
 from kvpool.core.transfer.write import Side, SlabWrite
-from kvpool.memory.collate import read_slab, write_slab
+from kvpool.memory.collate import Slab, read_slab, write_slab
 from kvpool.memory.digest import digest
 from kvpool.memory.direct import fetch
 from kvpool.memory.kv_memory import KvMemory
-from kvpool.transport.endpoints import SharedRegion
-from kvpool.transport.peer.base import RegionName
+from kvpool.transport.endpoints import SharedRegion, scheme_of
+from kvpool.transport.peer.base import Connection, RegionName
 from kvrelay.errors import PeerError
 from kvrelay.types import RequestKey
 
-Job = KvMove | PullBlocks
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Send:
+    """The first `nbytes` of `staging` go to the slab that was lent for `job`."""
+
+    job: WriteSlab
+    connection: Connection
+    staging: SharedRegion
+    nbytes: int
+    gathered_s: float
+
+
+Job = KvMove | PullBlocks | _Send
 _OWN, _REGIONS = "own", "regions"
 _Outcome = SlabWritten | SlabScattered | PieceFetched | SlabReplaced | BlocksPulled | BlocksDigested
 
@@ -92,6 +105,8 @@ class Mover:
 
     def _lane_of(self, job: Job) -> str:
         match job:
+            case _Send():
+                return f"send {id(job.connection):x}"
             case WriteSlab(peer=peer) | FetchPiece(peer=peer) | PullBlocks(peer=peer):
                 return self._links.line(peer)
             case ReplaceSlab():
@@ -106,7 +121,9 @@ class Mover:
     def _move(self, job: Job) -> None:
         match job:
             case WriteSlab():
-                self._post(self._write(job))
+                self._write(job)
+            case _Send():
+                self._send(job)
             case ScatterSlab():
                 self._post(self._scatter(job))
             case FetchPiece():
@@ -118,53 +135,82 @@ class Mover:
             case ReplaceSlab(slab_id=slab_id):
                 self._post(self._replace(slab_id))
 
-    def _write(self, job: WriteSlab) -> SlabWritten:
-        started_s, error = time.monotonic(), None
+    def _write(self, job: WriteSlab) -> None:
+        """Into the peer's slab, or into staging that is sent next."""
+        started_s = time.monotonic()
         try:
-            self._gather(job)
-            filled = SlabFilled(
-                key=job.lent.key,
-                piece=job.lent.piece,
-                slab_id=job.lent.slab_id,
+            connection = self._links.connection(job.peer)
+            window = connection.window(RegionName(job.lent.region))
+            if window is None:
+                self.put(self._staged(job, connection, started_s))
+                return
+            self._gather(job, window)
+            self._tell_filled(job)
+        except PeerError as failure:
+            self._tell_written(job, time.monotonic() - started_s, str(failure))
+            return
+        self._tell_written(job, time.monotonic() - started_s)
+
+    def _staged(self, job: WriteSlab, connection: Connection, started_s: float) -> _Send:
+        staging = self._staging(HEADER_BYTES + job.write.nbytes)
+        try:
+            memory = staging.memory_on(scheme_of(connection.peer_address))
+            nbytes = self._gather(job, memory)
+        except PeerError:
+            self._give_back(staging)
+            raise
+        return _Send(
+            job=job,
+            connection=connection,
+            staging=staging,
+            nbytes=nbytes,
+            gathered_s=time.monotonic() - started_s,
+        )
+
+    def _gather(self, job: WriteSlab, slab: Slab) -> int:
+        with self._trace.span("gather", **_facts(job.lent.key, job.lent.piece, job.write)):
+            return write_slab(
+                self._memory,
+                job.tables,
+                job.piece,
+                job.write,
+                fingerprint=self._fingerprint,
                 lease_id=job.lent.lease_id,
+                window=slab,
             )
-            self._links.notify(job.peer, filled)
+
+    def _send(self, send: _Send) -> None:
+        started_s, error, job = time.monotonic(), None, send.job
+        memory = send.staging.memory_on(scheme_of(send.connection.peer_address))
+        try:
+            with self._trace.span("write", **_facts(job.lent.key, job.lent.piece, job.write)):
+                region = RegionName(job.lent.region)
+                send.connection.write(region, 0, memory[: send.nbytes])
+            self._tell_filled(job)
         except PeerError as failure:
             error = str(failure)
-        return SlabWritten(
-            key=job.lent.key,
-            piece=job.lent.piece,
-            bytes=job.write.nbytes,
-            seconds=time.monotonic() - started_s,
-            error=error,
+        self._give_back(send.staging)
+        self._tell_written(job, send.gathered_s + time.monotonic() - started_s, error)
+
+    def _tell_filled(self, job: WriteSlab) -> None:
+        lent = job.lent
+        filled = SlabFilled(
+            key=lent.key, piece=lent.piece, slab_id=lent.slab_id, lease_id=lent.lease_id
+        )
+        self._links.notify(job.peer, filled)
+
+    def _tell_written(self, job: WriteSlab, seconds: float, error: str | None = None) -> None:
+        self._post(
+            SlabWritten(
+                key=job.lent.key,
+                piece=job.lent.piece,
+                bytes=job.write.nbytes,
+                seconds=seconds,
+                error=error,
+            )
         )
 
-    def _gather(self, job: WriteSlab) -> None:
-        connection = self._links.connection(job.peer)
-        region = RegionName(job.lent.region)
-        window = connection.window(region)
-        facts = _facts(job.lent.key, job.lent.piece, job.write)
-        collate = partial(
-            write_slab,
-            self._memory,
-            job.tables,
-            job.piece,
-            job.write,
-            fingerprint=self._fingerprint,
-            lease_id=job.lent.lease_id,
-        )
-        if window is not None:
-            with self._trace.span("gather", **facts):
-                collate(window=window)
-            return
-        with self._staging(HEADER_BYTES + job.write.nbytes) as staging:
-            with self._trace.span("gather", **facts):
-                size = collate(window=staging.memory)
-            with self._trace.span("write", **facts):
-                connection.write(region, 0, staging.memory[:size])
-
-    @contextmanager
-    def _staging(self, needed_bytes: int) -> Iterator[SharedRegion]:
+    def _staging(self, needed_bytes: int) -> SharedRegion:
         """For links that cannot map the peer's slab: registered on first use, as much as there are
         copies at once; again for a peer whose slabs are larger than this worker's."""
         with self._lock:
@@ -174,11 +220,11 @@ class Mover:
             region = None
         if region is None:
             region = self._links.endpoints.register(max(self._slab_bytes, needed_bytes))
-        try:
-            yield region
-        finally:
-            with self._lock:
-                self._idle.append(region)
+        return region
+
+    def _give_back(self, staging: SharedRegion) -> None:
+        with self._lock:
+            self._idle.append(staging)
 
     def _scatter(self, job: ScatterSlab) -> SlabScattered:
         started_s, error = time.monotonic(), None

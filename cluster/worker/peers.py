@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 
 from cluster.core.worker.events import DropPeer
 from cluster.worker.lanes import Lanes
@@ -40,6 +41,7 @@ from kvrelay.types import Incarnation
 
 log = logging.getLogger(__name__)
 
+_NO_COPIES: Mapping[str, tuple[Sample, ...]] = MappingProxyType({})
 MOST_WAITING = 4096
 """Messages to one peer. With more the peer is taken for lost."""
 STALLED_S = 300.0
@@ -64,7 +66,7 @@ class PeerLinks:
         *,
         options: EndpointOptions = DEFAULTS,
         require: Collection[LinkKind] = (),
-        copies: tuple[Sample, ...] = (),
+        copies: Mapping[str, tuple[Sample, ...]] = _NO_COPIES,
         memory: KvMemory | None = None,
         crashed: Callable[[BaseException], None] = _raise,
     ) -> None:
@@ -341,16 +343,17 @@ class PeerLinks:
         speed, latency_us = cost.bytes_per_s / 1e9, cost.latency_s * 1e6
         text = "%s -> %s over %s: %.1f GB/s, %.0f us"
         level = logging.INFO if link.opened and is_new else logging.DEBUG
-        log.log(level, text, *ends, cost.transport, speed, latency_us)
+        log.log(level, text, *ends, self.endpoints.label(cost.transport), speed, latency_us)
         self._post(LinkMeasured(peer=link.peer, cost=cost, name=link.name))
 
     def _state(self, link: Link) -> LinkState:
         cost = self._costs.get(link.connection)
+        transport = self.endpoints.label(link.transport)
         if cost is None:
-            return LinkState(peer=link.peer, transport=link.transport)
+            return LinkState(peer=link.peer, transport=transport)
         return LinkState(
             peer=link.peer,
-            transport=link.transport,
+            transport=transport,
             bytes_per_s=cost.bytes_per_s,
             latency_s=cost.latency_s,
         )

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
 
@@ -75,13 +75,13 @@ class _Known:
 
 
 class Prober:
-    """`copies` are the timed gathers and scatters of this worker's own pool; without any, links
-    are not measured. `measured` is called on the prober's thread."""
+    """`copies` are the timed gathers and scatters of this worker's own pool, by the device type of
+    the slabs; without any, links are not measured. `measured` is called on the prober's thread."""
 
     def __init__(
         self,
         endpoints: Endpoints,
-        copies: tuple[Sample, ...],
+        copies: Mapping[str, tuple[Sample, ...]],
         slab_bytes: int,
         measured: Callable[[Link, LinkCost], None],
     ) -> None:
@@ -221,7 +221,9 @@ class Prober:
             connection, region, own, self._slab_bytes, lambda: self._ping(connection)
         )
         mapped = connection.window(region) is not None
-        return fit(link.transport, [*samples, *self._copies], mapped=mapped)
+        copies = self._copies[own.device.type]
+        at_once = mapped and own.is_cuda
+        return fit(link.transport, [*samples, *copies], mapped=mapped, at_once=at_once)
 
     def _ping(self, connection: Connection) -> None:
         connection.notify(encode(Ping()))

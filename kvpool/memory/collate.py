@@ -29,6 +29,8 @@ from kvpool.memory.rows import plane_rows, section_rows
 from kvpool.memory.views import SlabViews, plane_views, row_index, slab_views
 from kvrelay.errors import PeerError
 
+Slab = torch.Tensor
+"""uint8 `[bytes]`: a header and its payload, here or through a window."""
 _Move = Callable[[KvMemory, SlabSection, torch.Tensor], None]
 """Moves data between the pool of one rank and a slab."""
 
@@ -189,7 +191,8 @@ def write_slab(
     if payload.numel() < write.nbytes:
         raise PeerError(f"a slab of {window.numel()} bytes was lent for a piece of {write.nbytes}")
     gather_write(memory, _side(memory, tables), write, payload)
-    memory.settle()
+    if payload.is_cpu:
+        memory.settle()
     header = SlabHeader(
         fingerprint=fingerprint,
         dtype=write.wire.dtype,
@@ -199,7 +202,7 @@ def write_slab(
         payload_bytes=write.nbytes,
         checksum=checksum(_buffer(payload)) if payload.is_cpu else 0,
     )
-    _put(header.pack(), window[:HEADER_BYTES])
+    _put(header.pack(), window[:HEADER_BYTES])  # on a device it waits for the gather, too
     return HEADER_BYTES + write.nbytes
 
 

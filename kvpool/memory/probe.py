@@ -28,13 +28,16 @@ _ROUNDS = 4  # of which the first warms up
 
 def measure_copies(
     layout: KvLayout, device: torch.device | str, slab_bytes: int, ranks: int = 1
-) -> tuple[Sample, ...]:
-    """Copies all layers, in pieces of at most `slab_bytes`, of adjacent blocks and of scattered
-    blocks."""
+) -> dict[str, tuple[Sample, ...]]:
+    """# type of the device on which slabs lie |-> copies of all layers, in pieces of at most
+    `slab_bytes`, of adjacent blocks and of scattered blocks"""
     blocks = max(2, min(256, _MOST_BYTES // layout.bytes_per_block))
     memory = KvMemory(layout, blocks, device, ranks=ranks)
     counts = sorted({2, blocks})
-    return tuple(sample for count in counts for sample in _samples(memory, count, slab_bytes))
+    return {
+        place: tuple(s for count in counts for s in _samples(memory, count, slab_bytes, place))
+        for place in {"cpu", memory.device.type}
+    }
 
 
 def measure_codecs(
@@ -66,10 +69,11 @@ def _codec_speed(memory: KvMemory, codec: Codec, slab_bytes: int) -> CodecSpeed:
     )
 
 
-def _samples(memory: KvMemory, blocks: int, slab_bytes: int) -> Iterator[Sample]:
+def _samples(memory: KvMemory, blocks: int, slab_bytes: int, place: str) -> Iterator[Sample]:
     size = memory.layout.block_size
     writes = _writes(memory.layout, blocks * size, slab_bytes)
-    slab = torch.zeros(max(write.nbytes for write in writes), dtype=torch.uint8)
+    device = memory.device if place == memory.device.type else place
+    slab = torch.zeros(max(write.nbytes for write in writes), dtype=torch.uint8, device=device)
     for table in (_together(blocks), _apart(blocks)):
         side = Side(tables=_tables(memory, table), block_size=size)
         runs = sum(len(side.runs(section)) for write in writes for section in write.sections)
@@ -97,12 +101,14 @@ def _checked(
     writes: Sequence[SlabWrite],
     slab: torch.Tensor,
 ) -> None:
-    """One after another through the same slab, each with its checksum, as in a transfer."""
+    """One after another through the same slab, each with its checksum if the slab is the host's, as
+    in a transfer."""
     for write in writes:
         payload = slab[: write.nbytes]
         copy(memory, side, write, payload)
         memory.settle()
-        checksum(payload.numpy().data)
+        if payload.is_cpu:
+            checksum(payload.numpy().data)
 
 
 def _writes(layout: KvLayout, tokens: int, slab_bytes: int) -> tuple[SlabWrite, ...]:

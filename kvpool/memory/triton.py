@@ -39,12 +39,16 @@ def scatter_planes(planes: Sequence[PlaneViews], slots: torch.Tensor, wire: Wire
 def send_slots(
     source_slots: torch.Tensor, target_slots: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
-    """int32 `[2, tokens]` on `device`, of int64 `[tokens]` on the CPU. One copy, queued: from
-    memory that isn't pinned it would wait for all earlier launches."""
-    slots = torch.stack((source_slots, target_slots)).int()
+    """int32 `[2, tokens]` on `device`, of int64 `[tokens]` on the CPU."""
+    return _queued(torch.stack((source_slots, target_slots)), device)
+
+
+def _queued(slots: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """int32, on `device`. From memory that isn't pinned the copy would wait for all earlier
+    launches."""
     if device.type != "cuda":
-        return slots.to(device)
-    return slots.pin_memory().to(device, non_blocking=True)
+        return slots.int().to(device)
+    return slots.int().pin_memory().to(device, non_blocking=True)
 
 
 def copy_planes(
@@ -72,7 +76,7 @@ def _copy_between(source: torch.Tensor, target: torch.Tensor, slots: torch.Tenso
 def _launch(
     planes: Sequence[PlaneViews], slots: torch.Tensor, wire: WireFormat, *, into_pool: bool
 ) -> None:
-    there = slots.int().to(planes[0].pool.device)
+    there = _queued(slots, planes[0].pool.device)
     with torch.cuda.device_of(planes[0].pool):
         for views in planes:
             if views.scales is None:

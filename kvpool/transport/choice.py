@@ -79,6 +79,6 @@ def _unwanted(name: str, *, on_gpu: bool, spans_hosts: bool) -> str:
 
 
 def _not_required(kind: LinkKind, required: tuple[str, ...]) -> str:
-    if not required or kind in required:
+    if kind.meets(required):
         return ""
     return f"it is {kind} and transfer.require is [{', '.join(required)}]"

@@ -17,8 +17,9 @@ from uuid import uuid4
 import torch
 
 from kvpool.transport import link_kind
-from kvpool.transport.link_kind import LinkKind
+from kvpool.transport.link_kind import UCX_SCHEMES, LinkKind
 from kvpool.transport.peer.base import Callbacks, Connection, Endpoint, Region, RegionName
+from kvpool.transport.rdma.slab_memory import SlabMemory, SlabPlace
 from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvpool.transport.registry import LOOPBACK_HOST, open_endpoint
 from kvrelay.errors import ConfigError, PeerError
@@ -51,13 +52,28 @@ class SharedRegion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointOptions:
-    """The arguments of `open_endpoint`."""
+    """The arguments of `open_endpoint`. `device` is where the KV is."""
 
     host: str = LOOPBACK_HOST
     port_range: tuple[int, int] | None = None
     secret: bytes = field(default=b"", repr=False)
     ucx: UcxOptions = field(default_factory=UcxOptions)
-    device: str = "cuda"
+    device: str = "cpu"
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.startswith("cuda")
+
+    def kind(self, scheme: str) -> LinkKind:
+        return link_kind.link_kind(scheme, self.ucx, self.device)
+
+    def slabs(self, scheme: str) -> SlabMemory:
+        """On the device if the link reaches it there, else on the host."""
+        if not (self.on_gpu and scheme in UCX_SCHEMES):
+            return SlabMemory()
+        is_direct = self.kind(scheme) is LinkKind.GPUDIRECT
+        place = SlabPlace.DEVICE if is_direct else SlabPlace.PINNED
+        return SlabMemory(place=place, device=self.device)
 
     def open(self, scheme: str, incarnation: Incarnation, callbacks: Callbacks) -> Endpoint:
         return open_endpoint(
@@ -68,6 +84,7 @@ class EndpointOptions:
             port_range=self.port_range,
             secret=self.secret,
             ucx=self.ucx,
+            slabs=self.slabs(scheme),
             device=self.device,
         )
 
@@ -89,7 +106,7 @@ class Endpoints:
     ) -> None:
         """Logs the transports that can't be opened. Raises ConfigError when none is left."""
         self._require = frozenset(require)
-        self._ucx = options.ucx
+        self._options = options
         self._open: dict[str, Endpoint] = {}
         failures = []
         for scheme in schemes:
@@ -104,6 +121,21 @@ class Endpoints:
             log.warning("%s; going on with %s", failure, ", ".join(self._open))
         self._regions: dict[RegionName, SharedRegion] = {}
         self._numbers = itertools.count()
+        self._labels = {scheme: self._label(scheme) for scheme in self._open}
+
+    def label(self, scheme: str) -> str:
+        """For people: on a GPU's worker it says where the slabs of nixl and ucx lie."""
+        return self._labels.get(scheme, scheme)
+
+    def _label(self, scheme: str) -> str:
+        options = self._options
+        if not (options.on_gpu and scheme in UCX_SCHEMES):
+            return scheme
+        why = link_kind.why_not(LinkKind.GPUDIRECT, scheme, options.ucx, options.device)
+        if why is None:
+            return f"{scheme}-gpu"
+        log.warning("%s moves the KV of %s through host memory: %s", scheme, options.device, why)
+        return f"{scheme}-host"
 
     @property
     def schemes(self) -> tuple[str, ...]:
@@ -115,14 +147,21 @@ class Endpoints:
         return tuple(endpoint.address for endpoint in self._open.values())
 
     def register(self, nbytes: int) -> SharedRegion:
-        """New memory. shm shares only its own memory, so the others use that too."""
-        first = _SHARES_ONLY_ITS_OWN if _SHARES_ONLY_ITS_OWN in self._open else self.schemes[0]
-        region = self._open[first].register(nbytes)
-        over = {first: region}
-        for scheme, endpoint in self._open.items():
-            if scheme != first:
-                over[scheme] = _adopted(endpoint, region.memory) or endpoint.register(nbytes)
-        return self._named(region.memory, over)
+        """New memory. shm shares only its own memory, so the others use that too, unless they
+        reach the device's."""
+        last_first = sorted(self._open, key=lambda scheme: scheme != _SHARES_ONLY_ITS_OWN)
+        over: dict[str, Region] = {}
+        for scheme in last_first:
+            over[scheme] = self._shared(scheme, over.values()) or self._open[scheme].register(
+                nbytes
+            )
+        return self._named(over[last_first[0]].memory, over)
+
+    def _shared(self, scheme: str, others: Iterable[Region]) -> Region | None:
+        """That of another transport which this one can share, on the device if there is one."""
+        memories = sorted((region.memory for region in others), key=lambda memory: memory.is_cpu)
+        tried = (_adopted(self._open[scheme], memory) for memory in memories)
+        return next((region for region in tried if region is not None), None)
 
     def adopt(self, memory: torch.Tensor) -> SharedRegion:
         """Registers existing memory with each transport that can share it. Raises ConfigError when
@@ -173,13 +212,18 @@ class Endpoints:
         return region
 
     def _check_kind(self, scheme: str) -> None:
-        if not self._require or (kind := link_kind.link_kind(scheme, self._ucx)) in self._require:
+        if not self._require or (kind := self._options.kind(scheme)).meets(self._require):
             return
-        asks_rdma = LinkKind.RDMA in self._require and kind is LinkKind.TCP
-        why = link_kind.rdma_obstacle(scheme, self._ucx) if asks_rdma else None
+        why = self._why_not(kind, scheme)
         wanted = ", ".join(sorted(self._require))
         reason = f" ({why})" if why else ""
         raise ConfigError(f"transfer.require is [{wanted}] and {scheme} is {kind}{reason}")
+
+    def _why_not(self, kind: LinkKind, scheme: str) -> str | None:
+        asked = [one for one in (LinkKind.RDMA, LinkKind.GPUDIRECT) if one in self._require]
+        if not asked or kind not in (LinkKind.TCP, LinkKind.RDMA):
+            return None
+        return link_kind.why_not(asked[0], scheme, self._options.ucx, self._options.device)
 
     def _nothing_common(self, theirs: Collection[str]) -> str:
         has = ", ".join(theirs) or "no transport"

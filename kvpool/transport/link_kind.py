@@ -19,12 +19,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 
+from kvpool.transport import gpudirect
 from kvpool.transport.rdma.ucx_options import UcxOptions
 
 _NIXL_PACKAGES = ("nixl_cu12", "nixl_cu13")
@@ -174,7 +175,13 @@ class LinkKind(StrEnum):
     SHM = "shm"
     CUDA_IPC = "cuda_ipc"
     RDMA = "rdma"
+    GPUDIRECT = "gpudirect"  # RDMA from and to the memory of a GPU
     TCP = "tcp"
+
+    def meets(self, required: Collection[str]) -> bool:
+        """Whether a link of this kind may be used. What is required of RDMA, GPUDirect has."""
+        also = (LinkKind.RDMA,) if self is LinkKind.GPUDIRECT else ()
+        return not required or any(kind in required for kind in (self, *also))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,11 +263,28 @@ def _excluded(active: set[str], environment: Mapping[str, str]) -> str | None:
     return None
 
 
-def link_kind(scheme: str, ucx: UcxOptions) -> LinkKind:
-    """The kind of this transport's links here, between hosts if it connects hosts."""
-    if scheme in ("nixl", "ucx"):
-        return LinkKind.TCP if rdma_obstacle(scheme, ucx) else LinkKind.RDMA
-    return LinkKind(scheme)
+UCX_SCHEMES = ("nixl", "ucx")
+
+
+def link_kind(scheme: str, ucx: UcxOptions, device: str = "cpu") -> LinkKind:
+    """The kind of this transport's links for KV on the device (PyTorch's name), between hosts if
+    it connects hosts."""
+    if scheme not in UCX_SCHEMES:
+        return LinkKind(scheme)
+    if rdma_obstacle(scheme, ucx):
+        return LinkKind.TCP
+    on_gpu = device.startswith("cuda")
+    return LinkKind.GPUDIRECT if on_gpu and not gpudirect.no_gpudirect(device) else LinkKind.RDMA
+
+
+def why_not(kind: LinkKind, scheme: str, ucx: UcxOptions, device: str) -> str | None:
+    """Why nixl or ucx has no links of that kind here, RDMA or GPUDirect; None if it has."""
+    no_rdma_here = rdma_obstacle(scheme, ucx)
+    if no_rdma_here or kind is not LinkKind.GPUDIRECT:
+        return no_rdma_here
+    if not device.startswith("cuda"):
+        return f"KV is on {device}"
+    return gpudirect.no_gpudirect(device)
 
 
 def rdma_obstacle(scheme: str, ucx: UcxOptions) -> str | None:

@@ -15,6 +15,7 @@ from kvpool.transport.peer.rendezvous import Network, Rendezvous, SameHost
 from kvpool.transport.rdma.agent import Agent
 from kvpool.transport.rdma.nixl import NixlAgent
 from kvpool.transport.rdma.one_sided import OneSidedExposure
+from kvpool.transport.rdma.slab_memory import SlabMemory
 from kvpool.transport.rdma.ucx import UcxAgent
 from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError
@@ -32,6 +33,7 @@ class _Options:
     port_range: tuple[int, int] | None
     secret: bytes
     ucx: UcxOptions
+    slabs: SlabMemory
     device: str
     name: str | None
 
@@ -45,11 +47,13 @@ def _shm(options: _Options) -> Endpoint:
 
 
 def _nixl(options: _Options) -> Endpoint:
+    options.slabs.check()
     return _one_sided(options, "nixl", NixlAgent(options.incarnation, options.ucx))
 
 
 def _ucx(options: _Options) -> Endpoint:
-    return _one_sided(options, "ucx", UcxAgent(options.ucx))
+    options.slabs.check()
+    return _one_sided(options, "ucx", UcxAgent(options.ucx, options.slabs))
 
 
 def _cuda_ipc(options: _Options) -> Endpoint:
@@ -80,12 +84,13 @@ def open_endpoint(
     port_range: tuple[int, int] | None = None,
     secret: bytes = b"",
     ucx: UcxOptions | None = None,
+    slabs: SlabMemory | None = None,
     device: str = "cuda",
     name: str | None = None,
 ) -> Endpoint:
     """`host` is where links between hosts listen, and what peers are told; on a port from
     `port_range` (both ends included), else on any. Such links take only peers with the same
-    `secret`; without one, none. `ucx` is for the links whose bytes UCX moves,
+    `secret`; without one, none. `ucx` and `slabs` are for the links whose bytes UCX moves,
     `device` (PyTorch's name) for those between devices. With `name`, `shm` listens at `shm:NAME`,
     where peers of this host find it without being told.
 
@@ -105,6 +110,7 @@ def open_endpoint(
             port_range=port_range,
             secret=secret,
             ucx=replace(ucx or UcxOptions(), port_range=port_range),
+            slabs=slabs or SlabMemory(),
             device=device,
             name=name,
         )
@@ -112,7 +118,7 @@ def open_endpoint(
 
 
 def _one_sided(options: _Options, scheme: str, agent: Agent) -> Endpoint:
-    exposure = OneSidedExposure(agent)
+    exposure = OneSidedExposure(agent, options.slabs)
     try:
         network = Network(
             scheme,

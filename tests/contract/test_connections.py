@@ -9,7 +9,7 @@ import torch
 
 from kvpool.transport.registry import open_endpoint
 from kvrelay.errors import ConfigError, PeerError
-from tests.contract.transport_kit import PATIENCE_S, MakeSide, held, pair, until
+from tests.contract.transport_kit import ON_GPU, PATIENCE_S, MakeSide, held, pair, until
 
 
 def test_both_sides_know_each_other(make_side: MakeSide) -> None:
@@ -26,8 +26,9 @@ def test_both_sides_know_each_other(make_side: MakeSide) -> None:
 
 @pytest.mark.parametrize("rest", ["never-opened", "x" * 300])
 def test_an_unknown_address_is_named(make_side: MakeSide, scheme: str, rest: str) -> None:
-    with pytest.raises(PeerError, match=f"{scheme}:{rest}"):
-        make_side().endpoint.connect(f"{scheme}:{rest}")
+    address = f"{ON_GPU.get(scheme, scheme)}:{rest}"
+    with pytest.raises(PeerError, match=address):
+        make_side().endpoint.connect(address)
 
 
 @pytest.mark.parametrize("closer", ["connector", "acceptor"])

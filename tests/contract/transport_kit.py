@@ -15,12 +15,15 @@ import torch
 
 from kvpool.transport.mapped import memfd
 from kvpool.transport.peer.base import SEND_TIMEOUT_S, Callbacks, Connection, Region, RegionName
+from kvpool.transport.rdma.slab_memory import SlabMemory, SlabPlace
 from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvpool.transport.registry import open_endpoint, schemes
 from kvrelay.errors import ConfigError, PeerError
 from kvrelay.types import Incarnation
 
 PATIENCE_S = 20.0
+ON_GPU = {"nixl-gpu": "nixl", "ucx-gpu": "ucx"}
+"""# case |-> the transport, whose regions are then memory of a device"""
 SECRET = b"known"
 
 
@@ -44,7 +47,7 @@ class Side:
         self.threads: set[int] = set()
         self.on_message: Callable[[Connection], None] = lambda connection: None
         self.endpoint = open_endpoint(
-            scheme,
+            ON_GPU.get(scheme, scheme),
             Incarnation(uuid.uuid4().hex),
             Callbacks(
                 on_connect=self.connected.put, on_message=self._receive, on_lost=self.lost.put
@@ -52,6 +55,7 @@ class Side:
             send_timeout_s=send_timeout_s,
             secret=secret,
             ucx=ucx,
+            slabs=slabs_of(scheme),
         )
 
     def __enter__(self) -> Self:
@@ -76,13 +80,19 @@ class Side:
         self.on_message(connection)
 
 
+def slabs_of(scheme: str) -> SlabMemory:
+    if scheme in ON_GPU:
+        return SlabMemory(place=SlabPlace.DEVICE, device="cuda:0")
+    return SlabMemory()
+
+
 MakeSide = Callable[..., Side]
 
 
 def parameters(*left_out: str) -> list[Any]:
     """Every scheme of the registry but these; those for devices where there is one."""
-    marks = {"cuda_ipc": [pytest.mark.gpu]}
-    names = (scheme for scheme in schemes() if scheme not in left_out)
+    marks = {name: [pytest.mark.gpu] for name in ("cuda_ipc", *ON_GPU)}
+    names = (scheme for scheme in (*schemes(), *ON_GPU) if scheme not in left_out)
     return [pytest.param(name, marks=marks.get(name, [])) for name in names]
 
 
@@ -97,7 +107,7 @@ def load(scheme: str) -> None:
 
 def shareable(scheme: str, nbytes: int) -> torch.Tensor:
     """Memory that an endpoint of this scheme can adopt."""
-    if scheme == "cuda_ipc":
+    if scheme == "cuda_ipc" or scheme in ON_GPU:
         return torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
     return memfd.allocate(nbytes)
 

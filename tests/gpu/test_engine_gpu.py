@@ -33,7 +33,6 @@ pytestmark = [
 """PyTorch's compiler uses it when it is imported."""
 _CASES = [
     *product(sorted(FAMILIES), ("triton", "sdpa")),
-    *product(("llama", "gemma2", "gpt_oss"), ("flex",)),
 ]
 
 

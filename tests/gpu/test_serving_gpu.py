@@ -1,5 +1,5 @@
 """A router and two workers on one CUDA device, as processes: KV goes from one to the other over
-cuda_ipc, and the tokens are the model's."""
+cuda_ipc, or over nixl by way of the host, and the tokens are the model's."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ from tests.reference import Reference, assert_same_tokens, generate_reference
 
 pytestmark = pytest.mark.gpu
 _TOKENS = 48
-_SETTINGS = ("model.dtype=float32", "engine.kv_memory=1GiB", "transfer.transports=[cuda_ipc]")
+_SETTINGS = ("model.dtype=float32", "engine.kv_memory=1GiB")
 
 
-@pytest.fixture(scope="module", params=["push", "pull"])
+@pytest.fixture(
+    scope="module", params=[("push", "cuda_ipc"), ("pull", "cuda_ipc"), ("push", "nixl")], ids=str
+)
 def cluster(request: pytest.FixtureRequest) -> Iterator[PlainCluster]:
     plans = [
         WorkerPlan(role=role, cores=(i,), device="cuda")
         for i, role in enumerate(("prefill", "decode"))
     ]
-    settings = (*_SETTINGS, f"transfer.handoff={request.param}")
+    handoff, link = request.param
+    how = (f"transfer.handoff={handoff}", f"transfer.transports=[{link}]")
+    settings = (*_SETTINGS, *how)
     with plain_cluster(checkpoint_path(), plans, settings, router_settings=HANDED_OVER) as found:
         yield found
 

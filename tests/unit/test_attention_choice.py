@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from itertools import pairwise
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,15 +13,8 @@ from engine.attention.backend import GroupShape
 from engine.attention.choosing import choice, needs
 from engine.attention.choosing.needs import Wanted
 from engine.attention.cuda.graphs import bucket_sizes
-from engine.attention.flex import sparse_blocks
-from engine.core.sizing import EngineLimits
-from engine.load import load_engine
-from engine.model.checkpoint import open_checkpoint
 from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
 from kvrelay.errors import ModelError
-from tests.drive import run_mixed, start
-from tests.models import random_checkpoint
-from tests.reference import assert_same_tokens, generate_reference
 
 _CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
 _SHAPE = GroupShape(query_heads=4, kv_heads=2, dim=64, value_dim=64, window=None)
@@ -47,7 +38,7 @@ def _refusal(
     return text
 
 
-@pytest.mark.parametrize("name", ["triton", "flex", "flashinfer", "flash"])
+@pytest.mark.parametrize("name", ["triton", "flashinfer", "flash"])
 def test_what_needs_a_gpu_says_so(name: str) -> None:
     assert "this worker runs on cpu: use sdpa, or use auto" in _refusal(name, _CPU)
 
@@ -101,12 +92,12 @@ def test_the_cpus_kernel_is_refused_on_cuda_and_where_it_isnt_built(
     assert "use sdpa" in _refusal("native", _CPU)
 
 
-@pytest.mark.parametrize("name", ["sdpa", "flex", "flashinfer", "flash"])
+@pytest.mark.parametrize("name", ["sdpa", "flashinfer", "flash"])
 def test_fp8_kv_is_served_by_triton_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(needs, "find_spec", lambda module: ModuleSpec(module, None))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     kept = replace(_LAYOUT, dtype="float8_e4m3fn")
-    assert "use triton" in _refusal(name, _CUDA, layout=kept) or name in ("sdpa", "flex")
+    assert "use triton" in _refusal(name, _CUDA, layout=kept) or name == "sdpa"
     assert choice.choose("auto", _wanted(_CUDA, layout=kept)) == "triton"
     with pytest.raises(ModelError, match=r"only triton, on CUDA, serves engine\.kv_dtype: fp8"):
         choice.choose("auto", _wanted(_CPU, layout=kept))
@@ -134,40 +125,3 @@ def test_recorded_batch_sizes(most: int, sizes: tuple[int, ...] | None) -> None:
     assert found[-1] == most
     assert sizes is None or found == sizes
     assert all(b <= 2 * a for a, b in pairwise(found))
-
-
-def test_flex_meets_every_tile_that_a_query_sees() -> None:
-    counts, keys = np.array([1, 1, 300, 1]), np.array([700, 20, 310, 5])
-    met, number = sparse_blocks(counts, keys)
-    query_owner, key_owner = (np.repeat(np.arange(4), n) for n in (counts, keys))
-    for tile in range(len(met)):
-        owners = set(query_owner[128 * tile : 128 * tile + 128].tolist())
-        wanted = {i // 128 for i, owner in enumerate(key_owner) if owner in owners}
-        found = met[tile, : number[tile]].tolist()
-        assert wanted == set(found) and len(found) == len(set(found))
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
-def test_flex_serves_windows_soft_caps_and_sinks(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Uncompiled; loading compares its logits with the model's own."""
-    monkeypatch.setitem(needs.NEEDS, "flex", lambda wanted: None)
-    limits = EngineLimits(max_model_len=128, prefill_chunk_tokens=32, max_running_requests=2)
-    engine = load_engine(
-        open_checkpoint(str(random_checkpoint(tmp_path, family))),
-        device="cpu",
-        dtype="float32",
-        block_size=16,
-        blocks=24,
-        limits=limits,
-        attention="flex",
-        compiled=False,
-    )
-    prompts = [[3 + i % 89 for i in range(n)] for n in (60, 5)]
-    references = [generate_reference(engine.model, p, tokens=4) for p in prompts]
-    sequences = start(engine, prompts, max_tokens=4)
-    run_mixed(engine, sequences, chunk_tokens=32)
-    for reference, one in zip(references, sequences, strict=True):
-        assert_same_tokens(reference, one.emitted)

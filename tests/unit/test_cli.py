@@ -298,7 +298,7 @@ SAMPLES: dict[str, object] = {
     "engine.launch_ahead": "off",
     "engine.kv_dtype": "fp8",
     "engine.matmul_precision": "high",
-    "attention.backend": "flex",
+    "attention.backend": "flash",
     "scheduler.prefill_chunk_tokens": 99,
     "scheduler.mixed_chunk_tokens": 65,
     "scheduler.max_running_requests": 9,

@@ -25,8 +25,9 @@ from kvpool.core.transfer.messages import PeerHello, RenewLeases, SlabLent
 from kvpool.core.transfer.pool_map import KvFacts
 from kvpool.core.transfer.slabs import LeaseId, SlabId
 from kvpool.memory.probe import measure_copies
-from kvpool.transport import link_kind, probe
+from kvpool.transport import gpudirect, link_kind, probe
 from kvpool.transport.endpoints import EndpointOptions
+from kvpool.transport.gpudirect import no_gpudirect
 from kvpool.transport.link_kind import (
     LinkKind,
     UcxInfo,
@@ -38,6 +39,7 @@ from kvpool.transport.link_kind import (
 )
 from kvpool.transport.peer.base import Connection, RegionName
 from kvpool.transport.probe import PROBE_BYTES
+from kvpool.transport.rdma.slab_memory import SlabMemory, SlabPlace
 from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError, PeerError
 from kvrelay.types import WIRE_VERSION, Incarnation, RequestKey
@@ -53,11 +55,13 @@ LAYOUT = KvLayout(
     dtype="float32",
     block_size=16,
 )
-COPIES = (
-    Sample(step=TimedStep.PREPARE, pieces=100, seconds=1e-3),
-    Sample(step=TimedStep.GATHER, nbytes=2**20, pieces=4, seconds=1e-3),
-    Sample(step=TimedStep.SCATTER, nbytes=2**20, pieces=4, seconds=1e-3),
-)
+COPIES = {
+    "cpu": (
+        Sample(step=TimedStep.PREPARE, pieces=100, seconds=1e-3),
+        Sample(step=TimedStep.GATHER, nbytes=2**20, pieces=4, seconds=1e-3),
+        Sample(step=TimedStep.SCATTER, nbytes=2**20, pieces=4, seconds=1e-3),
+    )
+}
 
 
 class Side:
@@ -290,7 +294,7 @@ def test_probing_touches_only_its_own_region(side) -> None:
 
 
 def test_copies_of_a_pool_are_measured_apart_from_it() -> None:
-    samples = measure_copies(LAYOUT, "cpu", 2**20)
+    (samples,) = measure_copies(LAYOUT, "cpu", 2**20).values()
     assert {sample.step for sample in samples} == {
         TimedStep.PREPARE,
         TimedStep.GATHER,
@@ -441,6 +445,46 @@ def test_what_is_required_and_absent_is_refused_at_start(side, monkeypatch) -> N
         side("a", "nixl", require=[LinkKind.RDMA])
     with pytest.raises(ConfigError, match=r"require is \[cuda_ipc, rdma\] and shm is shm"):
         side("a", "shm", require=[LinkKind.RDMA, LinkKind.CUDA_IPC])
+
+
+def test_what_gpudirect_lacks_is_told(side, monkeypatch) -> None:
+    monkeypatch.setattr(link_kind, "rdma_obstacle", lambda scheme, ucx: None)
+    wanted = r"transfer.require is \[gpudirect\] and nixl is rdma \(KV is on cpu\)"
+    with pytest.raises(ConfigError, match=wanted):
+        side("a", "nixl", require=[LinkKind.GPUDIRECT])
+
+
+@pytest.mark.parametrize("lacks", ["a network", "GPUDirect", None])
+def test_slabs_lie_where_the_network_reaches_them(monkeypatch, lacks: str | None) -> None:
+    no_rdma_here = "no device" if lacks == "a network" else None
+    monkeypatch.setattr(link_kind, "rdma_obstacle", lambda scheme, ucx: no_rdma_here)
+    no_direct = "no module" if lacks == "GPUDirect" else None
+    monkeypatch.setattr(gpudirect, "no_gpudirect", lambda device: no_direct)
+    options = EndpointOptions(device="cuda:1")
+    place = SlabPlace.PINNED if lacks else SlabPlace.DEVICE
+    assert options.slabs("nixl") == SlabMemory(place=place, device="cuda:1")
+    assert options.slabs("shm") == EndpointOptions().slabs("nixl") == SlabMemory()
+    kinds = {"a network": LinkKind.TCP, "GPUDirect": LinkKind.RDMA, None: LinkKind.GPUDIRECT}
+    assert options.kind("ucx") is kinds[lacks]
+    why = link_kind.why_not(LinkKind.GPUDIRECT, "nixl", UcxOptions(), "cuda:1")
+    assert why == (no_rdma_here or no_direct)
+
+
+def test_gpudirect_is_a_kind_of_rdma() -> None:
+    assert LinkKind.GPUDIRECT.meets(["rdma"])
+    assert LinkKind.GPUDIRECT.meets([])
+    assert not LinkKind.RDMA.meets(["gpudirect"])
+    assert not LinkKind.GPUDIRECT.meets(["shm"])
+
+
+def test_a_network_reaches_a_gpu_by_a_module_or_by_dma_buf(tmp_path) -> None:
+    asked: list[int] = []
+    without = no_gpudirect("cuda:3", tmp_path, lambda number: bool(asked.append(number)))
+    assert "no nvidia-peermem module" in (without or "")
+    assert asked == [3]
+    assert no_gpudirect("cuda", tmp_path, lambda number: number == 0) is None
+    (tmp_path / "nvidia_peermem").mkdir()
+    assert no_gpudirect("cuda", tmp_path, lambda number: False) is None
 
 
 def test_a_peer_without_what_is_required_is_refused(side, monkeypatch) -> None:

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.process.outbox import Outbox
 from kvpool.core.fetch.client_events import OWN_NODE, FromNode, PoolJoined, PoolLost
@@ -42,8 +42,8 @@ class PoolEndpoints:
         options: EndpointOptions,
         require: Collection[LinkKind] = (),
     ) -> None:
-        """`require`: the kinds of links to other hosts. Raises ConfigError when none can be
-        used."""
+        """`require`: the kinds of links to other hosts. Blocks pass through host memory. Raises
+        ConfigError when none can be used."""
         self._lock = threading.Lock()
         self._links: dict[Connection, LinkCallbacks] = {}
         callbacks = Callbacks(
@@ -52,8 +52,9 @@ class PoolEndpoints:
             on_lost=self._lost,
         )
         own = Incarnation(f"{incarnation}-pool")
-        kinds = {*require, LinkKind.SHM} if require else ()
-        self._endpoints = Endpoints(schemes, own, callbacks, options=options, require=kinds)
+        self._endpoints = Endpoints(
+            schemes, own, callbacks, options=replace(options, device="cpu"), require=_kinds(require)
+        )
 
     def connect(self, addresses: Sequence[str], link: LinkCallbacks) -> Connection:
         """The node sends nothing before its first message from here. Raises PeerError."""
@@ -94,6 +95,13 @@ LAST_RETRY_S = 5.0
 REFUSED_RETRY_S = 30.0
 SOON_S = 30.0
 """A pool node may start after the workers of its host: its absence is not logged before this."""
+
+
+def _kinds(require: Collection[LinkKind]) -> set[LinkKind]:
+    if not require:
+        return set()
+    far = {LinkKind.RDMA if kind is LinkKind.GPUDIRECT else kind for kind in require}
+    return far | {LinkKind.SHM}
 
 
 class PoolLink:

@@ -37,7 +37,6 @@ _BACKENDS = {
     "triton": _Listed("engine.attention.triton.backend", "TritonBackend"),
     "flashinfer": _Listed("engine.attention.cuda.flashinfer", "FlashInferBackend"),
     "flash": _Listed("engine.attention.cuda.flash", "FlashBackend"),
-    "flex": _Listed("engine.attention.flex", "FlexBackend", copies_kv=True),
     TORCH: _Listed("engine.attention.torch_paged", "SdpaBackend", copies_kv=True),
 }
 

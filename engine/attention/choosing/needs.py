@@ -65,16 +65,6 @@ def _is_interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-def _flex(wanted: Wanted) -> str | None:
-    if not wanted.on_cuda:
-        return f"it needs a CUDA device and this worker runs on {wanted.device}: use sdpa"
-    if wanted.has_own_kv_dtype:
-        return _ONLY_TRITON
-    if any(min(group.dim, group.value_dim) < 16 for group in wanted.groups):
-        return "it takes heads of 16 dims or more: use triton"
-    return None
-
-
 def _flashinfer(wanted: Wanted) -> str | None:
     reason = _half_on_cuda(wanted) or _installed("flashinfer", "pip install flashinfer-python")
     if reason is None and any(_is_odd(group) for group in wanted.groups):
@@ -121,7 +111,6 @@ def _sdpa(wanted: Wanted) -> str | None:
 NEEDS: dict[str, Callable[[Wanted], str | None]] = {
     "native": _native,
     "triton": _triton,
-    "flex": _flex,
     "flashinfer": _flashinfer,
     "flash": _flash,
     "sdpa": _sdpa,

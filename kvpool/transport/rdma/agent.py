@@ -18,7 +18,9 @@ from kvpool.transport.peer.base import RegionName
 from kvpool.transport.peer.exposure import Check
 from kvrelay.errors import PeerError
 
-_PLACE = struct.Struct("<QQ")  # address, bytes
+_PLACE = struct.Struct("<QQi")  # address, bytes, device
+HOST = -1
+"""Stands where a CUDA device's number would."""
 
 
 class Operation(Enum):
@@ -33,23 +35,30 @@ class RegionPlace:
     address: int
     nbytes: int
     key: bytes  # for the peer's agent
+    device: int = HOST  # the number of the peer's CUDA device
 
     def pack(self) -> bytes:
-        return _PLACE.pack(self.address, self.nbytes) + self.key
+        return _PLACE.pack(self.address, self.nbytes, self.device) + self.key
 
     @staticmethod
     def unpack(payload: bytes) -> RegionPlace:
         """Raises PeerError."""
         if len(payload) < _PLACE.size:
             raise PeerError(f"the peer granted a region in {len(payload)} bytes")
-        address, nbytes = _PLACE.unpack_from(payload)
-        return RegionPlace(address=address, nbytes=nbytes, key=payload[_PLACE.size :])
+        address, nbytes, device = _PLACE.unpack_from(payload)
+        key = payload[_PLACE.size :]
+        return RegionPlace(address=address, nbytes=nbytes, key=key, device=device)
 
     def overlaps(self, other: RegionPlace) -> bool:
         return (
             self.address < other.address + other.nbytes
             and other.address < self.address + self.nbytes
         )
+
+
+def device_of(memory: torch.Tensor) -> int:
+    """The number of its CUDA device, or HOST."""
+    return memory.get_device() if memory.is_cuda else HOST
 
 
 RegionPiece = tuple[torch.Tensor, RegionName, int]
@@ -75,8 +84,9 @@ class Remote(Protocol):
 
 
 class Agent(Protocol):
-    """Called by one thread at a time. Memory is uint8 `[bytes]`, of at least one byte, on the
-    host."""
+    """Called by one thread at a time. Memory is uint8 `[bytes]`, of at least one byte, on the host
+    or on a CUDA device. The library knows no streams: what was queued for memory is done when it
+    is moved."""
 
     def register(self, memory: torch.Tensor) -> None: ...
 

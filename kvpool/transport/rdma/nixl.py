@@ -1,4 +1,4 @@
-"""NIXL's agent: host memory registered once, one-sided transfers over UCX (RDMA, CMA, TCP).
+"""NIXL's agent: memory registered once, one-sided transfers over UCX (RDMA, CMA, TCP).
 
 The package is loaded when the first agent is made. Its bindings are used directly: its Python class
 cannot set the progress thread's delay, and without one that thread never sleeps.
@@ -14,6 +14,7 @@ import importlib
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -23,7 +24,7 @@ import torch
 
 from kvpool.transport.peer.base import RegionName
 from kvpool.transport.peer.exposure import Check
-from kvpool.transport.rdma.agent import Operation, RegionPiece, RegionPlace
+from kvpool.transport.rdma.agent import HOST, Operation, RegionPiece, RegionPlace, device_of
 from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError, PeerError
 
@@ -112,9 +113,10 @@ class NixlAgent:
             raise PeerError("this end of the link is closed")
         return self._agent
 
-    def spans(self, spans: Iterable[tuple[int, int, int]]) -> object:
-        """Addresses, lengths and devices."""
-        return self.nixl.nixlXferDList(self.nixl.DRAM_SEG, list(spans))
+    def spans(self, spans: Iterable[tuple[int, int]], device: int) -> object:
+        """Addresses and lengths, all on one device."""
+        listed = [(address, nbytes, max(device, 0)) for address, nbytes in spans]
+        return self.nixl.nixlXferDList(self._segment(device), listed)
 
     def _create_backend(self, options: UcxOptions) -> int:
         try:
@@ -125,8 +127,12 @@ class NixlAgent:
             raise ConfigError(f"NIXL's UCX refuses {options}: {error}") from error
 
     def _registration(self, memory: torch.Tensor) -> object:
-        piece = (memory.data_ptr(), memory.numel(), 0, "")
-        return self.nixl.nixlRegDList(self.nixl.DRAM_SEG, [piece])
+        device = device_of(memory)
+        piece = (memory.data_ptr(), memory.numel(), max(device, 0), "")
+        return self.nixl.nixlRegDList(self._segment(device), [piece])
+
+    def _segment(self, device: int) -> object:
+        return self.nixl.DRAM_SEG if device == HOST else self.nixl.VRAM_SEG
 
 
 class NixlRemote:
@@ -148,10 +154,31 @@ class NixlRemote:
         self._retired.add(region)
 
     def transfer(self, operation: Operation, pieces: Sequence[RegionPiece], check: Check) -> None:
+        """One request for each pair of a device here and one of the peer's."""
+        groups: dict[tuple[int, int], list[RegionPiece]] = defaultdict(list)
+        for piece in pieces:
+            groups[device_of(piece[0]), self._known[piece[1]].device].append(piece)
+        for (here, there), group in groups.items():
+            self._move(operation, group, here, there, check)
+
+    def rest(self) -> bool:
+        """Never dropped: UCX does not free everything that it holds for a peer that comes back."""
+        self._retired.update(self._known)
+        return False
+
+    def _move(
+        self,
+        operation: Operation,
+        pieces: Sequence[RegionPiece],
+        device: int,
+        peers_device: int,
+        check: Check,
+    ) -> None:
         nixl, agent = self._agent.nixl, self._agent.open()
         kind = nixl.NIXL_WRITE if operation is Operation.WRITE else nixl.NIXL_READ
-        here = self._agent.spans((data.data_ptr(), data.nbytes, 0) for data, _, _ in pieces)
-        there = self._agent.spans((address, data.nbytes, 0) for data, _, address in pieces)
+        ours = ((data.data_ptr(), data.nbytes) for data, _, _ in pieces)
+        theirs = ((address, data.nbytes) for data, _, address in pieces)
+        here, there = self._agent.spans(ours, device), self._agent.spans(theirs, peers_device)
         try:
             request = agent.createXferReq(kind, here, there, self._name, "", self._agent.backends)
             try:
@@ -160,11 +187,6 @@ class NixlRemote:
                 agent.releaseXferReq(request)
         except self._agent.errors as error:
             raise PeerError(f"NIXL could not move {len(pieces)} pieces: {error}") from error
-
-    def rest(self) -> bool:
-        """Never dropped: UCX does not free everything that it holds for a peer that comes back."""
-        self._retired.update(self._known)
-        return False
 
     def _finish(self, agent: Any, request: int, check: Check) -> None:
         """A request that is released while it runs goes on, and its bytes would come into memory

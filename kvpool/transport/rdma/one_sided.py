@@ -1,8 +1,8 @@
 """Exposes memory through an agent, and copies to and from peers' memory.
 
 One batch to a peer runs at a time. A holder of its lock knows that none is running, so it can
-safely give up a region or the peer. Unregistered memory passes through a staging buffer, one for
-each peer that needs it.
+safely give up a region or the peer. Unregistered memory passes through a staging buffer on the
+host, one for each peer that needs it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from kvpool.transport.mapped.windowed import as_bytes
 from kvpool.transport.peer.base import Read, RegionName, RegionWrite
 from kvpool.transport.peer.control_wire import Grant
 from kvpool.transport.peer.exposure import Check, FetchGrant
-from kvpool.transport.rdma.agent import Agent, Operation, RegionPiece, RegionPlace
+from kvpool.transport.rdma.agent import Agent, Operation, RegionPiece, RegionPlace, device_of
+from kvpool.transport.rdma.slab_memory import SlabMemory
 from kvrelay.errors import ConfigError, PeerError
 
 _STAGING_BYTES = 4 * 2**20
@@ -26,16 +27,17 @@ _Staged = list[tuple[torch.Tensor, RegionPiece]]  # memory that is not registere
 
 
 class OneSidedExposure:
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Agent, slabs: SlabMemory) -> None:
         self._agent = agent
+        self._slabs = slabs
         self._registered = Registered(agent)
         self._memory: dict[RegionName, torch.Tensor] = {}
 
     def allocate(self, nbytes: int, name: RegionName) -> torch.Tensor:
-        return torch.zeros(max(nbytes, 1), dtype=torch.uint8)[:nbytes]
+        return self._slabs.allocate(nbytes)
 
     def expose(self, name: RegionName, memory: torch.Tensor) -> None:
-        if not memory.is_cpu:
+        if not self._slabs.reaches(memory):
             raise ConfigError(f"this transport reaches host memory only, not {memory.device}")
         self._registered.add(memory)
         self._memory[name] = memory
@@ -43,7 +45,9 @@ class OneSidedExposure:
     def grant(self, name: RegionName, peer: socket.socket) -> Grant:
         memory = self._memory[name]
         key = self._agent.key(memory)
-        place = RegionPlace(address=memory.data_ptr(), nbytes=memory.numel(), key=key)
+        place = RegionPlace(
+            address=memory.data_ptr(), nbytes=memory.numel(), key=key, device=device_of(memory)
+        )
         return Grant(payload=place.pack())
 
     def retire(self, name: RegionName) -> None:
@@ -123,6 +127,12 @@ def _inside(spans: list[tuple[int, int]], pieces: Sequence[torch.Tensor]) -> Ite
         yield end > 0
 
 
+def _settle(tensors: Iterable[torch.Tensor]) -> None:
+    """What the caller's stream still does with them is done."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+
+
 class OneSidedPeer:
     def __init__(self, agent: Agent, registered: Registered, fetch: FetchGrant) -> None:
         self._registered = registered
@@ -135,6 +145,7 @@ class OneSidedPeer:
     def write(self, writes: Sequence[RegionWrite], check: Check) -> None:
         with self._lock:
             check()
+            _settle(w.source for w in writes)
             pieces = self._placed((w.region, w.offset, w.source) for w in writes)
             registered, others = self._sorted(pieces)
             self._transfer(Operation.WRITE, registered, check)
@@ -146,6 +157,7 @@ class OneSidedPeer:
     def read(self, reads: Sequence[Read], check: Check) -> None:
         with self._lock:
             check()
+            _settle(r.target for r in reads)
             pieces = self._placed((r.region, r.offset, r.target) for r in reads)
             registered, others = self._sorted(pieces)
             self._transfer(Operation.READ, registered, check)

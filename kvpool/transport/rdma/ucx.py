@@ -1,4 +1,4 @@
-"""UCX through ucxx: host memory registered once, one-sided transfers over whatever UCX finds.
+"""UCX through ucxx: memory registered once, one-sided transfers over whatever UCX finds.
 
 ucxx makes the context, the worker, its thread (asleep while nothing happens) and the endpoints; the
 package is loaded when the first agent is made. Endpoints have error handling, without which UCX
@@ -28,6 +28,7 @@ from kvpool.transport.peer.base import RegionName
 from kvpool.transport.peer.exposure import Check
 from kvpool.transport.rdma.agent import Operation, RegionPiece, RegionPlace
 from kvpool.transport.rdma.nixl import Waiting
+from kvpool.transport.rdma.slab_memory import SlabMemory
 from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError, PeerError
 
@@ -145,7 +146,7 @@ _CLOSE_ATTEMPTS = 100
 
 
 class UcxAgent:
-    def __init__(self, options: UcxOptions) -> None:
+    def __init__(self, options: UcxOptions, slabs: SlabMemory) -> None:
         """Raises ConfigError when the package is not installed, or UCX refuses an option."""
         self.ucxx = _load()
         self.ucp = Ucp(_library())
@@ -157,6 +158,7 @@ class UcxAgent:
         except self._error as error:
             raise ConfigError(f"UCX refuses {options}: {error}") from error
         self.worker.init_blocking_progress_mode()
+        self.worker.set_progress_thread_start_callback(slabs.enter_device, ())
         self.worker.start_progress_thread(polling_mode=False, epoll_timeout=-1)
         self._address: bytes = self.worker.address.tobytes()
         self._mapped: dict[int, tuple[torch.Tensor, int]] = {}  # id |-> memory, its handle

@@ -1,0 +1,75 @@
+"""FP8 prefill's question: how much faster are a layer's products with activations in FP8?
+
+The products of one Llama-3.1-8B layer, for a chunk of prompt tokens: bf16, and
+`torch._scaled_mm` with a scale for each token and each output channel, its activations converted on
+the way. Goal: less than 0.7 of bf16's time, else FP8 prefill is not worth a second set of weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from bench.engine.cuda.attention_times import time_device
+from bench.report import Row, print_table
+
+SHAPES = ((4096, 6144), (4096, 4096), (4096, 28_672), (14_336, 4096))
+"""Inputs and outputs: query, key and value; output; gate and up; down."""
+_LARGEST = 448.0  # of float8_e4m3fn
+
+
+def to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows in FP8, and the scale of each, float32 `[rows, 1]`."""
+    scale = x.abs().amax(dim=1, keepdim=True).float().clamp(min=1e-12) / _LARGEST
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
+
+def _scaled(
+    fp8: tuple[torch.Tensor, torch.Tensor], weight: torch.Tensor, channels: torch.Tensor
+) -> torch.Tensor:
+    return torch._scaled_mm(
+        fp8[0], weight.T, fp8[1], channels.T, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+def times_s(tokens: int) -> dict[str, float]:
+    """Seconds of a layer's products: bf16; FP8 alone; FP8 with the conversion of activations."""
+    convert = torch.compile(to_fp8)
+    total = {"bf16": 0.0, "fp8": 0.0, "converted": 0.0}
+    for inputs, outputs in SHAPES:
+        x = torch.randn(tokens, inputs, dtype=torch.bfloat16, device="cuda")
+        weight = torch.randn(outputs, inputs, dtype=torch.bfloat16, device="cuda")
+        weight_fp8, channels = to_fp8(weight)
+        x_fp8 = to_fp8(x)
+        total["bf16"] += time_device(lambda: x @ weight.T)  # noqa: B023
+        total["fp8"] += time_device(lambda: _scaled(x_fp8, weight_fp8, channels))  # noqa: B023
+        total["converted"] += time_device(lambda: _scaled(convert(x), weight_fp8, channels))  # noqa: B023
+    return total
+
+
+def rows(tokens: int) -> list[Row]:
+    found = times_s(tokens)
+    return [
+        Row(
+            name=f"products of a layer, {tokens} tokens: {name}",
+            value=1000 * found[name],
+            unit="ms",
+            against="bf16",
+            against_value=1000 * found["bf16"],
+            goal=0.7,
+            lower_is_better=True,
+            method="Llama-3.1-8B's shapes, device time, medians",
+        )
+        for name in ("fp8", "converted")
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 8192])
+    print_table("FP8 products", [row for n in parser.parse_args().tokens for row in rows(n)])
+
+
+if __name__ == "__main__":
+    main()
