@@ -1,8 +1,9 @@
 """Moves one piece of a handoff between the paged pool and a slab with its header. Runs in the
 worker that owns the blocks; the slab may be another process's, seen through a window.
 
-Payloads in host memory carry a checksum. Between devices of one host they carry none: the header's
-own checksum, with lease, piece and length, shows that the slab was filled and for which piece.
+Payloads that are gathered in host memory carry a checksum. Those of a device carry none: the
+header's own checksum, with lease, piece and length, shows that the slab was filled and for which
+piece.
 
 A pool whose heads are on several devices is collated by rank 0, through one slab for each rank.
 
@@ -21,7 +22,7 @@ from kvpool.core.layout.layout import KvLayout, Tables
 from kvpool.core.layout.shards import End, PlaneSlice
 from kvpool.core.transfer.piece import Piece
 from kvpool.core.transfer.pool_map import PoolMap
-from kvpool.core.transfer.slabs import HEADER_BYTES, SlabHeader, checksum
+from kvpool.core.transfer.slabs import HEADER_BYTES, NO_CHECKSUM, SlabHeader, checksum
 from kvpool.core.transfer.write import Side, SlabSection, SlabWrite, chunk_bytes
 from kvpool.memory.codec import gather_changed, scatter_changed
 from kvpool.memory.kv_memory import KvMemory
@@ -200,7 +201,7 @@ def write_slab(
         lease_id=lease_id,
         piece=piece,
         payload_bytes=write.nbytes,
-        checksum=checksum(_buffer(payload)) if payload.is_cpu else 0,
+        checksum=checksum(_buffer(payload)) if payload.is_cpu else NO_CHECKSUM,
     )
     _put(header.pack(), window[:HEADER_BYTES])  # on a device it waits for the gather, too
     return HEADER_BYTES + write.nbytes

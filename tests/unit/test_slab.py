@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvpool.core.layout.codec import Codec
 from kvpool.core.transfer.piece import Piece
-from kvpool.core.transfer.slabs import HEADER_BYTES, SlabHeader, checksum
+from kvpool.core.transfer.slabs import HEADER_BYTES, NO_CHECKSUM, SlabHeader, checksum
 from kvpool.core.transfer.write import TokenSpan
 from kvrelay.errors import PeerError
 
@@ -92,3 +92,11 @@ def test_damaged_payload(at: int) -> None:
 def test_payload_longer_than_the_slab() -> None:
     with pytest.raises(PeerError, match="length 250 is more than the 200"):
         _header().check_payload(memoryview(_PAYLOAD[:200]))
+
+
+def test_a_payload_that_a_device_gathered_has_no_checksum() -> None:
+    header = _header(checksum=NO_CHECKSUM)
+    read = SlabHeader.unpack(header.pack(), fingerprint=header.fingerprint)
+    read.check_payload(memoryview(bytes(len(_PAYLOAD))))
+    with pytest.raises(PeerError, match="slab length"):
+        read.check_payload(memoryview(_PAYLOAD[:200]))

@@ -233,6 +233,7 @@ _MAGIC = b"KVRSLAB\0"
 _FIELDS = struct.Struct("<8sHHH16sQQQQIQQ")
 _CHECKSUM = struct.Struct("<Q")  # of all that stands before it
 _PADDING = bytes(HEADER_BYTES - _FIELDS.size - _CHECKSUM.size)
+NO_CHECKSUM = 0
 _DTYPES = ("float32", "bfloat16", "float16")
 _CODECS = (Codec.NONE, Codec.FP8, Codec.INT8)
 
@@ -242,7 +243,8 @@ class SlabHeader:
     """Names the piece of a sequence in the payload, and the lease under which it was written.
 
     `fingerprint` is the layout's logical fingerprint (32 hex digits), `checksum` the xxh3_64 of the
-    payload. `dtype` is that of the elements under codec none.
+    payload, or NO_CHECKSUM where a device has gathered it. `dtype` is that of the elements under
+    codec none.
     """
 
     fingerprint: str
@@ -310,6 +312,8 @@ class SlabHeader:
             raise PeerError(
                 f"slab length {self.payload_bytes} is more than the {payload.nbytes} bytes there"
             )
+        if self.checksum == NO_CHECKSUM:
+            return
         if checksum(payload[: self.payload_bytes]) != self.checksum:
             raise PeerError("slab payload is damaged: wrong checksum")
 
