@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,19 @@ def built(folder: Path) -> tuple[Manifest, ...]:
     done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return tuple(yaml.safe_load_all(done.stdout))
+
+
+@cache
+def render_with(overlay: str, component: str) -> tuple[Manifest, ...]:
+    """The overlay with one more of `components`, as a user's own overlay would name them."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(os.path.relpath(DEPLOY / "kubernetes", Path(name).resolve()))
+        parts = {
+            "resources": [str(folder / "overlays" / overlay)],
+            "components": [str(folder / "components" / component)],
+        }
+        Path(name, "kustomization.yaml").write_text(yaml.safe_dump(parts))
+        return built(Path(name))
 
 
 def one(overlay: str, kind: str, name: str | None = None) -> Manifest:

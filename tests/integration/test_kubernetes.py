@@ -21,12 +21,12 @@ from tests.integration.manifests import (
     DEPLOY,
     OVERLAYS,
     Manifest,
-    built,
     cluster_file,
     group_resources,
     groups,
     one,
     render,
+    render_with,
 )
 
 KUBERNETES_VERSION = "1.31"
@@ -51,7 +51,9 @@ def own_kinds(overlay: str) -> list[Manifest]:
 @each_overlay
 def test_kubernetes_accepts_them(overlay: str) -> None:
     checked = own_kinds(overlay)
-    kinds = {"ConfigMap", "Service", "PodDisruptionBudget", "NetworkPolicy"}
+    kinds = {"ConfigMap", "Service", "NetworkPolicy"}
+    if overlay == "gpu":
+        kinds |= {"PodDisruptionBudget", "PersistentVolumeClaim"}
     assert {m["kind"] for m in checked} == kinds
     for manifest in checked:
         kubernetes_validate.validate(manifest, KUBERNETES_VERSION, strict=True)
@@ -69,16 +71,16 @@ def test_kuberay_accepts_them(overlay: str, kind: str) -> None:
     crd_validator(kind).validate(one(overlay, kind))
 
 
-@each_overlay
-def test_kuberay_accepts_a_head_with_a_store(overlay: str, tmp_path: Path) -> None:
-    folder = Path(os.path.relpath(DEPLOY / "kubernetes", tmp_path.resolve()))
-    parts = {
-        "resources": [str(folder / "overlays" / overlay)],
-        "components": [str(folder / "components" / "head-store")],
-    }
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(parts))
-    (cluster,) = [m for m in built(tmp_path) if m["kind"] == "RayCluster"]
+def cluster_with(overlay: str, component: str) -> Manifest:
+    """KubeRay accepts it."""
+    (cluster,) = [m for m in render_with(overlay, component) if m["kind"] == "RayCluster"]
     crd_validator("RayCluster").validate(cluster)
+    return cluster
+
+
+@each_overlay
+def test_kuberay_accepts_a_head_with_a_store(overlay: str) -> None:
+    cluster = cluster_with(overlay, "head-store")
     assert cluster["spec"]["gcsFaultToleranceOptions"]["backend"] == "rocksdb"
     assert {**cluster["spec"], "gcsFaultToleranceOptions": None} == {
         **one(overlay, "RayCluster")["spec"],
@@ -211,21 +213,63 @@ def test_clients_find_no_internal_port(overlay: str, tmp_path: Path) -> None:
 
 
 @each_overlay
-def test_budgets_name_groups_that_exist(overlay: str) -> None:
-    routers = one(overlay, "PodDisruptionBudget", "kvrelay-routers")["spec"]
-    assert routers["selector"]["matchLabels"]["ray.io/group"] == "router"
-    most = groups(overlay)["router"]["maxReplicas"]
-    assert routers.get("maxUnavailable", 0) or most > 1, "else its node can never be drained"
-    workers = one(overlay, "PodDisruptionBudget", "kvrelay-workers")["spec"]
-    (named,) = [e for e in workers["selector"]["matchExpressions"] if e["key"] == "ray.io/group"]
-    assert {*named["values"], "router"} == {*groups(overlay)}
+def test_a_budget_lets_a_node_be_drained(overlay: str, tmp_path: Path) -> None:
+    """A share or maxUnavailable needs a scale, which RayCluster hasn't: no eviction is allowed."""
+    for budget in (m for m in render(overlay) if m["kind"] == "PodDisruptionBudget"):
+        (least,) = (value for key, value in budget["spec"].items() if key != "selector")
+        assert budget["spec"]["minAvailable"] == least
+        assert budget["spec"]["selector"]["matchLabels"] == ROUTER_PODS
+        assert 0 < least < config_of(overlay, tmp_path).router.replicas
+
+
+def test_gpus_serve_a_model_whose_weights_are_fetched_once(tmp_path: Path) -> None:
+    assert config_of("gpu", tmp_path).model.path is not None, "not the bundled one"
+    (claim,) = [m for m in render("gpu") if m["kind"] == "PersistentVolumeClaim"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"], "pods of several nodes share it"
+    for name, pod in pod_specs("gpu").items():
+        (container,) = pod["containers"]
+        env = {entry["name"]: entry for entry in container["env"]}
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert env["HF_HOME"]["value"] == mounts["weights"], name
+        assert env["HF_TOKEN"]["valueFrom"]["secretKeyRef"]["optional"] is True, name
+        (volume,) = [v for v in pod["volumes"] if v["name"] == "weights"]
+        assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+
+
+def test_pods_with_gpus_tolerate_their_nodes_taint() -> None:
+    for spec in groups("gpu").values():
+        pod = spec["template"]["spec"]
+        wants = "nvidia.com/gpu" in pod["containers"][0]["resources"]["limits"]
+        tolerated = {one["key"] for one in pod.get("tolerations", [])}
+        assert ("nvidia.com/gpu" in tolerated) == wants
+
+
+@each_overlay
+def test_rdma_is_for_workers_that_link_hosts(overlay: str) -> None:
+    """And what the overlay gives them stays."""
+    for spec in cluster_with(overlay, "rdma")["spec"]["workerGroupSpecs"]:
+        (container,) = spec["template"]["spec"]["containers"]
+        (before,) = groups(overlay)[spec["groupName"]]["template"]["spec"]["containers"]
+        device = {"rdma/hca_shared_devices_a": "1"}
+        added = device if spec["groupName"] in ("prefill", "decode") else {}
+        for part in ("limits", "requests"):
+            assert container["resources"][part] == before["resources"][part] | added
+        capabilities = container["securityContext"]["capabilities"]
+        assert capabilities.get("add", []) == (["IPC_LOCK"] if added else [])
+
+
+def monitor(overlay: str) -> Manifest:
+    assert "ServiceMonitor" not in {m["kind"] for m in render(overlay)}, "the operator may lack"
+    watched = render_with(overlay, "prometheus-operator")
+    (found,) = [m for m in watched if m["kind"] == "ServiceMonitor"]
+    return found
 
 
 @each_overlay
 def test_prometheus_finds_the_internal_port(overlay: str, tmp_path: Path) -> None:
     router = config_of(overlay, tmp_path).router
     assert router.internal_host == "node", "Prometheus is in another pod"
-    spec = one(overlay, "ServiceMonitor")["spec"]
+    spec = monitor(overlay)["spec"]
     service = one(overlay, "Service", "kvrelay-metrics")
     assert service["spec"]["selector"] == ROUTER_PODS
     assert [p["targetPort"] for p in service["spec"]["ports"]] == [router.internal_http_port]
@@ -245,7 +289,7 @@ def test_the_job_finds_its_cluster_and_its_file(overlay: str) -> None:
     assert job["entrypoint"] == "kvrelay serve"
     pod = cluster["spec"]["headGroupSpec"]["template"]["spec"]
     (container,) = pod["containers"]
-    env = {entry["name"]: entry["value"] for entry in container["env"]}
+    env = {entry["name"]: entry.get("value") for entry in container["env"]}
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert env["KVRELAY_CONFIG"] == f"{mounts['config']}/cluster.yaml"
     (volume,) = [v for v in pod["volumes"] if v["name"] == "config"]
@@ -268,7 +312,7 @@ def test_every_pod_keeps_to_the_restricted_standard() -> None:
             assert inside["runAsNonRoot"] is True and inside["runAsUser"] > 0, name
             assert inside["seccompProfile"] == {"type": "RuntimeDefault"}, name
             assert not {"hostNetwork", "hostPID", "hostIPC"} & {*pod}, name
-            allowed = {"configMap", "secret", "emptyDir"}
+            allowed = {"configMap", "secret", "emptyDir", "persistentVolumeClaim"}
             assert all(allowed & {*volume} for volume in pod["volumes"]), name
             for context in [sidecar, *(c["securityContext"] for c in pod["containers"])]:
                 assert context["allowPrivilegeEscalation"] is False, name
@@ -293,7 +337,7 @@ def test_token_and_key_come_from_a_secret_of_the_heads(overlay: str, tmp_path: P
     assert pods["head"]["securityContext"]["fsGroup"], "else it may not read them"
     others = [spec for name, spec in pods.items() if name != "head"]
     assert not [v for spec in others for v in spec["volumes"] if "secret" in v]
-    (endpoint,) = one(overlay, "ServiceMonitor")["spec"]["endpoints"]
+    (endpoint,) = monitor(overlay)["spec"]["endpoints"]
     shown = endpoint["authorization"]["credentials"]
     assert shown == {"name": volume["secret"]["secretName"], "key": "token"}
     assert "Secret" not in {m["kind"] for m in render(overlay)}, "it is nobody's to commit"
@@ -320,6 +364,16 @@ def test_from_elsewhere_only_public_ports_metrics_and_the_dashboard(
     assert named["kvrelay-routers"]["spec"]["podSelector"] == {"matchLabels": ROUTER_PODS}
 
 
+def test_code_comes_after_what_it_needs() -> None:
+    """So that a change of the code alone builds in seconds."""
+    text = (DEPLOY / "Dockerfile").read_text()
+    for target in ("cpu", "cuda"):
+        stage = text.partition(f" AS {target}\n")[2].partition("\nFROM ")[0]
+        assert stage.index("requirements.txt") < stage.index("COPY --from=source / ./")
+        assert stage.index("COPY --from=source / ./") < stage.index("pip install --no-deps .")
+    assert "project['optional-dependencies']['nixl']" in text, "pods hand over by it"
+
+
 def test_images_run_as_an_ordinary_user() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
     for target in ("cpu", "cuda"):
@@ -329,10 +383,12 @@ def test_images_run_as_an_ordinary_user() -> None:
 
 def test_dockerfile_copies_what_exists_and_ends_in_serve() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
-    copied = [line.split()[1:-1] for line in text.splitlines() if line.startswith("COPY")]
+    lines = [line for line in text.splitlines() if line.startswith("COPY") and "--" not in line]
+    copied = [line.split()[1:-1] for line in lines]
     for name in (name for names in copied for name in names):
         assert (DEPLOY.parent / name).exists(), name
-    assert re.findall(r"^FROM \S+ AS (\w+)$", text, re.M) == ["base", "cpu", "cuda"]
+    stages = ["source", "base", "cpu", "cuda"]
+    assert re.findall(r"^FROM \S+ AS (\w+)$", text, re.M) == stages
     assert 'ENTRYPOINT ["kvrelay"]\nCMD ["serve"]' in text
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text()
     assert all(f"!{name}\n" in ignored for names in copied for name in names)
