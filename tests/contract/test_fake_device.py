@@ -18,7 +18,7 @@ from kvpool.transport.peer.base import Read, RegionName, RegionWrite
 from kvpool.transport.peer.exposure import Check
 from kvpool.transport.rdma.agent import Operation, RegionPiece, RegionPlace
 from kvpool.transport.rdma.slab_memory import SlabMemory
-from kvrelay.errors import PeerError
+from kvrelay.errors import ConfigError, PeerError
 from tests.contract import transport_kit
 from tests.contract.transport_kit import Side, eventually_raises, pair
 
@@ -193,3 +193,20 @@ def test_what_is_retired_is_reached_no_more(fake: _FakeDevice, sides: list[Side]
     got = again.region(100)
     again.endpoint.connect(owner.endpoint.address).read(other.name, 0, got.memory)
     assert fake.bytes_of(got.memory) == bytes([1]) * 100
+
+
+def test_memory_that_the_library_refuses_leaves_nothing_behind(
+    fake: _FakeDevice, sides: list[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = _make(sides)
+    refused = ConfigError("NIXL can't register 100 bytes of cuda:3")
+
+    def register(memory: torch.Tensor) -> None:
+        raise refused
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_agent(owner), "register", register)
+        with pytest.raises(ConfigError, match="can't register 100 bytes"):
+            owner.region(100)
+    assert not _agent(owner).registered
+    assert owner.region(100).memory.numel() == 100

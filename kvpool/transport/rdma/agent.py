@@ -61,6 +61,10 @@ def device_of(memory: torch.Tensor) -> int:
     return memory.get_device() if memory.is_cuda else HOST
 
 
+def not_registered(library: str, memory: torch.Tensor, error: Exception) -> str:
+    return f"{library} can't register {memory.numel()} bytes of {memory.device}: {error}"
+
+
 RegionPiece = tuple[torch.Tensor, RegionName, int]
 """Contiguous registered memory here, of at least one byte; a learnt region of the peer, and an
 address in it."""
@@ -88,7 +92,8 @@ class Agent(Protocol):
     or on a CUDA device. The library knows no streams: what was queued for memory is done when it
     is moved."""
 
-    def register(self, memory: torch.Tensor) -> None: ...
+    def register(self, memory: torch.Tensor) -> None:
+        """Raises ConfigError where the library can't."""
 
     def deregister(self, memory: torch.Tensor) -> None:
         """Once for each `register` of this very tensor."""

@@ -24,7 +24,14 @@ import torch
 
 from kvpool.transport.peer.base import RegionName
 from kvpool.transport.peer.exposure import Check
-from kvpool.transport.rdma.agent import HOST, Operation, RegionPiece, RegionPlace, device_of
+from kvpool.transport.rdma.agent import (
+    HOST,
+    Operation,
+    RegionPiece,
+    RegionPlace,
+    device_of,
+    not_registered,
+)
 from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError, PeerError
 
@@ -82,7 +89,10 @@ class NixlAgent:
         self.backends = [self._create_backend(options)]
 
     def register(self, memory: torch.Tensor) -> None:
-        self._agent.registerMem(self._registration(memory), self.backends)
+        try:
+            self._agent.registerMem(self._registration(memory), self.backends)
+        except self.errors as error:
+            raise ConfigError(not_registered("NIXL", memory, error)) from error
 
     def deregister(self, memory: torch.Tensor) -> None:
         self._agent.deregisterMem(self._registration(memory), self.backends)

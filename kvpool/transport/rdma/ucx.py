@@ -26,7 +26,7 @@ import torch
 
 from kvpool.transport.peer.base import RegionName
 from kvpool.transport.peer.exposure import Check
-from kvpool.transport.rdma.agent import Operation, RegionPiece, RegionPlace
+from kvpool.transport.rdma.agent import Operation, RegionPiece, RegionPlace, not_registered
 from kvpool.transport.rdma.nixl import Waiting
 from kvpool.transport.rdma.slab_memory import SlabMemory
 from kvpool.transport.rdma.ucx_options import UcxOptions
@@ -165,7 +165,10 @@ class UcxAgent:
         self._remotes: weakref.WeakSet[UcxRemote] = weakref.WeakSet()
 
     def register(self, memory: torch.Tensor) -> None:
-        handle = self.ucp.map(self._context.handle, memory.data_ptr(), memory.numel())
+        try:
+            handle = self.ucp.map(self._context.handle, memory.data_ptr(), memory.numel())
+        except PeerError as error:
+            raise ConfigError(not_registered("UCX", memory, error)) from error
         self._mapped[id(memory)] = memory, handle
 
     def deregister(self, memory: torch.Tensor) -> None:
