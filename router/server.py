@@ -139,6 +139,11 @@ class RouterServers:
         self._internal = Listener(self._options.internal, internal_app, internal)
         return await self._start(self._public, self._internal)
 
+    async def leave(self) -> None:
+        """Tells load balancers to send nothing more. Requests are still taken."""
+        self.service.leaving = True
+        await self._health.refresh()
+
     async def stop(self, grace_s: float) -> None:
         """Lets running requests finish for `grace_s`, then aborts them. New ones are refused until
         the ports close, when no request runs any more. The internal listener serves until then.
@@ -159,6 +164,7 @@ class RouterServers:
     async def _drain(self, grace_s: float) -> float:
         """The seconds left of `grace_s` once no request runs."""
         deadline_s = time.monotonic() + grace_s
+        await self.leave()
         self.service.draining = True
         while self.service.dispatcher.running_requests() and time.monotonic() < deadline_s:
             await asyncio.sleep(DRAIN_POLL_S)

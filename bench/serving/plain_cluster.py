@@ -140,7 +140,10 @@ def pool_node(name: str) -> Iterator[psutil.Process]:
 TLS = "network.tls.public"
 HANDED_OVER = ("router.placement.local_prefill=off",)
 """Router settings of what measures handoffs."""
-_ROUTER = ["--host", "127.0.0.1", "--http-port", "0", "--grpc-port", "0"]
+_ROUTER = [
+    *("--host", "127.0.0.1", "--http-port", "0", "--grpc-port", "0"),
+    "--set=router.lame_duck=null",
+]
 
 
 @contextmanager

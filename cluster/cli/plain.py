@@ -1,8 +1,8 @@
 """`kvrelay router`, `kvrelay worker` and `kvrelay pool-node` as ordinary processes, without Ray.
 
 A worker or pool node registers with each router by a call that stays open. When a router goes away,
-it tries again. SIGTERM or SIGINT drains and exits. Each process imports only what it needs: a
-router doesn't wait for torch.
+it tries again. SIGTERM or SIGINT drains and exits; after SIGTERM a router first tells load
+balancers to leave it. Each process imports only what it needs: a router doesn't wait for torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
 
 import grpc
@@ -53,7 +53,7 @@ async def run_router(settings: RouterSettings, *, drain_s: float) -> None:
     """Serve until SIGTERM or SIGINT, then drain."""
     from cluster.router.process import RouterProcess
 
-    stopping = _stop_signals()
+    stopping = _Stopping()
     router = RouterProcess(settings)
     async with showing(settings.process, router):
         address = await router.start()
@@ -66,6 +66,9 @@ async def run_router(settings: RouterSettings, *, drain_s: float) -> None:
     print(f"internal HTTP on {internal}:{address.internal.http}{internal_tls}", flush=True)
     print(f"internal gRPC on {internal}:{address.internal.grpc}{internal_tls}", flush=True)
     await stopping.wait()
+    if not stopping.hurried:
+        await router.leave()
+        await stopping.hurry(settings.lame_duck_s)
     await router.stop(drain_s=drain_s)
 
 
@@ -74,7 +77,7 @@ async def run_worker(settings: WorkerSettings, *, join: Sequence[str], drain_s: 
     from cluster.worker.last_words import LastWords
     from cluster.worker.process import WorkerProcess
 
-    stopping = _stop_signals()
+    stopping = _Stopping()
     worker = WorkerProcess(settings, LastWords(settings.host, settings.port_range))
     async with showing(settings.name, worker):
         telling = asyncio.create_task(_tell_choice(worker))
@@ -91,7 +94,7 @@ async def run_pool_node(settings: PoolNodeSettings, *, join: Sequence[str], drai
     """Serve until SIGTERM or SIGINT. Raises the error that made the node stop by itself."""
     from cluster.pool_node.node import PoolNode
 
-    stopping = _stop_signals()
+    stopping = _Stopping()
     node = PoolNode(settings)
     addresses = await node.start()
     freeze()
@@ -188,16 +191,33 @@ async def _register(
     return joined.is_set(), reason
 
 
-def _stop_signals() -> asyncio.Event:
+class _Stopping(asyncio.Event):
     """Set by the first signal; a second Ctrl-C ends the process at once."""
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
 
-    def interrupted() -> None:
-        if stopping.is_set():
+    def __init__(self) -> None:
+        super().__init__()
+        self._hurry = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._told)
+        loop.add_signal_handler(signal.SIGINT, self._interrupted)
+
+    @property
+    def hurried(self) -> bool:
+        """By Ctrl-C, or a second signal."""
+        return self._hurry.is_set()
+
+    async def hurry(self, most_s: float) -> None:
+        """Returns once it is hurried, at the latest after `most_s`."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._hurry.wait(), most_s)
+
+    def _told(self) -> None:
+        if self.is_set():
+            self._hurry.set()
+        self.set()
+
+    def _interrupted(self) -> None:
+        if self.is_set():
             os._exit(EXIT_INTERRUPTED)
-        stopping.set()
-
-    loop.add_signal_handler(signal.SIGTERM, stopping.set)
-    loop.add_signal_handler(signal.SIGINT, interrupted)
-    return stopping
+        self._hurry.set()
+        self.set()

@@ -90,6 +90,7 @@ ROUTER_KEYS = (
     "router.record_size",
     "router.directory_memory",
     "router.failover_patience",
+    "router.lame_duck",
     "router.placement.policy",
     "router.placement.local_prefill",
     "router.placement.move_hot_spots",

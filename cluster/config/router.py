@@ -128,6 +128,10 @@ class RouterSection(Section):
     failover_patience: Seconds = 600.0
     """How long a request that was admitted and has lost its worker waits for another one, if it has
     no deadline. It goes before new requests of its tier."""
+    lame_duck: Seconds | None = 5.0
+    """How long `kvrelay router` still takes requests after SIGTERM, while `/ready` is 503 and its
+    gRPC health NOT_SERVING, so that load balancers leave it. It should be longer than they take
+    between two checks. Ctrl-C leaves it out; null: none."""
     placement: PlacementSection = PlacementSection()
     dispatch: Literal["direct", "shared_queue"] = "direct"
     """direct: a prompt goes to its prefill worker as soon as it is admitted, and waits there;

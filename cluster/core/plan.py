@@ -270,6 +270,7 @@ def router_settings(
         record_bytes=config.router.record_size,
         directory_bytes=config.router.directory_memory,
         failover_patience_s=config.router.failover_patience,
+        lame_duck_s=config.router.lame_duck or 0.0,
         detect_s=config.failure.detect,
         policies=Policies(
             placement=config.router.placement.policy,

@@ -129,6 +129,7 @@ class RouterSettings:
     record_bytes: int = 0
     directory_bytes: int = DIRECTORY_BYTES
     failover_patience_s: float = FAILOVER_PATIENCE_S
+    lame_duck_s: float = 0.0  # that it still takes requests once it is to stop
     detect_s: float = DETECT_S
     policies: Policies = DEFAULT_POLICIES
     qos: QosTiers = ONE_TIER

@@ -172,6 +172,10 @@ class RouterProcess:
     async def remove_pool_node(self, address: str) -> None:
         await self.dispatcher.pools.remove(address)
 
+    async def leave(self) -> None:
+        """Tells load balancers to send nothing more; requests are still taken."""
+        await self._servers.leave()
+
     async def stop(self, *, drain_s: float) -> None:
         """Accepts no new requests, finishes running ones for up to `drain_s`, then closes
         everything."""

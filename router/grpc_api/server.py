@@ -261,7 +261,7 @@ class Health(health.aio.HealthServicer):
 
     async def refresh(self) -> None:
         kinds = health_pb2.HealthCheckResponse
-        can_serve = self._service.dispatcher.ready() and not self._service.draining
+        can_serve = self._service.dispatcher.ready() and not self._service.leaving
         status = kinds.SERVING if can_serve else kinds.NOT_SERVING
         if status == self._told:
             return  # telling it again would wake every watch

@@ -51,8 +51,8 @@ async def load(request: Request) -> Response:
 
 async def ready(request: Request) -> Response:
     service = api_of(request).service
-    if service.draining:
-        return json_response({"ready": False, "reason": "this router is draining"}, status=503)
+    if service.leaving:
+        return json_response({"ready": False, "reason": "this router is stopping"}, status=503)
     reason = service.dispatcher.not_ready()
     if reason is None:
         return json_response({"ready": True})

@@ -82,6 +82,7 @@ class TextService:
         self.door = door
         self._key = key
         self._grammars = grammars
+        self.leaving = False  # it still takes requests, but tells balancers to send none
         self.draining = False
         self.refusals = RefusalLog()
 

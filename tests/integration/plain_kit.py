@@ -50,7 +50,8 @@ def start_router(
     """`again`: at the gRPC addresses of one that is gone."""
     public, internal = map(port_of, again or ("", ""))
     ports = ("--http-port=0", f"--grpc-port={public}")
-    options += ("--set", f"router.internal_grpc_port={internal}")
+    settings = (f"router.internal_grpc_port={internal}", "router.lame_duck=null")
+    options = (*(f"--set={one}" for one in settings), *options)
     process = here.start(KVRELAY, "router", *ports, *options, log=log)
     found = until(lambda: re.search(ADDRESSES, log.read_text()) or process.poll())
     assert isinstance(found, re.Match), log.read_text()

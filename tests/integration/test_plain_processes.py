@@ -7,6 +7,10 @@ import signal
 import subprocess
 from pathlib import Path
 
+import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
 from kvrelay import Client, Stream
 from kvrelay.client.requests import GenerateOptions
 from tests.integration.plain_kit import (
@@ -106,6 +110,24 @@ def test_a_killed_router_takes_along_no_stream(here: Marked, tmp_path: Path) -> 
     for process in (stays, again, *workers):
         process.terminate()
     assert [process.wait(30) for process in (stays, again, *workers)] == [0] * 4
+
+
+def test_a_router_that_stops_is_left_before_it_refuses(here: Marked, tmp_path: Path) -> None:
+    router, address = start_router(here, tmp_path / "r", "--set=router.lame_duck=10m")
+    workers = [start_worker(here, [address], role, tmp_path / role) for role in ROLES]
+    until_joined(address)
+    whole = generate(address)
+    with grpc.insecure_channel(address.grpc) as channel:
+        check = HealthStub(channel).Check
+        assert check(HealthCheckRequest()).status == HealthCheckResponse.SERVING
+        router.send_signal(signal.SIGTERM)
+        until(lambda: check(HealthCheckRequest()).status == HealthCheckResponse.NOT_SERVING)
+    assert generate(address) == whole, "what comes meanwhile is served"
+    router.send_signal(signal.SIGTERM)
+    assert router.wait(30) == 0, (tmp_path / "r").read_text()
+    for worker in workers:
+        worker.terminate()
+    assert [worker.wait(30) for worker in workers] == [0, 0]
 
 
 def test_a_busy_port_is_one_line(here: Marked, tmp_path: Path) -> None:

@@ -323,6 +323,7 @@ SAMPLES: dict[str, object] = {
     "router.conversations.age": "60s",
     "router.directory_memory": "1MiB",
     "router.failover_patience": "9s",
+    "router.lame_duck": "9s",
     "router.placement.policy": "random",
     "router.placement.local_prefill": "auto",
     "router.placement.move_hot_spots": True,

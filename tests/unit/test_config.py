@@ -37,8 +37,8 @@ REFUSED = {
     "workers.0.rol=2": "workers.0.rol: unknown key, did you mean role?",
     "router.zzz=1": "router.zzz: unknown key, expected one of admission, api_key_hashes, api_keys, "
     "conversations, directory_memory, dispatch, failover_patience, grpc_port, host, http_port, "
-    "internal_grpc_port, internal_host, internal_http_port, max_body, open_metrics, placement, "
-    "public_metrics, record, record_size, replicas, resources, same_ports",
+    "internal_grpc_port, internal_host, internal_http_port, lame_duck, max_body, open_metrics, "
+    "placement, public_metrics, record, record_size, replicas, resources, same_ports",
     "engine.block_size=7": "engine.block_size: got 7, expected greater than or equal to 8",
     "engine.block_size=129": "engine.block_size: got 129, expected less than or equal to 128",
     "engine.block_size=16.0": "engine.block_size: got 16.0, expected a valid integer",
@@ -533,6 +533,7 @@ CHANGES = {
     "router.conversations.memory": "5MiB",
     "router.conversations.age": "9s",
     "router.failover_patience": "9s",
+    "router.lame_duck": "9s",
     "router.placement.policy": "random",
     "router.placement.local_prefill": "auto",
     "router.placement.move_hot_spots": True,
