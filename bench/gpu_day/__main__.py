@@ -1,7 +1,8 @@
 """All that must be seen on a CUDA device: each part with its own time limit, and a page of results
 that is written as they come. It needs no Ray.
 
-A part that fails or takes too long is noted, and the next one begins.
+A part that fails or takes too long is noted, and the next one begins. With --rehearse those parts
+that can do so run on the CPU with small sizes, so that nothing but the numbers is new on a device.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from bench.gpu_day.parts import PARTS, Part
+from bench.gpu_day.parts import PARTS
 
 _SHOWN_LINES = 120
 _LAST_WORDS_S = 10.0
@@ -27,34 +29,37 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0, help="for all parts together")
     names = [part.name for part in PARTS]
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", default=names)
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with small sizes")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     page = args.out / "page.md"
     page.write_text(f"# A day on a device, {time.strftime('%Y-%m-%d')}\n")
     end_s = time.monotonic() + 60 * args.minutes
     for part in PARTS:
-        if part.name in args.only:
-            _run(part, args.out, page, left_s=end_s - time.monotonic())
+        line = part.line(rehearses=args.rehearse)
+        if part.name in args.only and line is not None:
+            limit_s = min(part.limit_s, end_s - time.monotonic())
+            _run(part.name, line, args.out, page, limit_s)
 
 
-def _run(part: Part, folder: Path, page: Path, left_s: float) -> None:
+def _run(name: str, line: Sequence[str], folder: Path, page: Path, limit_s: float) -> None:
     """Into a log of its own; the end of it onto the page."""
-    log, begin_s = folder / f"{part.name}.log", time.monotonic()
-    print(f"{part.name}: {' '.join(part.command)}", flush=True)
-    ended = _watched(part, log, limit_s=min(part.limit_s, left_s)) if left_s > 0 else "no time left"
+    log, begin_s = folder / f"{name}.log", time.monotonic()
+    print(f"{name}: {' '.join(line[2:])}", flush=True)
+    ended = _watched(line, log, limit_s) if limit_s > 0 else "no time left"
     took_s = time.monotonic() - begin_s
-    print(f"{part.name}: {ended} after {took_s:.0f} s", flush=True)
+    print(f"{name}: {ended} after {took_s:.0f} s", flush=True)
     lines = log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:] if log.exists() else []
     with page.open("a") as written:
-        written.write(f"\n## {part.name}: {ended}, {took_s:.0f} s\n\n```\n")
+        written.write(f"\n## {name}: {ended}, {took_s:.0f} s\n\n```\n")
         written.write("\n".join(lines) + "\n```\n")
 
 
-def _watched(part: Part, log: Path, limit_s: float) -> str:
+def _watched(line: Sequence[str], log: Path, limit_s: float) -> str:
     """How it ended. Nothing of it is left."""
     with log.open("wb") as kept:
         process = subprocess.Popen(
-            part.line,
+            line,
             stdout=kept,
             stderr=subprocess.STDOUT,
             start_new_session=True,
