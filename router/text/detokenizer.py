@@ -79,7 +79,7 @@ UNFINISHED = "\ufffd"
 WINDOW_TOKENS = 8
 """The window is cut when it has this many tokens."""
 PATIENCE_TOKENS = 8
-"""A character never takes this many tokens: if it is unfinished by then, it is not UTF-8."""
+"""A character never takes this many tokens: what is unfinished for so long is not UTF-8."""
 CONTEXT_TOKENS = 4
 """Longer than any unfinished character at the window's end."""
 
@@ -122,7 +122,10 @@ class Detokenizer:
             return ""
         self._window.append(token_id)
         text = self._decode(self._window)
-        if text.endswith(UNFINISHED) and self._waiting_tokens < PATIENCE_TOKENS:
+        if text.endswith(UNFINISHED):
+            if not self._decode([token_id]):  # not a token of the model's: it adds nothing
+                self._window.pop()
+                return ""
             return self._emit_finished_part(text)
         self._waiting_tokens = 0
         piece = text[self._sent_characters :]
@@ -141,14 +144,17 @@ class Detokenizer:
         return self._backend.decode(token_ids, skip_special_tokens=False)
 
     def _emit_finished_part(self, text: str) -> str:
-        finished = len(text.rstrip(UNFINISHED))
+        """After PATIENCE_TOKENS all but the last character, which the next token may finish."""
+        is_late = self._waiting_tokens >= PATIENCE_TOKENS
+        finished = len(text) - 1 if is_late else len(text.rstrip(UNFINISHED))
         piece = text[self._sent_characters : finished]
         self._waiting_tokens = 0 if piece else self._waiting_tokens + 1
         self._sent_characters = max(self._sent_characters, finished)
         if piece and len(self._window) > WINDOW_TOKENS + CONTEXT_TOKENS:
             self._window = self._window[-CONTEXT_TOKENS:]
             self._clean_tokens = 0
-            self._sent_characters = len(self._decode(self._window).rstrip(UNFINISHED))
+            unfinished = len(text) - finished
+            self._sent_characters = max(0, len(self._decode(self._window)) - unfinished)
         return piece
 
     def _slide(self) -> None:

@@ -59,6 +59,14 @@ def test_nonsense_of_a_byte_level_model_joins_to_the_whole(
     assert "".join(pieces) == bytewise.decode(ids)
 
 
+@pytest.mark.parametrize("strays", range(6, 20))
+def test_a_character_behind_stray_bytes_is_whole(bytewise: TextTokenizer, strays: int) -> None:
+    stray = bytewise.encode("😀", add_special_tokens=False)[1]
+    ids = [stray] * strays + [*bytewise.encode("¡😀", add_special_tokens=False)]
+    pieces = streamed(TextStream(bytewise), ids)
+    assert "".join(pieces) == bytewise.decode(ids) == BROKEN * strays + "¡😀"
+
+
 def test_text_comes_as_soon_as_it_is_certain(bytewise: TextTokenizer) -> None:
     ids = bytewise.encode("a😀b", add_special_tokens=False)
     pieces = streamed(TextStream(bytewise), ids)
