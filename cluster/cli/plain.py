@@ -68,7 +68,7 @@ async def run_router(settings: RouterSettings, *, drain_s: float) -> None:
     await stopping.wait()
     if not stopping.hurried:
         await router.leave()
-        await stopping.hurry(settings.lame_duck_s)
+        await stopping.wait_hurried(settings.lame_duck_s)
     await router.stop(drain_s=drain_s)
 
 
@@ -206,7 +206,7 @@ class _Stopping(asyncio.Event):
         """By Ctrl-C, or a second signal."""
         return self._hurry.is_set()
 
-    async def hurry(self, most_s: float) -> None:
+    async def wait_hurried(self, most_s: float) -> None:
         """Returns once it is hurried, at the latest after `most_s`."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._hurry.wait(), most_s)

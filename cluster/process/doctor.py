@@ -247,14 +247,10 @@ def _refusal(config: Config, finding: Finding) -> str:
         return finding.why
     kinds = ", ".join(config.transfer.require)
     text = f"it is {finding.kind} and transfer.require is [{kinds}]"
-    asked = [
-        kind for kind in (LinkKind.RDMA, LinkKind.GPUDIRECT) if kind in config.transfer.require
-    ]
-    if asked and finding.transport in link_kind.UCX_SCHEMES:
-        options = UcxOptions(**dict(ucx_options(config.transfer.ucx)))  # type: ignore[arg-type]
-        device = _device(gpu_facts())
-        text += f" ({link_kind.why_not(asked[0], finding.transport, options, device)})"
-    return text
+    options = UcxOptions(**dict(ucx_options(config.transfer.ucx)))  # type: ignore[arg-type]
+    device = _device(gpu_facts())
+    why = link_kind.lacks(config.transfer.require, finding.transport, options, device)
+    return f"{text} ({why})" if why else text
 
 
 def _pool(config: Config) -> tuple[str, list[str]]:

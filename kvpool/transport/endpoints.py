@@ -149,13 +149,12 @@ class Endpoints:
     def register(self, nbytes: int) -> SharedRegion:
         """New memory. shm shares only its own memory, so the others use that too, unless they
         reach the device's."""
-        last_first = sorted(self._open, key=lambda scheme: scheme != _SHARES_ONLY_ITS_OWN)
+        in_turn = sorted(self._open, key=lambda scheme: scheme != _SHARES_ONLY_ITS_OWN)
         over: dict[str, Region] = {}
-        for scheme in last_first:
-            over[scheme] = self._shared(scheme, over.values()) or self._open[scheme].register(
-                nbytes
-            )
-        return self._named(over[last_first[0]].memory, over)
+        for scheme in in_turn:
+            shared = self._shared(scheme, over.values())
+            over[scheme] = shared or self._open[scheme].register(nbytes)
+        return self._named(over[in_turn[0]].memory, over)
 
     def _shared(self, scheme: str, others: Iterable[Region]) -> Region | None:
         """That of another transport which this one can share, on the device if there is one."""
@@ -214,16 +213,10 @@ class Endpoints:
     def _check_kind(self, scheme: str) -> None:
         if not self._require or (kind := self._options.kind(scheme)).meets(self._require):
             return
-        why = self._why_not(kind, scheme)
+        why = link_kind.lacks(self._require, scheme, self._options.ucx, self._options.device)
         wanted = ", ".join(sorted(self._require))
         reason = f" ({why})" if why else ""
         raise ConfigError(f"transfer.require is [{wanted}] and {scheme} is {kind}{reason}")
-
-    def _why_not(self, kind: LinkKind, scheme: str) -> str | None:
-        asked = [one for one in (LinkKind.RDMA, LinkKind.GPUDIRECT) if one in self._require]
-        if not asked or kind not in (LinkKind.TCP, LinkKind.RDMA):
-            return None
-        return link_kind.why_not(asked[0], scheme, self._options.ucx, self._options.device)
 
     def _nothing_common(self, theirs: Collection[str]) -> str:
         has = ", ".join(theirs) or "no transport"

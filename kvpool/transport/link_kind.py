@@ -277,6 +277,12 @@ def link_kind(scheme: str, ucx: UcxOptions, device: str = "cpu") -> LinkKind:
     return LinkKind.GPUDIRECT if on_gpu and not gpudirect.no_gpudirect(device) else LinkKind.RDMA
 
 
+def lacks(required: Collection[str], scheme: str, ucx: UcxOptions, device: str) -> str | None:
+    """Why nixl or ucx is of none of the required kinds, if one of these is of RDMA."""
+    asked = [kind for kind in (LinkKind.RDMA, LinkKind.GPUDIRECT) if kind in required]
+    return why_not(asked[0], scheme, ucx, device) if asked and scheme in UCX_SCHEMES else None
+
+
 def why_not(kind: LinkKind, scheme: str, ucx: UcxOptions, device: str) -> str | None:
     """Why nixl or ucx has no links of that kind here, RDMA or GPUDirect; None if it has."""
     no_rdma_here = rdma_obstacle(scheme, ucx)
