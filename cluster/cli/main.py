@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from cluster.cli import change as cli_change
 from cluster.cli import cluster as cli_cluster
 from cluster.cli import doctor as cli_doctor
 from cluster.cli import plan as cli_plan
@@ -80,6 +81,9 @@ def show(config: ConfigFile = None, set_: SetOption = None) -> None:
 
 app.command("serve")(cli_cluster.serve)
 app.command("stop")(cli_cluster.stop)
+app.command("apply")(cli_change.apply)
+app.command("scale")(cli_change.scale)
+app.command("drain")(cli_change.drain)
 app.command("demo")(cli_cluster.demo)
 app.command("chat")(cli_chat.chat)
 app.command("batch")(cli_batch.batch)

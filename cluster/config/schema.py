@@ -310,3 +310,11 @@ class Config(Section):
         if not given:
             raise ValueError("a prefill pool and a decode pool, or a pool of role both")
         return given
+
+    @field_validator("workers")
+    @classmethod
+    def _have_names(cls, given: tuple[WorkerPool, ...]) -> tuple[WorkerPool, ...]:
+        twice = [label for label, n in Counter(pool.label for pool in given).items() if n > 1]
+        if twice:
+            raise ValueError(f"another name for each pool, not {twice[0]} twice")
+        return given

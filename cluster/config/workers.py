@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from cluster.config.types import AutoCount, AutoOrOff, Count, Device, DtypeName, Quantity, Section
+from cluster.config.types import (
+    AutoCount,
+    AutoOrOff,
+    Count,
+    Device,
+    DtypeName,
+    Name,
+    Quantity,
+    Section,
+)
 from kvrelay.types import Role
+
+TAKEN_NAMES = ("router", "pool", "controller")
+"""Other processes of a cluster are named so."""
 
 
 class ParallelSection(Section):
@@ -17,6 +29,8 @@ class ParallelSection(Section):
 class WorkerPool(Section):
     """Identical workers of one role. A role may have several pools."""
 
+    name: Name | None = None
+    """Its workers are named NAME-0, NAME-1 and so on. null: the role."""
     role: Role
     replicas: Count = 1
     device: Device = "auto"
@@ -36,11 +50,23 @@ class WorkerPool(Section):
     """null: model.dtype."""
 
     @property
+    def label(self) -> str:
+        """The pool's name."""
+        return self.name or self.role.value
+
+    @property
     def on_gpu(self) -> bool:
         """For a resolved pool: with device auto it has a GPU if Ray reserves one for it."""
         if self.device == "auto":
             return self.resources.get("GPU", 0.0) > 0
         return self.device != "cpu"
+
+    @field_validator("name")
+    @classmethod
+    def _is_free(cls, given: str | None) -> str | None:
+        if given in TAKEN_NAMES:
+            raise ValueError(f"another name than {', '.join(TAKEN_NAMES)}")
+        return given
 
     @field_validator("parallel")
     @classmethod

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
 from typing import get_args
 
@@ -15,9 +15,12 @@ from cluster.config.router import RouterSection
 from cluster.config.schema import Config, PreloadSection, Ucx
 from cluster.config.types import FarTransport
 from cluster.config.workers import WorkerPool
+from cluster.core.desired import Desired, process_name
 from cluster.core.qos import qos_tiers, router_tiers, tier_match
-from cluster.core.resolve import device_share, router_names, worker_names
+from cluster.core.resolve import ROUTERS, device_share, router_names
+from cluster.core.revision import router_revision, worker_revision
 from cluster.core.settings import PoolNodeSettings, RouterSettings, WorkerSettings
+from cluster.core.supervision import DesiredPool, ProcessKind
 from engine.core.options import CudaOptions
 from kvrelay.access.values import NO_ACCESS, NO_SECRETS, Access, Secrets, Tls, TlsFiles
 from kvrelay.errors import ConfigError
@@ -75,12 +78,31 @@ class RayResources:
 class RouterPlan:
     settings: RouterSettings
     placement: RayResources
+    revision: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlan:
     settings: WorkerSettings
     placement: RayResources
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPoolPlan:
+    """`settings`: those of each of its workers, but for their names."""
+
+    name: str
+    count: int
+    settings: WorkerSettings
+    placement: RayResources
+    revision: str
+    on_gpu: bool
+
+    def worker(self, name: str) -> WorkerPlan:
+        return WorkerPlan(settings=replace(self.settings, name=name), placement=self.placement)
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(process_name(self.name, number) for number in range(self.count))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,30 +121,73 @@ class ClusterPlan:
 
     name: str
     routers: tuple[RouterPlan, ...]
-    workers: tuple[WorkerPlan, ...]
+    worker_pools: tuple[WorkerPoolPlan, ...]
     pool: PoolNodePlan | None
     startup_timeout_s: float
     hang_timeout_s: float
     drain_s: float
 
+    @property
+    def workers(self) -> tuple[WorkerPlan, ...]:
+        return tuple(pool.worker(name) for pool in self.worker_pools for name in pool.names())
 
-def plan_cluster(config: Config, secrets: Secrets = NO_SECRETS) -> ClusterPlan:
-    """`config` must be resolved. Raises ConfigError for TLS without a certificate of its own."""
-    access = access_of(config, secrets.token)
-    named = zip(config.workers, worker_names(config.workers), strict=True)
-    workers = (
-        WorkerPlan(settings=worker_settings(config, pool, name, access), placement=_placement(pool))
-        for pool, names in named
-        for name in names
+    def worker_pool(self, name: str) -> WorkerPoolPlan | None:
+        return next((pool for pool in self.worker_pools if pool.name == name), None)
+
+    def desired(self) -> Desired:
+        first = self.routers[0]
+        routers = DesiredPool(
+            kind=ProcessKind.ROUTER,
+            count=len(self.routers),
+            revision=first.revision,
+            needs=str(first.placement),
+        )
+        return {ROUTERS: routers, **{pool.name: _desired(pool) for pool in self.worker_pools}}
+
+
+def _desired(pool: WorkerPoolPlan) -> DesiredPool:
+    return DesiredPool(
+        kind=ProcessKind.WORKER,
+        count=pool.count,
+        revision=pool.revision,
+        needs=str(pool.placement),
+        role=pool.settings.role,
     )
+
+
+def plan_cluster(
+    config: Config, secrets: Secrets = NO_SECRETS, given: Config | None = None
+) -> ClusterPlan:
+    """`config` must be resolved; `given` is what it was before that. Raises ConfigError for TLS
+    without a certificate of its own."""
+    access, before = access_of(config, secrets.token), given or config
+    pools = zip(config.workers, before.workers, strict=True)
+    revision = router_revision(before)
     return ClusterPlan(
         name=config.name,
-        routers=tuple(_router_plan(config, secrets, n) for n in range(config.router.replicas)),
-        workers=tuple(workers),
+        routers=tuple(
+            _router_plan(config, secrets, number, revision)
+            for number in range(config.router.replicas)
+        ),
+        worker_pools=tuple(
+            _pool_plan(config, pool, worker_revision(before, asked), access)
+            for pool, asked in pools
+        ),
         pool=_pool_node_plan(config, access) if config.pool.enabled != "off" else None,
         startup_timeout_s=config.ray.startup_timeout,
         hang_timeout_s=config.ray.hang_timeout,
         drain_s=config.drain_timeout,
+    )
+
+
+def _pool_plan(config: Config, pool: WorkerPool, revision: str, access: Access) -> WorkerPoolPlan:
+    return WorkerPoolPlan(
+        name=pool.label,
+        count=pool.replicas,
+        settings=worker_settings(config, pool, pool.label, access),
+        placement=_placement(pool),
+        revision=revision,
+        on_gpu=pool.on_gpu,
     )
 
 
@@ -241,9 +306,10 @@ def _public_tls(config: Config) -> TlsFiles | None:
     return TlsFiles(certificate=tls.certificate, key=tls.key, client_ca=tls.client_ca)
 
 
-def _router_plan(config: Config, secrets: Secrets, number: int) -> RouterPlan:
+def _router_plan(config: Config, secrets: Secrets, number: int, revision: str) -> RouterPlan:
     settings = router_settings(config, secrets, number)
-    return RouterPlan(settings=settings, placement=_place(config.router.resources))
+    place = _place(config.router.resources)
+    return RouterPlan(settings=settings, placement=place, revision=revision)
 
 
 def router_settings(

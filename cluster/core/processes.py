@@ -7,21 +7,29 @@ from dataclasses import dataclass, field
 
 from cluster.core.supervision import Home, ProcessKind, State
 from engine.core.activity import Stage, StartActivity
+from kvrelay.types import Role
 
 FIRST_BACKOFF_S = 1.0
 LAST_BACKOFF_S = 60.0
 STABLE_S = 60.0
 """A process that served for this long starts its back-off anew."""
+LEAVING = (State.DRAINING, State.STOPPING, State.GONE)
 STARTS = StartActivity(stage=Stage.STARTS)
 
 
 @dataclass(slots=True, kw_only=True)
 class Process:
     """`home` is where it runs or last ran; for a pool node, where it shall run. `joined`: the
-    routers that know it."""
+    routers that know it. `number` counts within its pool. `revision`: the settings that it started
+    with. `role`: what it shall be, for a worker."""
 
     name: str
     kind: ProcessKind
+    pool: str = ""
+    number: int = 0
+    revision: str = ""
+    needs: str = "{}"
+    role: Role | None = None
     state: State = State.GONE
     life: int = 0
     failures: int = 0
@@ -32,12 +40,26 @@ class Process:
     home: Home | None = None
     activity: StartActivity = STARTS  # while its state is STARTING
     left_out: str = ""  # why, while its state is LEFT_OUT
+    adopted: bool = False  # a former controller started it, and it may still serve
     starting_s: float = 0.0  # for how long, without its wait for a place
     silent_s: float | None = None  # since a ping that is not answered yet
     heard_s: float = 0.0  # when it last answered
 
     def is_due(self, now_s: float) -> bool:
         return self.state is State.BACKING_OFF and self.start_at_s <= now_s
+
+    @property
+    def leaves(self) -> bool:
+        return self.state in LEAVING
+
+    @property
+    def may_serve(self) -> bool:
+        return self.state is State.SERVING or self.adopted
+
+    @property
+    def waits(self) -> bool:
+        """For resources, to start."""
+        return self.state is State.STARTING and self.activity.stage is Stage.WAITS
 
     @property
     def is_busy_starting(self) -> bool:
@@ -51,7 +73,7 @@ class Process:
         self.failures = 1 if self._was_stable(now_s) else self.failures + 1
         wait_s = min(FIRST_BACKOFF_S * 2 ** (self.failures - 1), LAST_BACKOFF_S)
         self.state, self.start_at_s = State.BACKING_OFF, now_s + wait_s
-        self.address, self.joined = None, set()
+        self.address, self.joined, self.adopted = None, set(), False
         return wait_s
 
     def _was_stable(self, now_s: float) -> bool:
@@ -77,9 +99,10 @@ class PoolHomes:
     def find(self, name: str) -> Process | None:
         return self._known.get(name)
 
-    def adopt(self, name: str) -> None:
+    def adopt(self, name: str, home: Home | None = None) -> None:
         """One that an earlier controller left."""
         process = Process(name=name, kind=ProcessKind.POOL_NODE, state=State.BACKING_OFF)
+        process.home = home
         self._known[name] = process
 
     def settle(
@@ -105,4 +128,4 @@ class PoolHomes:
 
 
 def _runs(pool: Process) -> bool:
-    return pool.state is not State.STOPPING
+    return not pool.leaves

@@ -6,16 +6,17 @@ the checkpoint and measured its device can tell. So does the pool: each host dec
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from math import ceil, floor
 from pathlib import PurePath
 
 from cluster.config.schema import Config, ModelSection
 from cluster.config.workers import WorkerPool
-from kvrelay.types import Role
+from cluster.core.desired import process_name
 
 LOOPBACK = "127.0.0.1"
+ROUTERS = "router"
+"""The pool of the routers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,18 +49,14 @@ def resolve(config: Config, site: Site) -> Config:
 
 
 def router_names(replicas: int) -> tuple[str, ...]:
-    return tuple(f"router-{i}" for i in range(replicas))
+    return tuple(process_name(ROUTERS, number) for number in range(replicas))
 
 
 def worker_names(pools: tuple[WorkerPool, ...]) -> tuple[tuple[str, ...], ...]:
-    """# pool |-> names of its workers: the role, and a number counted over all pools of the role"""
-    next_number: Counter[Role] = Counter()
-    names = []
-    for pool in pools:
-        first = next_number[pool.role]
-        next_number[pool.role] += pool.replicas
-        names.append(tuple(f"{pool.role}-{first + i}" for i in range(pool.replicas)))
-    return tuple(names)
+    """# pool |-> names of its workers"""
+    return tuple(
+        tuple(process_name(pool.label, number) for number in range(pool.replicas)) for pool in pools
+    )
 
 
 def device_share(pool: WorkerPool, pools: tuple[WorkerPool, ...]) -> int:

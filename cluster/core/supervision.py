@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from engine.core.activity import StartActivity
+from kvrelay.types import Role
 
 
 class Phase(StrEnum):
@@ -20,6 +22,7 @@ class State(StrEnum):
     SERVING = "serving"
     BACKING_OFF = "backing off"
     LEFT_OUT = "left out"
+    DRAINING = "draining"
     STOPPING = "stopping"
     GONE = "gone"
 
@@ -28,6 +31,18 @@ class ProcessKind(StrEnum):
     ROUTER = "router"
     WORKER = "worker"
     POOL_NODE = "pool node"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DesiredPool:
+    """Processes with the same settings, for which `revision` stands. `needs`: the resources that
+    each asks of Ray, in words. `role`: that of its workers."""
+
+    kind: ProcessKind
+    count: int
+    revision: str = ""
+    needs: str = "{}"
+    role: Role | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +117,21 @@ class ProcessStopped:
 
 
 @dataclass(frozen=True, slots=True)
+class DesiredChanged:
+    """From now on these are the pools of the cluster."""
+
+    desired: Mapping[str, DesiredPool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainAsked:
+    """This process shall leave; another one replaces it, unless its pool shall have one fewer."""
+
+    name: str
+    replace: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class DriverEnded:
     """The serve command has ended without a word. One that is only silent has not."""
 
@@ -124,6 +154,8 @@ SupervisorEvent = (
     | ProcessJoined
     | ProcessAnswered
     | ProcessStopped
+    | DesiredChanged
+    | DrainAsked
     | DriverEnded
     | StopAsked
     | SupervisionTick

@@ -1,5 +1,6 @@
-"""Decides which processes of a cluster to start, announce, restart and stop. Pure.
+"""Decides which processes of a cluster to start, announce, restart, replace and stop. Pure.
 
+Its pools have a desired state, to which it brings those that run: see `cluster.core.desired`.
 `handle(event, now_s)` is the only door. The shell (the controller actor) turns commands into
 processes, and what happens to them into events. Each start of a process has a number, its `life`;
 events of an older life are dropped.
@@ -10,14 +11,18 @@ cluster that was never READY is stopped because it can't start.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
+from cluster.core.desired import Desired
+from cluster.core.members import NEW, Former, Kept, Members
 from cluster.core.processes import STARTS, PoolHomes, Process
 from cluster.core.supervision import (
     Announce,
+    DesiredChanged,
     Does,
+    DrainAsked,
     DriverEnded,
     Lost,
     Note,
@@ -40,10 +45,12 @@ from cluster.core.supervision import (
 )
 from cluster.core.watches import HangWatch, StartWatch
 from engine.core.activity import Stage
+from kvrelay.types import Role
 
 STARTS_BEFORE_FATAL = 3
 """A process that never served is given up after this many starts."""
 REMIND_S = 10.0
+WITH_ADDRESS = (State.SERVING, State.DRAINING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,27 +61,13 @@ class Limits:
     """A process that doesn't answer for this long is killed and started again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Former:
-    """What an earlier controller left: the cluster's phase, the reason why it stops, and the
-    processes that may still serve."""
-
-    phase: Phase
-    error: str | None = None
-    left: frozenset[str] = frozenset()
-
-
-NEW = Former(phase=Phase.STARTING)
-
-
 class Supervisor:
     """One cluster: its routers and workers, and a pool node on each host with workers if it has a
     pool."""
 
     def __init__(
         self,
-        routers: Iterable[str],
-        needs: Mapping[str, str],
+        desired: Desired,
         limits: Limits,
         now_s: float,
         *,
@@ -82,32 +75,45 @@ class Supervisor:
         pool_required: bool = True,
         former: Former = NEW,
     ) -> None:
-        """`needs`: # router or worker |-> the resources it asks of Ray, in words; `pool_needs`:
-        those of a pool node, or None without a pool. Without `pool_required`, pool nodes start
-        once the cluster is READY and the workers of their host have taken their memory; one that
-        can't start is left out."""
-        self.routers = {name: Process(name=name, kind=ProcessKind.ROUTER) for name in routers}
-        self.workers = {
-            name: Process(name=name, kind=ProcessKind.WORKER)
-            for name in needs
-            if name not in self.routers
-        }
+        """`pool_needs`: the resources that a pool node asks of Ray, or None without a pool. Without
+        `pool_required`, pool nodes start once the cluster is READY and the workers of their host
+        have taken their memory; one that can't start is left out."""
+        self.members = Members(desired)
         self.pools = PoolHomes()
-        self._needs = needs
         self._pool_needs = pool_needs
         self._pool_required = pool_required
         self._remind_at_s = now_s + REMIND_S
         self._starting = StartWatch(limits.startup_timeout_s, now_s)
         self._hanging = HangWatch(limits.hang_timeout_s, now_s)
-        for process in self.processes():
-            process.state = State.BACKING_OFF
         self.phase, self.error = former.phase, former.error
         self._left = {*former.left}
+        self.members.adopt(former)
+        for name, kept in former.pool_nodes():
+            self.pools.adopt(name, kept.home)
+        self._redrained = [one for one in self.members if one.state is State.DRAINING]
+        self.members.reconcile()
         if self.phase is Phase.STOPPING:
             self._adopt_pools()
 
+    @property
+    def routers(self) -> Mapping[str, Process]:
+        return self.members.routers
+
+    @property
+    def workers(self) -> Mapping[str, Process]:
+        return self.members.workers
+
     def processes(self) -> tuple[Process, ...]:
         return (*self.routers.values(), *self._announced())
+
+    def kept(self) -> dict[str, Kept]:
+        """What the next controller must know, if this one ends."""
+        pools = {pool.name: Kept.of(pool) for pool in self.pools.processes()}
+        return {**self.members.kept(), **pools}
+
+    def is_settled(self) -> bool:
+        """Every process is there as desired, and serves."""
+        return self.phase is Phase.READY and self.members.is_settled()
 
     def current(self, name: str, life: int) -> Process | None:
         """The process, if this is its life."""
@@ -134,6 +140,11 @@ class Supervisor:
                 return []
             case ProcessStopped(name=name):
                 return self._stopped(name, now_s)
+            case DesiredChanged(desired=desired):
+                self.members.desired = desired
+                return self._reconcile()
+            case DrainAsked():
+                return self._drain_asked(event)
             case DriverEnded():
                 return self._stop("the serve command has ended")
             case StopAsked():
@@ -142,25 +153,27 @@ class Supervisor:
                 assert_never(event)
 
     def validate(self) -> None:
-        """A process serves exactly when it has an address. It is known only to routers that serve.
-        A stopped cluster has no process left."""
-        serving = {router.name for router in self._serving_routers()}
+        """A process that serves has an address. It is known only to routers that serve. No pool has
+        more processes of its settings than it shall have. A stopped cluster has no process left."""
+        serving = {router.name for router in self.members.serving_routers()}
         states = {process.state for process in self.processes()}
-        assert self.phase is not Phase.STOPPED or states == {State.GONE}, states
-        assert self.phase is not Phase.STARTING or State.GONE not in states, states
+        assert self.phase is not Phase.STOPPED or states <= {State.GONE}, states
         for process in self.processes():
-            assert (process.state is State.SERVING) == (process.address is not None), process
+            assert process.state is not State.SERVING or process.address is not None, process
+            assert process.address is None or process.state in WITH_ADDRESS, process
             assert process.state is State.SERVING or not process.joined, process
             assert process.joined <= serving, process
+        self.members.validate()
 
     # Starting and restarting
 
     def _tick(self, now_s: float) -> list[SupervisorCommand]:
         if self.phase is Phase.STOPPING:
-            return self._stop_routers()
+            return [*self._drain_again(), *self._stop_routers()]
         if self.phase is Phase.STOPPED:
             return []
         watched = [*self._watch(now_s), *self._settle_pools(now_s)]
+        watched += [*self._drain_again(), *self._reconcile()]
         if self._may_give_up() and self._starting.is_over():
             return self._fail(f"{self._missing()} did not start in time; is there room for it?")
         due = [p for p in self.processes() if p.is_due(now_s)]
@@ -180,8 +193,7 @@ class Supervisor:
         """Its current activity in words; empty once it serves and every router knows it."""
         match process.state:
             case State.STARTING if process.activity.stage is Stage.WAITS:
-                needs = self._needs.get(process.name, self._pool_needs)
-                return f"{process.activity}, needs {needs}"
+                return f"{process.activity}, needs {process.needs}"
             case State.STARTING:
                 return str(process.activity)
             case State.LEFT_OUT:
@@ -211,7 +223,7 @@ class Supervisor:
         return ", ".join(p.name for p in self.processes() if p.state is not State.SERVING)
 
     def _start(self, process: Process) -> list[SupervisorCommand]:
-        process.life += 1
+        self.members.starts(process)
         process.state, process.activity, process.starting_s = State.STARTING, STARTS, 0.0
         home = process.home if process.kind is ProcessKind.POOL_NODE else None
         start = Start(process.name, process.life, home.node if home else None)
@@ -266,7 +278,7 @@ class Supervisor:
         """Announces all serving processes to a new router, and a new process to every serving
         router."""
         is_router = newcomer.kind is ProcessKind.ROUTER
-        routers = [newcomer] if is_router else self._serving_routers()
+        routers = [newcomer] if is_router else self.members.serving_routers()
         known = self._announced() if is_router else (newcomer,)
         return [
             Announce(router.name, p.name, p.life, p.address, p.kind)
@@ -275,26 +287,29 @@ class Supervisor:
             if p.address is not None
         ]
 
-    def _serving_routers(self) -> list[Process]:
-        return [router for router in self.routers.values() if router.state is State.SERVING]
-
     def _announced(self) -> tuple[Process, ...]:
         return (*self.workers.values(), *self.pools.processes())
 
     def _joined(self, event: ProcessJoined) -> list[SupervisorCommand]:
-        joined, router = self.current(event.name, event.life), self.routers[event.router]
-        if joined is None or {joined.state, router.state} != {State.SERVING}:
+        joined, router = self.current(event.name, event.life), self.routers.get(event.router)
+        if joined is None or router is None or {joined.state, router.state} != {State.SERVING}:
             return []
         if event.refused is not None:
             text = f"{event.router} refused {event.name}: {event.refused}"
             return self._fail(text) if self._may_give_up() else [Note(text)]
         joined.joined.add(event.router)
-        if self.phase is Phase.STARTING and self._all_joined():
+        if self.phase is Phase.STARTING and self._can_serve():
             self.phase = Phase.READY
         return []
 
-    def _all_joined(self) -> bool:
-        return all(p.joined == self.routers.keys() for p in self._announced())
+    def _can_serve(self) -> bool:
+        """Every router knows a worker for each half of a request, and all pool nodes that must be
+        there."""
+        routers = self.routers.keys()
+        roles = {one.role for one in self.workers.values() if one.joined == routers}
+        needed = self.pools.processes() if self._pool_required else ()
+        whole = Role.BOTH in roles or {Role.PREFILL, Role.DECODE} <= roles
+        return whole and all(pool.joined == routers for pool in needed)
 
     def _lost(self, event: Lost, now_s: float) -> list[SupervisorCommand]:
         process = self.current(event.name, event.life)
@@ -309,7 +324,8 @@ class Supervisor:
         self._forget_router(process.name)
         self._left.discard(process.name)
         note = Note(f"{process.name} is lost: {event.reason}; starting it again in {wait_s:g} s")
-        return [note, *self._withdrawal(process, address), Remove(process.name)]
+        cleaned = [*self._withdrawal(process, address), Remove(process.name)]
+        return [note, *cleaned, *self._reconcile()]
 
     def _leave_out(self, pool: Process, reason: str) -> list[SupervisorCommand]:
         """Another start would fail in the same way, and the cluster can do without it."""
@@ -331,7 +347,30 @@ class Supervisor:
     def _withdrawal(self, process: Process, address: str | None) -> list[SupervisorCommand]:
         if process.kind is ProcessKind.ROUTER or address is None:
             return []
-        return [Withdraw(one.name, address, process.kind) for one in self._serving_routers()]
+        return [Withdraw(one.name, address, process.kind) for one in self.members.serving_routers()]
+
+    # The desired state
+
+    def _reconcile(self) -> list[SupervisorCommand]:
+        if self.phase in (Phase.STOPPING, Phase.STOPPED):
+            return []
+        return [command for one in self.members.reconcile() for command in self._let_go(one)]
+
+    def _drain_asked(self, event: DrainAsked) -> list[SupervisorCommand]:
+        process = self.members.find(event.name)
+        if process is None or process.leaves or self.phase in (Phase.STOPPING, Phase.STOPPED):
+            return []
+        if not event.replace:
+            self.members.lower(process.pool)
+        return [*self._let_go(process), *self._reconcile()]
+
+    def _let_go(self, process: Process) -> list[SupervisorCommand]:
+        return [Note(f"{process.name} leaves"), self._stop_process(process)]
+
+    def _drain_again(self) -> list[SupervisorCommand]:
+        """A former controller had begun to, and won't hear that they are gone."""
+        again, self._redrained = self._redrained, []
+        return [StopProcess(one.name, drain=True) for one in again]
 
     # Stopping
 
@@ -356,35 +395,48 @@ class Supervisor:
 
     def _stop_routers(self) -> list[SupervisorCommand]:
         """Those that were not asked yet; with a restarted controller, these are all."""
-        asked = (State.STOPPING, State.GONE)
-        return [self._stop_process(r) for r in self.routers.values() if r.state not in asked]
+        asked = [self._stop_process(r) for r in self.routers.values() if not r.leaves]
+        return asked or self._router_stopped()
 
     def _stopped(self, name: str, now_s: float) -> list[SupervisorCommand]:
         process = self._named(name)
         assert process is not None, name
-        process.state = State.GONE
+        address, process.address, process.state = process.address, None, State.GONE
+        if self.phase is not Phase.STOPPING:
+            return self._has_left(process, address, now_s)
         if process.kind is ProcessKind.ROUTER:
             return self._router_stopped()
-        if self.phase is not Phase.STOPPING:
-            return self._settle_pools(now_s)
         left = [p for p in self.processes() if p.state is not State.GONE]
         if not left:
             self.phase = Phase.STOPPED
         elif all(p.kind is ProcessKind.POOL_NODE for p in left):
-            return [self._stop_process(p) for p in left if p.state is not State.STOPPING]
+            return [self._stop_process(p) for p in left if not p.leaves]
         return []
+
+    def _has_left(
+        self, process: Process, address: str | None, now_s: float
+    ) -> list[SupervisorCommand]:
+        if process.kind is not ProcessKind.POOL_NODE:
+            self.members.remove(process)
+        settled = [*self._settle_pools(now_s), *self._reconcile()]
+        return [*self._withdrawal(process, address), *settled]
 
     def _router_stopped(self) -> list[SupervisorCommand]:
         """After the last router, the workers stop."""
         if any(router.state is not State.GONE for router in self.routers.values()):
             return []
-        return [self._stop_process(worker) for worker in self.workers.values()]
+        return [self._stop_process(one) for one in self.workers.values() if not one.leaves]
 
     def _stop_process(self, process: Process) -> SupervisorCommand:
-        drain = process.state is State.SERVING or process.name in self._left
-        process.state, process.address, process.joined = State.STOPPING, None, set()
+        """Routers that know a worker which drains hear from itself that it does. They hear that it
+        is gone when it is."""
+        drain = process.may_serve or process.name in self._left
+        process.state = State.DRAINING if drain else State.STOPPING
+        process.joined = set()
+        if process.kind is not ProcessKind.WORKER or not drain:
+            process.address = None
         self._forget_router(process.name)
         return StopProcess(process.name, drain)
 
     def _named(self, name: str) -> Process | None:
-        return self.routers.get(name) or self.workers.get(name) or self.pools.find(name)
+        return self.members.find(name) or self.pools.find(name)

@@ -154,6 +154,11 @@ def _custom_resources(config: Config) -> dict[str, float]:
     return {name: amount for name, amount in named.items() if name not in ("CPU", "GPU", "memory")}
 
 
+def site_of(*, own: bool) -> Site:
+    """Of the Ray that was joined; `own`: a cluster's own."""
+    return _own_site() if own else _joined_site()
+
+
 def _own_site() -> Site:
     """The GPUs that both PyTorch and Ray find."""
     site = site_with_gpus()

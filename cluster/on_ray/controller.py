@@ -23,7 +23,7 @@ from uuid import uuid4
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
-from cluster.core.plan import placements
+from cluster.core.members import Former
 from cluster.core.supervision import (
     Announce,
     Does,
@@ -49,12 +49,13 @@ from cluster.core.supervision import (
     SupervisorEvent,
     Withdraw,
 )
-from cluster.core.supervisor import Former, Limits, Supervisor
+from cluster.core.supervisor import Limits, Supervisor
 from cluster.on_ray.actor import Doing, RouterAt, StartFailed
 from cluster.on_ray.driver import DriverAt, DriverState, state_of
 from cluster.on_ray.fleet import Fleet, Handle
 from cluster.on_ray.record import ClusterRecord, get_record, put_record, remove_record
 from cluster.on_ray.reports import ClusterStatus, ControllerReport, ProcessStatus, waits_for_room
+from cluster.on_ray.wishes import Denied, Granted, Wish, Wishes
 from cluster.process.logs import configure_logging
 from engine.core.activity import Stage, StartActivity
 from engine.core.own_time import OwnTime
@@ -84,6 +85,7 @@ class Controller:
     _record: ClusterRecord
     _fleet: Fleet
     _core: Supervisor
+    _wishes: Wishes
 
     def __init__(self, key: str) -> None:
         """`key`: that of the cluster's record."""
@@ -109,6 +111,7 @@ class Controller:
         report = ControllerReport(
             controller=self._id,
             phase=self._core.phase,
+            settled=self._core.is_settled() and not self._wishes.pending,
             error=self._core.error,
             notes=tuple(self._notes[seen:]),
             noted=len(self._notes),
@@ -143,6 +146,16 @@ class Controller:
             ),
         )
 
+    async def wish(self, wish: Wish) -> Granted | Denied:
+        """Of a person or another program."""
+        await self._begun.wait()
+        return self._wishes.hear(wish)
+
+    async def is_own(self) -> bool:
+        """Ray is the cluster's own."""
+        await self._begun.wait()
+        return self._record.own
+
     async def access(self) -> Access:
         """How the routers are called from inside: for those who may use this Ray."""
         await self._begun.wait()
@@ -172,6 +185,7 @@ class Controller:
         event: SupervisorEvent = SupervisionTick()
         while self._core.phase is not Phase.STOPPED:
             commands = self._core.handle(event, time.monotonic())
+            self._wishes.heard(event)
             await self._remember()
             for command in commands:
                 self._execute(command)
@@ -181,9 +195,10 @@ class Controller:
         await asyncio.to_thread(remove_record, self._key)
 
     async def _begin(self, record: ClusterRecord) -> None:
-        self._record, self._fleet = record, Fleet(record.plan)
+        self._record, self._fleet = record, Fleet(record.plan, own=record.own)
         left = frozenset(await asyncio.to_thread(self._fleet.names))
         self._core = _new_core(record, left)
+        self._wishes = Wishes(self._fleet, self._core, self._events.put_nowait)
         if left or record.phase is not Phase.STARTING:
             self._notes.append(f"the controller was restarted; the cluster was {record.phase}")
         self._begun.set()
@@ -193,7 +208,9 @@ class Controller:
     async def _remember(self) -> None:
         """Before the commands are carried out. What fails is tried again after the next event."""
         phase, error = self._core.phase, self._core.error
-        now = replace(self._record, plan=self._fleet.plan, phase=phase, error=error)
+        now = replace(
+            self._record, plan=self._fleet.plan, phase=phase, error=error, kept=self._core.kept()
+        )
         if now == self._record or phase is Phase.STOPPED:
             return
         try:
@@ -329,7 +346,8 @@ class Controller:
         self._events.put_nowait(Does(name=command.name, life=command.life, activity=activity))
 
     def _waits_for_room(self, name: str) -> bool:
-        asked = {name: place.amounts() for name, place in placements(self._fleet.plan).items()}
+        placed = {one.name: self._fleet.placement(one.name) for one in self._core.members}
+        asked = {name: place.amounts() for name, place in placed.items() if place is not None}
         if name not in asked:
             return False
         free = ray.available_resources()
@@ -410,13 +428,12 @@ class Controller:
 def _new_core(record: ClusterRecord, left: frozenset[str]) -> Supervisor:
     plan = record.plan
     return Supervisor(
-        [router.settings.process for router in plan.routers],
-        {name: str(place) for name, place in placements(plan).items()},
+        plan.desired(),
         Limits(startup_timeout_s=plan.startup_timeout_s, hang_timeout_s=plan.hang_timeout_s),
         time.monotonic(),
         pool_needs=None if plan.pool is None else str(plan.pool.placement),
         pool_required=plan.pool is None or plan.pool.required,
-        former=Former(phase=record.phase, error=record.error, left=left),
+        former=Former(phase=record.phase, error=record.error, left=left, kept=record.kept),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from cluster.core.desired import pool_of
 from cluster.core.plan import ClusterPlan, RayResources, RouterPlan
 from cluster.on_ray.actor import PoolNodeHost, RouterAt, RouterHost, WorkerHost
 
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 NAMESPACE = "kvrelay"
 CONTROLLER = "controller"
 CALLS_AT_ONCE = 64
+SMALL = 0.001
 
 Handle = Any
 """Ray's actor handles have no useful type."""
@@ -28,27 +30,39 @@ def actor_name(cluster: str, process: str) -> str:
 
 
 class Fleet:
-    def __init__(self, plan: ClusterPlan) -> None:
+    """`own`: Ray is the cluster's own, on one machine. There are no nodes to choose from, and the
+    cluster shares the CPUs out itself, so no process waits for CPUs of Ray."""
+
+    def __init__(self, plan: ClusterPlan, *, own: bool = False) -> None:
         self.plan = plan  # with the ports of the routers that have served
-        self._workers = {worker.settings.name: worker for worker in plan.workers}
+        self._own = own
         self._handles: dict[str, Handle] = {}
 
     def create(self, name: str, node: str | None) -> Handle:
         """A new actor, on this node of Ray if one is given, or the actor that an earlier controller
-        left under this name."""
+        left under this name. Raises ValueError for one that the plan does not know any more."""
         routers = {router.settings.process: router for router in self.plan.routers}
+        pool, nodes = self.plan.worker_pool(pool_of(name)), self.plan.pool
         if name in routers:
             router = routers[name]
             made = self._make(name, RouterHost, router.settings, router.placement)
-        elif name in self._workers:
-            worker = self._workers[name]
+        elif pool is not None:
+            worker = pool.worker(name)
             made = self._make(name, WorkerHost, worker.settings, worker.placement)
-        else:
-            pool = self.plan.pool
-            assert pool is not None and node is not None, name
-            made = self._make(name, PoolNodeHost, pool.settings, pool.placement, node)
+        elif nodes is not None and node is not None:
+            made = self._make(name, PoolNodeHost, nodes.settings, nodes.placement, node)
+        elif (made := self.find(name)) is None:
+            raise ValueError("the cluster has no such pool any more")
         self._handles[name] = made
         return made
+
+    def placement(self, name: str) -> RayResources | None:
+        """The resources of a router or worker."""
+        routers = {router.settings.process: router for router in self.plan.routers}
+        if name in routers:
+            return routers[name].placement
+        pool = self.plan.worker_pool(pool_of(name))
+        return None if pool is None else pool.placement
 
     def find(self, name: str) -> Handle:
         """The actor, made by this controller or an earlier one; None if there is none."""
@@ -88,7 +102,7 @@ class Fleet:
     def _make(
         self, name: str, host: type, settings: object, place: RayResources, node: str | None = None
     ) -> Handle:
-        options = _ray_options(place)
+        options = _ray_options(replace(place, cpus=SMALL) if self._own else place)
         if node is not None:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
         return (

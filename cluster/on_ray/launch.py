@@ -34,6 +34,7 @@ from cluster.on_ray.record import (
     remove_records,
 )
 from cluster.on_ray.reports import ControllerReport
+from cluster.on_ray.wishes import Denied, Granted, Wish
 from cluster.process.bars import DownloadBars
 from kvrelay.errors import ConfigError, KvrelayError
 
@@ -85,6 +86,31 @@ class Driver:
             self._stopping.wait(BEAT_S)
             report = self._beat()
         return report if report.phase is Phase.READY else self.follow()
+
+    def wait_settled(self) -> ControllerReport:
+        """Returns when every process is there as desired and serves, or `stop` was called. Raises
+        KvrelayError if the cluster stops."""
+        report = self.wait_ready()
+        while report.phase is Phase.READY and not report.settled and not self._stopping.is_set():
+            self._stopping.wait(BEAT_S)
+            report = self._beat()
+        return report if report.phase is Phase.READY else self.follow()
+
+    def skip_notes(self) -> None:
+        """Says only what happens from now on."""
+        report = self._ask()
+        self._seen, self._controller_id = report.noted, report.controller
+
+    def is_own(self) -> bool:
+        """Ray is the cluster's own."""
+        return bool(ray.get(self._controller.is_own.remote(), timeout=ANSWER_S))
+
+    def wish(self, wish: Wish) -> tuple[str, ...]:
+        """What changes, in words. Raises ConfigError for what can't be."""
+        answer: Granted | Denied = ray.get(self._controller.wish.remote(wish), timeout=ANSWER_S)
+        if isinstance(answer, Denied):
+            raise ConfigError(answer.reason)
+        return answer.lines
 
     def follow(self) -> ControllerReport:
         """Sends heartbeats until the cluster has stopped. Raises KvrelayError if it stopped by
@@ -145,10 +171,10 @@ def start(config: Config, here: Connected, *, detach: bool, say: Printer) -> Dri
     resolved = resolve(config, here.site)
     if pinned(config.workers) and not pinned(resolved.workers):
         say("workers aren't pinned: they have more threads than there are CPUs")
-    plan = plan_cluster(resolved, secrets_of(resolved))
+    plan = plan_cluster(resolved, secrets_of(resolved), given=config)
     if here.own and (missing := shortage(plan, ray.cluster_resources())):
         raise ConfigError(missing)
-    controller = _create_controller(plan, detach)
+    controller = _create_controller(plan, detach=detach, own=here.own)
     return Driver(plan.name, controller, say=say)
 
 
@@ -202,13 +228,19 @@ def kill(cluster: str) -> None:
 def stop(name: str | None, *, say: Printer) -> None:
     """Drains a running cluster and removes it. Raises ConfigError when `chosen` finds no or several
     clusters."""
+    driver = running(name, idle_beat_s=BEAT_S, say=say)
+    driver.stop()
+    driver.follow()
+
+
+def running(name: str | None, *, say: Printer, idle_beat_s: float = IDLE_BEAT_S) -> Driver:
+    """A cluster that runs on this Ray. Raises ConfigError when `chosen` finds no or several
+    clusters."""
     name = chosen(name, running_clusters())
     controller = find_controller(name)
     if controller is None:
         raise ConfigError(f"the cluster {name} has just gone")
-    driver = Driver(name, controller, idle_beat_s=BEAT_S, say=say)
-    driver.stop()
-    driver.follow()
+    return Driver(name, controller, idle_beat_s=idle_beat_s, say=say)
 
 
 def welcome(report: ControllerReport) -> list[str]:
@@ -228,10 +260,10 @@ def welcome(report: ControllerReport) -> list[str]:
     ]
 
 
-def _create_controller(plan: ClusterPlan, detach: bool) -> Handle:
+def _create_controller(plan: ClusterPlan, *, detach: bool, own: bool) -> Handle:
     name, key = actor_name(plan.name, CONTROLLER), new_key(plan.name)
     driver, free = None if detach else this_driver(), ray.available_resources()
-    put_record(key, ClusterRecord(plan=plan, driver=driver, free_before=free))
+    put_record(key, ClusterRecord(plan=plan, driver=driver, free_before=free, own=own))
     try:
         controller = (
             ray.remote(Controller)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from uuid import uuid4
 
 from ray.experimental import internal_kv
 
+from cluster.core.members import Kept
 from cluster.core.plan import ClusterPlan
 from cluster.core.supervision import Phase
 from cluster.on_ray.driver import DriverAt
@@ -24,13 +25,16 @@ NAMESPACE = b"kvrelay"
 class ClusterRecord:
     """`plan`: with the ports that routers have got, so that they keep them. `driver`: the command
     whose end ends the cluster. `free_before`: Ray's resources before the cluster took any.
-    `error`: why a STOPPING cluster stops."""
+    `error`: why a STOPPING cluster stops. `kept`: what is known of its processes. `own`: Ray ends
+    with the cluster."""
 
     plan: ClusterPlan
     driver: DriverAt | None
     free_before: Mapping[str, float]
     phase: Phase = Phase.STARTING
     error: str | None = None
+    kept: Mapping[str, Kept] = field(default_factory=dict)
+    own: bool = False
 
 
 def new_key(cluster: str) -> str:

@@ -20,6 +20,8 @@ class ControllerReport:
 
     controller: str
     phase: Phase
+    settled: bool
+    """Every process is there as desired, and serves."""
     error: str | None
     notes: tuple[str, ...]
     noted: int

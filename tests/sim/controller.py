@@ -10,9 +10,12 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
+from cluster.core.desired import Desired, pool_of
+from cluster.core.members import NEW, Former
 from cluster.core.processes import pool_process
 from cluster.core.supervision import (
     Announce,
+    DesiredPool,
     Home,
     Lost,
     Phase,
@@ -29,8 +32,8 @@ from cluster.core.supervision import (
     SupervisorEvent,
     Withdraw,
 )
-from cluster.core.supervisor import NEW, Former, Limits, Supervisor
-from kvrelay.types import Incarnation
+from cluster.core.supervisor import Limits, Supervisor
+from kvrelay.types import Incarnation, Role
 from tests.sim.pool_node import Host
 from tests.sim.worker import Shape
 
@@ -70,13 +73,20 @@ class Controller:
         self.name = f"controller.{next(self._lives)}"
         self.cluster.born(self.name)
         self.core = Supervisor(
-            self._routers,
-            dict.fromkeys([*self._routers, *self._shapes], "{}"),
+            self._desired(),
             LIMITS,
             self.cluster.now_s,
             pool_needs="{}" if self._hosts else None,
             former=former,
         )
+
+    def _desired(self) -> Desired:
+        routers = DesiredPool(kind=ProcessKind.ROUTER, count=len(self._routers))
+        counts = Counter(pool_of(name) for name in self._shapes)
+        return {"router": routers} | {
+            pool: DesiredPool(kind=ProcessKind.WORKER, count=count, role=Role(pool))
+            for pool, count in counts.items()
+        }
 
     def kill(self) -> None:
         """It is back a little later, with the phase that it wrote down."""

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from random import Random
 
+from cluster.core.desired import process_name
 from kvpool.core.blocks.eviction import policies as evictions
 from kvpool.core.transfer.messages import HandoffMode
 from kvrelay.qos import ONE_TIER
@@ -76,9 +77,11 @@ class Fleet:
         )
         self.cluster = self.clients.cluster
         layout = rng.choice([PLAIN, PLAIN, GEMMA])
-        shapes = {
-            f"{role}-{i}": self._shape(role, i, layout) for i, role in enumerate(rng.choice(ROLES))
-        }
+        counts: Counter[Role] = Counter()
+        shapes = {}
+        for i, role in enumerate(rng.choice(ROLES)):
+            shapes[process_name(role, counts[role])] = self._shape(role, i, layout)
+            counts[role] += 1
         self.cluster.pools.hosts |= {host.name: host for host in self.hosts}
         self.controller = (
             Controller(self.cluster, names, shapes, self.hosts) if has_controller else None

@@ -21,7 +21,7 @@ import yaml
 import cluster
 from cluster.cli import main as cli
 from cluster.cli.options import devices, only, served
-from cluster.cli.process import POOL_KEYS, ROUTER_KEYS, WORKER_KEYS
+from cluster.config.keys import POOL_KEYS, ROUTER_KEYS, WORKER_KEYS
 from cluster.config.load import Override, load_config
 from cluster.config.schema import Config, Section
 from cluster.core.plan import access_of, pool_node_settings, router_settings, worker_settings
@@ -146,7 +146,7 @@ def test_without_a_cluster_it_says_what_to_do(  # type: ignore[no-untyped-def]
 
 def test_prefill_needs_one_pool_of_the_role(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "c.yaml"
-    path.write_text("workers: [{role: both}, {role: both}]")
+    path.write_text("workers: [{role: both}, {name: more, role: both}]")
     code, _, err = run("serve", str(path), "--decode", "2")
     assert code == 2
     assert err == (

@@ -34,6 +34,10 @@ def set_(*texts: str) -> Config:
 
 REFUSED = {
     "nam=x": "nam: unknown key, did you mean name?",
+    "workers.0.name=router": 'workers.0.name: got "router", expected another name than router, '
+    "pool, controller",
+    "workers=[{role: both}, {role: both}]": "workers: got a list of 2, expected another name for "
+    "each pool, not both twice",
     "workers.0.rol=2": "workers.0.rol: unknown key, did you mean role?",
     "router.zzz=1": "router.zzz: unknown key, expected one of admission, api_key_hashes, api_keys, "
     "conversations, directory_memory, dispatch, failover_patience, grpc_port, host, http_port, "
@@ -347,10 +351,10 @@ def test_device_auto_takes_the_gpus_that_are_free(
     assert threads <= {1, 2}, "of a worker on a GPU the CPU has little to do"
 
 
-def test_names_count_over_the_pools_of_a_role() -> None:
-    pools = "workers=[{role: both, replicas: 2}, {role: both, device: cuda}]"
+def test_workers_are_named_after_their_pool() -> None:
+    pools = "workers=[{role: both, replicas: 2}, {name: fast, role: both, device: cuda}]"
     plan = plan_cluster(resolve(set_(pools), SITE))
-    assert [w.settings.name for w in plan.workers] == ["both-0", "both-1", "both-2"]
+    assert [w.settings.name for w in plan.workers] == ["both-0", "both-1", "fast-0"]
     assert [w.settings.device_share for w in plan.workers] == [2, 2, 1]
 
 
@@ -505,7 +509,8 @@ CHANGES = {
     "scheduler.prefill_chunk_tokens": 33,
     "scheduler.mixed_chunk_tokens": 34,
     "scheduler.max_running_requests": 5,
-    "workers.0.role": "prefill",
+    "workers.0.name": "others",
+    "workers.0.role": "decode",
     "workers.0.replicas": 2,
     "workers.0.device": "cuda",
     "workers.0.resources": {"x": 1},
@@ -589,7 +594,9 @@ NAMED_BY_USERS = {"resources", "tiers", "tenant_weights"}
 
 
 EVERYTHING = (
-    Override(("workers",), [{"role": "both"}, {"role": "prefill"}, {"role": "decode"}]),
+    Override(
+        ("workers",), [{"name": "all", "role": "both"}, {"role": "prefill"}, {"role": "decode"}]
+    ),
     Override(("pool", "enabled"), "on"),
 )
 
@@ -598,7 +605,7 @@ def planned(config: Config) -> ClusterPlan:
     """Another file of secrets has other contents."""
     files = config.network
     secrets = Secrets(token=str(files.token_file).encode(), key=str(files.key_file).encode())
-    return plan_cluster(resolve(config, SITE), secrets)
+    return plan_cluster(resolve(config, SITE), secrets, given=config)
 
 
 @pytest.mark.parametrize(("key", "value"), CHANGES.items())
@@ -606,6 +613,25 @@ def test_every_key_changes_the_plan(key: str, value: object) -> None:
     changed = load_config(None, [*EVERYTHING, Override(tuple(key.split(".")), value)])
     default = load_config(None, EVERYTHING)
     assert planned(changed) != planned(default)
+
+
+REPLACE_NOBODY = ("workers.0.replicas", "workers.0.name", "router.replicas")
+
+
+@pytest.mark.parametrize(("key", "value"), CHANGES.items())
+def test_who_gets_other_settings_is_replaced(key: str, value: object) -> None:
+    """Not those whose share of the machine changes, because there are others beside them."""
+    changed, default = (
+        planned(load_config(None, [*EVERYTHING, *more]))
+        for more in ([Override(tuple(key.split(".")), value)], [])
+    )
+    pools = zip(changed.worker_pools, default.worker_pools, strict=True)
+    first, *others = [*pools, (changed.routers[0], default.routers[0])]
+    for now, before in [first, *others]:
+        is_other = (now.settings, now.placement) != (before.settings, before.placement)
+        is_of_first = key.startswith("workers.0.") and (now, before) != first
+        is_replaced = now.revision != before.revision
+        assert is_replaced == (is_other and not is_of_first and key not in REPLACE_NOBODY), key
 
 
 def test_no_key_is_missing_from_the_test_above() -> None:

@@ -8,9 +8,11 @@ from math import inf
 
 import pytest
 
+from cluster.core.desired import Desired
 from cluster.core.processes import STABLE_S
 from cluster.core.supervision import (
     Announce,
+    DesiredPool,
     Does,
     DriverEnded,
     Home,
@@ -36,15 +38,37 @@ from cluster.core.supervision import (
 )
 from cluster.core.supervisor import STARTS_BEFORE_FATAL, Former, Limits, Supervisor
 from engine.core.activity import Stage, StartActivity
+from kvrelay.types import Role
 
 ROUTER, SECOND = "router-0", "router-1"
 P, D = "prefill-0", "decode-0"
-NEEDS = {ROUTER: "{}", P: "{GPU: 1}", D: "{CPU: 2}"}
+
+
+def pools(routers: int = 1, prefill: int = 1, decode: int = 1, revision: str = "1") -> Desired:
+    return {
+        "router": DesiredPool(kind=ProcessKind.ROUTER, count=routers, revision=revision),
+        "prefill": DesiredPool(
+            kind=ProcessKind.WORKER,
+            count=prefill,
+            revision=revision,
+            needs="{GPU: 1}",
+            role=Role.PREFILL,
+        ),
+        "decode": DesiredPool(
+            kind=ProcessKind.WORKER,
+            count=decode,
+            revision=revision,
+            needs="{CPU: 2}",
+            role=Role.DECODE,
+        ),
+    }
+
+
 LIMITS = Limits(startup_timeout_s=60.0, hang_timeout_s=inf)
 
 
 def new(limits: Limits = LIMITS) -> Supervisor:
-    return Supervisor([ROUTER], NEEDS, limits, now_s=0.0)
+    return Supervisor(pools(), limits, now_s=0.0)
 
 
 def act(core: Supervisor, event: SupervisorEvent, now_s: float = 0.0) -> list[SupervisorCommand]:
@@ -246,7 +270,7 @@ def test_startup_has_a_limit() -> None:
 def restarted(phase: Phase, *left: str, error: str | None = None) -> Supervisor:
     """`left`: the processes of the former controller."""
     former = Former(phase=phase, error=error, left=frozenset(left))
-    return Supervisor([ROUTER], NEEDS, LIMITS, now_s=0.0, former=former)
+    return Supervisor(pools(), LIMITS, now_s=0.0, former=former)
 
 
 def adopt(core: Supervisor) -> list[SupervisorCommand]:
@@ -463,7 +487,7 @@ SAME_HOST = Home("h1", "n3")
 
 
 def with_pool() -> Supervisor:
-    return Supervisor([ROUTER], NEEDS, LIMITS, 0.0, pool_needs="{mine: 1}")
+    return Supervisor(pools(), LIMITS, 0.0, pool_needs="{mine: 1}")
 
 
 def place(core: Supervisor, name: str, home: Home, life: int = 1) -> list[SupervisorCommand]:
@@ -601,7 +625,7 @@ def test_pool_nodes_stop_last() -> None:
 
 
 def with_optional_pool() -> Supervisor:
-    return Supervisor([ROUTER], NEEDS, LIMITS, 0.0, pool_needs="{}", pool_required=False)
+    return Supervisor(pools(), LIMITS, 0.0, pool_needs="{}", pool_required=False)
 
 
 def ready_with_optional_pool(*homes: Home) -> Supervisor:
@@ -681,9 +705,8 @@ def test_a_cluster_with_a_pool_node_left_out_stops() -> None:
 
 
 def with_two(*, pool_needs: str | None = None, pool_required: bool = True) -> Supervisor:
-    needs = {SECOND: "{}", **NEEDS}
     pool = {"pool_needs": pool_needs, "pool_required": pool_required}
-    return Supervisor([ROUTER, SECOND], needs, LIMITS, 0.0, **pool)  # type: ignore[arg-type]
+    return Supervisor(pools(routers=2), LIMITS, 0.0, **pool)  # type: ignore[arg-type]
 
 
 def two_ready() -> Supervisor:
@@ -833,10 +856,9 @@ class World:
         self.begin()
 
     def begin(self) -> None:
-        needs = {SECOND: "{}", **NEEDS}
         former = replace(self.record, left=frozenset(self.alive))
         self.core = Supervisor(
-            [ROUTER, SECOND], needs, LIMITS, self.now_s, pool_needs="{mine: 1}", former=former
+            pools(routers=2), LIMITS, self.now_s, pool_needs="{mine: 1}", former=former
         )
         self.todo: list[SupervisorCommand] = []
 

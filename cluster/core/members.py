@@ -1,0 +1,178 @@
+"""The routers and workers of a cluster, by pool. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from cluster.core.desired import Desired, differs, is_settled, is_stale, pool_of, process_name
+from cluster.core.processes import Process
+from cluster.core.supervision import DesiredPool, Home, Phase, ProcessKind, State
+from kvrelay.types import Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What a restarted controller must know of a process that may still run."""
+
+    pool: str
+    kind: ProcessKind
+    revision: str
+    role: Role | None = None
+    home: Home | None = None
+    leaves: bool = False
+
+    @staticmethod
+    def of(process: Process) -> Kept:
+        return Kept(
+            pool=process.pool,
+            kind=process.kind,
+            revision=process.revision,
+            role=process.role,
+            home=process.home,
+            leaves=process.leaves,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Former:
+    """What an earlier controller left: the cluster's phase, the reason why it stops, the processes
+    that may still serve, and what was known of them."""
+
+    phase: Phase
+    error: str | None = None
+    left: frozenset[str] = frozenset()
+    kept: Mapping[str, Kept] = field(default_factory=dict)
+
+    def pool_nodes(self) -> list[tuple[str, Kept]]:
+        """Those that still run, and where."""
+        known = ((name, self.kept[name]) for name in sorted(self.left & self.kept.keys()))
+        return [(name, kept) for name, kept in known if kept.kind is ProcessKind.POOL_NODE]
+
+
+NEW = Former(phase=Phase.STARTING)
+
+
+class Members:
+    """`routers` and `workers`: # name |-> process. One that was removed may come again under the
+    same name; its lives go on."""
+
+    def __init__(self, desired: Desired) -> None:
+        self.desired = desired
+        self.routers: dict[str, Process] = {}
+        self.workers: dict[str, Process] = {}
+        self._lives: Counter[str] = Counter()
+
+    def __iter__(self) -> Iterator[Process]:
+        yield from self.routers.values()
+        yield from self.workers.values()
+
+    def find(self, name: str) -> Process | None:
+        return self.routers.get(name) or self.workers.get(name)
+
+    def of(self, pool: str) -> list[Process]:
+        return [process for process in self if process.pool == pool]
+
+    def serving_routers(self) -> list[Process]:
+        return [router for router in self.routers.values() if router.state is State.SERVING]
+
+    def adopt(self, former: Former) -> None:
+        """The routers and workers that are left, as far as it is known what they are."""
+        kept = {name: former.kept.get(name) or self._as_desired(name) for name in former.left}
+        pools = dict.fromkeys([*self.desired, *(one.pool for one in kept.values() if one)])
+        for pool in pools:
+            of_pool = [(name, one) for name, one in kept.items() if one and one.pool == pool]
+            for name, one in sorted(of_pool, key=lambda found: found[0]):
+                if one.kind is not ProcessKind.POOL_NODE:
+                    self._adopt(name, one)
+
+    def _as_desired(self, name: str) -> Kept | None:
+        wish = self.desired.get(pool_of(name))
+        if wish is None:
+            return None
+        return Kept(pool=pool_of(name), kind=wish.kind, revision=wish.revision, role=wish.role)
+
+    def _adopt(self, name: str, kept: Kept) -> None:
+        process = self._new(name, kept.pool, kept.kind)
+        process.revision, process.role, process.home = kept.revision, kept.role, kept.home
+        process.adopted = True
+        process.state = State.DRAINING if kept.leaves else State.BACKING_OFF
+
+    def kept(self) -> dict[str, Kept]:
+        return {one.name: Kept.of(one) for one in self if one.life or one.adopted}
+
+    def starts(self, process: Process) -> None:
+        """With the settings of today, unless it runs already."""
+        process.life += 1
+        self._lives[process.name] = process.life
+        wish = self.desired.get(process.pool)
+        if wish is not None and not process.adopted:
+            process.revision, process.needs = wish.revision, wish.needs
+            process.role = process.role or wish.role
+
+    def remove(self, process: Process) -> None:
+        """It has left. Its name is free again."""
+        table = self.routers if process.kind is ProcessKind.ROUTER else self.workers
+        del table[process.name]
+
+    def validate(self) -> None:
+        for pool, wish in self.desired.items():
+            fresh = [one for one in self.of(pool) if not one.leaves and not is_stale(one, wish)]
+            assert len(fresh) <= wish.count, (pool, fresh)
+            assert all(one.name == process_name(pool, one.number) for one in fresh), fresh
+
+    # --- the desired state ----------------------------------------------------------------------
+
+    def reconcile(self) -> list[Process]:
+        """Adds what is lacking, which then starts. Returns the processes that shall leave now."""
+        leaving: list[Process] = []
+        arrived = self._arrived()
+        for pool, wish in self._wishes().items():
+            there = self.of(pool)
+            diff = differs(wish, there, arrived)
+            for number in diff.starts:
+                self._new(process_name(pool, number), pool, wish.kind, number)
+            leaving += diff.drains
+        return leaving
+
+    def is_settled(self) -> bool:
+        """Everything serves as desired, and nothing else is there."""
+        return self._has_all() and not self._unwanted()
+
+    def lower(self, pool: str) -> None:
+        """The pool shall have one process fewer."""
+        wish = self.desired[pool]
+        self.desired = {**self.desired, pool: replace(wish, count=max(0, wish.count - 1))}
+
+    def _wishes(self) -> dict[str, DesiredPool]:
+        """Also those pools that shall be no more, once the others serve or lack their place."""
+        unwanted = self._unwanted()
+        if unwanted and not (self._has_all() or any(process.waits for process in self)):
+            return dict(self.desired)
+        return {**self.desired, **unwanted}
+
+    def _unwanted(self) -> dict[str, DesiredPool]:
+        gone = {one.pool: one.kind for one in self if one.pool not in self.desired}
+        return {pool: DesiredPool(kind=kind, count=0) for pool, kind in gone.items()}
+
+    def _has_all(self) -> bool:
+        arrived = self._arrived()
+        return all(is_settled(wish, self.of(pool), arrived) for pool, wish in self.desired.items())
+
+    def _arrived(self) -> set[str]:
+        """The workers that serve and that each router knows, and the routers that know them all."""
+        routers = {router.name for router in self.serving_routers()}
+        workers = [one for one in self.workers.values() if one.state is State.SERVING]
+        known = {worker.name for worker in workers if worker.joined >= routers}
+        return known | {name for name in routers if all(name in one.joined for one in workers)}
+
+    def _new(self, name: str, pool: str, kind: ProcessKind, number: int | None = None) -> Process:
+        found = int(name.rpartition("-")[2]) if number is None else number
+        process = Process(name=name, kind=kind, pool=pool, number=found)
+        process.state, process.life = State.BACKING_OFF, self._lives[name]
+        if (wish := self.desired.get(pool)) is not None:
+            process.needs = wish.needs
+        table = self.routers if kind is ProcessKind.ROUTER else self.workers
+        table[name] = process
+        return process

@@ -1,0 +1,432 @@
+"""Processes follow the desired state: counts, settings, drains, and any history of all that."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from cluster.core.desired import Desired
+from cluster.core.members import Kept
+from cluster.core.supervision import (
+    Announce,
+    DesiredChanged,
+    DesiredPool,
+    DrainAsked,
+    Lost,
+    Phase,
+    Placed,
+    ProcessJoined,
+    ProcessKind,
+    ProcessStopped,
+    Remove,
+    Serving,
+    Start,
+    State,
+    StopAsked,
+    StopProcess,
+    SupervisionTick,
+    SupervisorCommand,
+    SupervisorEvent,
+    Withdraw,
+)
+from cluster.core.supervisor import Former, Supervisor
+from engine.core.activity import Stage
+from tests.unit.test_supervisor import (
+    HERE,
+    LIMITS,
+    ROUTER,
+    SECOND,
+    THERE,
+    D,
+    P,
+    act,
+    does,
+    pools,
+    ready,
+    serve,
+)
+
+D1 = "decode-1"
+
+
+def drains(commands: list[SupervisorCommand]) -> list[str]:
+    return [command.name for command in commands if isinstance(command, StopProcess)]
+
+
+def change(core: Supervisor, desired: Desired, now_s: float = 0.0) -> list[SupervisorCommand]:
+    return act(core, DesiredChanged(desired), now_s)
+
+
+def two_decodes() -> Supervisor:
+    core = ready()
+    change(core, pools(decode=2))
+    assert act(core, SupervisionTick()) == [Start(D1, 1)]
+    serve(core, D1)
+    return core
+
+
+# --- counts ---------------------------------------------------------------------------------------
+
+
+def test_ready_once_each_half_of_a_request_can_be_served() -> None:
+    core = Supervisor(pools(decode=3, prefill=2), LIMITS, 0.0)
+    act(core, SupervisionTick())
+    serve(core, ROUTER, "decode-2")
+    assert core.phase is Phase.STARTING
+    serve(core, "prefill-1")
+    assert (core.phase, core.is_settled()) == (Phase.READY, False)
+    serve(core, P, D, D1)
+    assert core.is_settled()
+
+
+def test_a_pool_that_grows_starts_the_next_numbers() -> None:
+    core = ready()
+    assert change(core, pools(decode=3)) == []
+    assert not core.is_settled()
+    assert act(core, SupervisionTick()) == [Start(D1, 1), Start("decode-2", 1)]
+    serve(core, D1, "decode-2")
+    assert core.is_settled()
+
+
+def test_a_pool_that_shrinks_drains_its_last_ones_and_routers_hear_that_they_are_gone() -> None:
+    core = two_decodes()
+    assert change(core, pools()) == [StopProcess(D1, drain=True)]
+    assert core.workers[D1].state is State.DRAINING
+    assert act(core, SupervisionTick()) == []
+    assert act(core, ProcessStopped(name=D1)) == [Withdraw(ROUTER, "decode-1's")]
+    assert core.is_settled()
+
+
+def test_a_pool_that_shrinks_lets_go_first_what_does_not_serve() -> None:
+    core = two_decodes()
+    act(core, Lost(name=D, life=1, reason="crashed"), 1.0)
+    assert change(core, pools()) == [StopProcess(D, drain=False)]
+    act(core, ProcessStopped(name=D), 1.0)
+    assert [*core.workers] == [P, D1]
+
+
+def test_one_that_drains_is_not_started_again_when_it_closes() -> None:
+    core = two_decodes()
+    change(core, pools())
+    assert act(core, Lost(name=D1, life=1, reason="it closed"), 1.0) == []
+    act(core, ProcessStopped(name=D1), 1.0)
+    assert act(core, SupervisionTick(), 100.0) == []
+
+
+def test_a_name_that_comes_again_has_another_life() -> None:
+    core = two_decodes()
+    change(core, pools())
+    act(core, ProcessStopped(name=D1))
+    change(core, pools(decode=2))
+    assert act(core, SupervisionTick()) == [Start(D1, 2)]
+    assert act(core, Serving(name=D1, life=1, address="old")) == []
+    assert core.workers[D1].state is State.STARTING
+
+
+# --- other settings ------------------------------------------------------------------------------
+
+
+def test_settings_that_change_replace_workers_one_by_one_each_after_its_successor() -> None:
+    core = two_decodes()
+    newer = {**pools(decode=2), "decode": replace(pools(decode=2)["decode"], revision="2")}
+    assert change(core, newer) == []
+    assert act(core, SupervisionTick()) == [Start("decode-2", 1)]
+    assert drains(act(core, SupervisionTick(), 5.0)) == [], "it does not serve yet"
+    serve(core, "decode-2")
+    assert act(core, SupervisionTick(), 6.0) == [StopProcess(D, drain=True)]
+    assert act(core, SupervisionTick(), 7.0) == [Start("decode-3", 1)]
+    act(core, ProcessStopped(name=D), 7.0)
+    serve(core, "decode-3")
+    assert act(core, SupervisionTick(), 8.0) == [StopProcess(D1, drain=True)]
+    act(core, ProcessStopped(name=D1), 8.0)
+    assert core.is_settled()
+    assert [*core.workers] == [P, "decode-2", "decode-3"]
+
+
+def test_without_room_for_one_more_an_old_one_leaves_first() -> None:
+    core = ready()
+    newer = {**pools(), "prefill": replace(pools()["prefill"], revision="2")}
+    change(core, newer)
+    assert act(core, SupervisionTick()) == [Start("prefill-1", 1)]
+    act(core, does("prefill-1", Stage.WAITS), 1.0)
+    assert act(core, SupervisionTick(), 1.5) == [StopProcess(P, drain=True)]
+    assert act(core, SupervisionTick(), 2.0) == []
+    act(core, ProcessStopped(name=P), 3.0)
+    serve(core, "prefill-1")
+    assert core.is_settled()
+
+
+def test_a_successor_that_can_not_start_costs_no_worker() -> None:
+    core, now_s = ready(), 0.0
+    change(core, {**pools(), "prefill": replace(pools()["prefill"], revision="2")})
+    for life in range(1, 20):
+        now_s += 60.0
+        assert act(core, SupervisionTick(), now_s) == [Start("prefill-1", life)]
+        failed = Lost(name="prefill-1", life=life, reason="no such dtype", fatal=True)
+        assert act(core, failed, now_s) == [Remove("prefill-1")]
+    assert (core.phase, core.workers[P].state) == (Phase.READY, State.SERVING)
+    assert change(core, pools(), now_s) == [StopProcess("prefill-1", drain=False)]
+    act(core, ProcessStopped(name="prefill-1"), now_s)
+    assert core.is_settled()
+
+
+def test_one_that_was_lost_comes_back_with_the_settings_of_today() -> None:
+    core = ready()
+    act(core, Lost(name=D, life=1, reason="crashed"), 1.0)
+    change(core, {**pools(), "decode": replace(pools()["decode"], revision="2")}, 1.0)
+    assert act(core, SupervisionTick(), 2.0) == [Start(D, 2)]
+    serve(core, D, life=2)
+    assert core.is_settled()
+
+
+def test_routers_are_replaced_in_their_place_one_after_the_other() -> None:
+    core = Supervisor(pools(routers=2), LIMITS, 0.0)
+    act(core, SupervisionTick())
+    serve(core, ROUTER, P, SECOND, D)
+    newer = {**pools(), "router": DesiredPool(kind=ProcessKind.ROUTER, count=2, revision="2")}
+    assert change(core, newer) == [StopProcess(ROUTER, drain=True)]
+    assert act(core, SupervisionTick(), 1.0) == []
+    act(core, ProcessStopped(name=ROUTER), 2.0)
+    assert act(core, SupervisionTick(), 2.5) == [Start(ROUTER, 2)]
+    assert drains(act(core, SupervisionTick(), 3.0)) == []
+    again = act(core, Serving(name=ROUTER, life=2, address="r2"), 3.0)
+    assert again == [Announce(ROUTER, P, 1, "prefill-0's"), Announce(ROUTER, D, 1, "decode-0's")]
+    assert act(core, SupervisionTick(), 4.0) == [], "it does not know its workers yet"
+    for name in (P, D):
+        act(core, ProcessJoined(name=name, life=1, router=ROUTER), 5.0)
+    assert act(core, SupervisionTick(), 6.0) == [StopProcess(SECOND, drain=True)]
+
+
+def test_a_pool_that_shall_be_no_more_goes_when_the_others_serve() -> None:
+    core = ready()
+    other = {**pools(), "fast": replace(pools()["decode"], revision="9")}
+    del other["decode"]
+    assert change(core, other) == []
+    assert act(core, SupervisionTick()) == [Start("fast-0", 1)]
+    assert drains(act(core, SupervisionTick(), 5.0)) == []
+    serve(core, "fast-0")
+    assert act(core, SupervisionTick(), 6.0) == [StopProcess(D, drain=True)]
+    act(core, ProcessStopped(name=D), 7.0)
+    assert core.is_settled()
+
+
+# --- one that is asked to leave ------------------------------------------------------------------
+
+
+def test_one_that_is_drained_is_replaced_at_once() -> None:
+    core = two_decodes()
+    assert act(core, DrainAsked(name=D)) == [StopProcess(D, drain=True)]
+    assert act(core, DrainAsked(name=D)) == []
+    assert act(core, SupervisionTick()) == [Start("decode-2", 1)]
+    act(core, ProcessStopped(name=D))
+    serve(core, "decode-2")
+    assert core.is_settled()
+
+
+def test_one_that_is_drained_for_good_makes_its_pool_smaller() -> None:
+    core = two_decodes()
+    assert act(core, DrainAsked(name=D, replace=False)) == [StopProcess(D, drain=True)]
+    assert act(core, SupervisionTick()) == []
+    act(core, ProcessStopped(name=D))
+    assert core.is_settled()
+    assert core.members.desired["decode"].count == 1
+
+
+def test_nobody_leaves_whom_nobody_knows() -> None:
+    core = ready()
+    assert act(core, DrainAsked(name="decode-7", replace=False)) == []
+    assert core.is_settled()
+
+
+def test_all_that_drains_ends_with_the_cluster() -> None:
+    core = two_decodes()
+    act(core, DrainAsked(name=D))
+    act(core, DrainAsked(name=P))
+    assert drains(act(core, StopAsked())) == [ROUTER]
+    act(core, ProcessStopped(name=D))
+    assert drains(act(core, ProcessStopped(name=ROUTER))) == [
+        name for name in core.workers if core.workers[name].state is not State.GONE and name != P
+    ]
+
+
+# --- a restarted controller ----------------------------------------------------------------------
+
+
+def test_a_restarted_controller_drains_those_that_drained() -> None:
+    core = two_decodes()
+    act(core, DrainAsked(name=D))
+    kept = core.kept()
+    assert kept[D] == Kept(
+        pool="decode",
+        kind=ProcessKind.WORKER,
+        revision="1",
+        role=pools()["decode"].role,
+        leaves=True,
+    )
+    former = Former(phase=Phase.READY, left=frozenset({ROUTER, P, D, D1}), kept=kept)
+    again = Supervisor(core.members.desired, LIMITS, 0.0, former=former)
+    told = act(again, SupervisionTick())
+    assert StopProcess(D, drain=True) in told
+    assert [one for one in told if isinstance(one, Start)] == [
+        Start(ROUTER, 1),
+        Start(P, 1),
+        Start(D1, 1),
+        Start("decode-2", 1),
+    ]
+    act(again, ProcessStopped(name=D))
+    serve(again, ROUTER, P, D1, "decode-2")
+    assert again.is_settled()
+
+
+def test_a_restarted_controller_goes_on_replacing() -> None:
+    core = two_decodes()
+    newer = {**pools(decode=2), "decode": replace(pools(decode=2)["decode"], revision="2")}
+    change(core, newer)
+    former = Former(phase=Phase.READY, left=frozenset({ROUTER, P, D, D1}), kept=core.kept())
+    again = Supervisor(newer, LIMITS, 0.0, former=former)
+    assert drains(act(again, SupervisionTick())) == []
+    serve(again, ROUTER, P, D, D1)
+    assert again.workers[D].revision == "1"
+    serve(again, "decode-2")
+    assert drains(act(again, SupervisionTick(), 1.0)) == [D]
+
+
+# --- any history ---------------------------------------------------------------------------------
+
+EVENTS = 100_000
+HISTORIES = 50
+
+
+class World:
+    """What runs, and the record of the cluster. A killed controller takes with it all that was on
+    its way."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.alive: set[str] = set()
+        self.record = Former(phase=Phase.STARTING)
+        self.now_s = 0.0
+        self.events = 0
+        self.begin(pools(routers=2))
+
+    def begin(self, desired: Desired) -> None:
+        former = replace(self.record, left=frozenset(self.alive))
+        self.core = Supervisor(
+            desired, LIMITS, self.now_s, pool_needs="{}", pool_required=False, former=former
+        )
+        self.todo: list[SupervisorCommand] = []
+
+    def tell(self, event: SupervisorEvent) -> None:
+        self.events += 1
+        commands = act(self.core, event, self.now_s)
+        assert self.core.error is None
+        self.record = Former(phase=self.core.phase, kept=self.core.kept())
+        for command in commands:
+            match command:
+                case Remove(name=name):
+                    self.alive.discard(name)
+                case Start(name=name):
+                    self.alive.add(name)
+                    self.todo.append(command)
+                case _:
+                    self.todo.append(command)
+
+    def step(self) -> None:
+        self.now_s += self.rng.random()
+        chance = self.rng.random()
+        surprises = (act_so for limit, act_so in self._surprises() if chance < limit)
+        next(surprises, self.go_on)()
+
+    def _surprises(self) -> list[tuple[float, Callable[[], None]]]:
+        return [
+            (0.01, lambda: self.begin(self.core.members.desired)),
+            (0.03, self.wish),
+            (0.05, self.drain),
+            (0.09, self.kill),
+            (0.15, self.place),
+        ]
+
+    def go_on(self) -> None:
+        if self.todo and self.rng.random() < 0.8:
+            self.carry_out(self.todo.pop(self.rng.randrange(len(self.todo))))
+        else:
+            self.tell(SupervisionTick())
+
+    def wish(self) -> None:
+        counts = {name: self.rng.randint(1, 3) for name in ("routers", "prefill", "decode")}
+        desired = dict(pools(**counts, revision=str(self.rng.randint(1, 3))))
+        if self.rng.random() < 0.3:
+            desired["more"] = replace(desired["decode"], revision=str(self.rng.randint(1, 3)))
+        self.tell(DesiredChanged(desired))
+
+    def drain(self) -> None:
+        name = self.rng.choice([one.name for one in self.core.members])
+        wish = self.core.members.desired.get(self.core.members.find(name).pool)  # type: ignore[union-attr]
+        spare = wish is not None and wish.count > 1
+        self.tell(DrainAsked(name=name, replace=not spare or self.rng.random() < 0.5))
+
+    def kill(self) -> None:
+        if not self.alive:
+            return
+        name = self.rng.choice(sorted(self.alive))
+        self.alive.discard(name)
+        process = self.core._named(name)
+        if process is not None and process.life:
+            self.tell(Lost(name=name, life=process.life, reason="killed"))
+
+    def place(self) -> None:
+        name = self.rng.choice([*self.core.workers])
+        life, home = self.core.workers[name].life, self.rng.choice([HERE, THERE])
+        self.tell(Placed(name=name, life=life, home=home))
+
+    def carry_out(self, command: SupervisorCommand) -> None:
+        lucky = self.rng.random() < 0.9
+        match command:
+            case Start(name=name, life=life, node=node) if name in self.alive and lucky:
+                if node is None and name in self.core.workers:
+                    self.tell(Placed(name=name, life=life, home=self.rng.choice([HERE, THERE])))
+                self.tell(Serving(name=name, life=life, address=f"{name}'s"))
+            case Start(name=name, life=life) if lucky:
+                self.tell(Lost(name=name, life=life, reason="no luck"))
+            case Start(name=name, life=life):
+                self.tell(does(name, Stage.WAITS, life=life))
+                self.todo.append(command)
+            case Announce(router=router, name=name, life=life) if router in self.alive:
+                self.tell(ProcessJoined(name=name, life=life, router=router))
+            case StopProcess(name=name):
+                self.alive.discard(name)
+                self.tell(ProcessStopped(name=name))
+
+    def calm_down(self) -> int:
+        """Ticks until all is as desired, when nothing is lost any more."""
+        for tick in range(200):
+            while self.todo:
+                self.carry_out(self.todo.pop(0))
+            if self.core.is_settled():
+                return tick
+            self.now_s += 0.5
+            self.tell(SupervisionTick())
+        raise AssertionError([str(one) for one in self.core.processes()])
+
+
+@pytest.mark.parametrize("seed", range(HISTORIES))
+def test_any_history_ends_as_desired(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wishes, drains, deaths and restarts of the controller. Once the cluster is left alone, it is
+    as desired within 200 ticks: 100 s, of which the longest pause before a start takes 60."""
+    world = World(seed)
+    monkeypatch.setattr("cluster.core.supervisor.STARTS_BEFORE_FATAL", 10**9)
+    while world.events < EVENTS / HISTORIES:
+        world.step()
+        if world.rng.random() < 0.005:
+            world.calm_down()
+    world.calm_down()
+    running = {process.name for process in world.core.processes()}
+    assert world.alive <= running, "nothing else is left"
+    world.tell(StopAsked())
+    while world.todo:
+        world.carry_out(world.todo.pop(0))
+    assert world.core.phase is Phase.STOPPED
+    assert not world.alive
