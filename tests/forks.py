@@ -7,7 +7,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 
 _PRELOADED = [
-    "cluster.cli.plain",
+    "cluster.cli.plain.run",
     "cluster.pool_node.node",
     "cluster.worker.process",
     "cluster.config.load",

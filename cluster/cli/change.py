@@ -129,7 +129,7 @@ def _do(driver: Driver, wish: Wish, *, no_wait: bool) -> None:
 def _wait(driver: Driver, *, no_wait: bool) -> None:
     if not no_wait:
         driver.wait_settled()
-        print(f"{driver.name} is as it shall be")
+        print(f"every process of {driver.name} serves")
 
 
 def _print(lines: tuple[str, ...]) -> None:

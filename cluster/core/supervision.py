@@ -58,7 +58,7 @@ class Home:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """Ray has found a node for a worker that starts."""
+    """Ray has found a node for a router or worker that starts."""
 
     name: str
     life: int
@@ -132,6 +132,13 @@ class DrainAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class NodesDrain:
+    """Ray is about to end these nodes: those on them shall leave."""
+
+    nodes: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class DriverEnded:
     """The serve command has ended without a word. One that is only silent has not."""
 
@@ -156,6 +163,7 @@ SupervisorEvent = (
     | ProcessStopped
     | DesiredChanged
     | DrainAsked
+    | NodesDrain
     | DriverEnded
     | StopAsked
     | SupervisionTick

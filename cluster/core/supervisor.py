@@ -25,6 +25,7 @@ from cluster.core.supervision import (
     DrainAsked,
     DriverEnded,
     Lost,
+    NodesDrain,
     Note,
     Phase,
     Placed,
@@ -145,6 +146,8 @@ class Supervisor:
                 return self._reconcile()
             case DrainAsked():
                 return self._drain_asked(event)
+            case NodesDrain(nodes=nodes):
+                return self._nodes_drain(nodes)
             case DriverEnded():
                 return self._stop("the serve command has ended")
             case StopAsked():
@@ -242,10 +245,10 @@ class Supervisor:
         return [*asked, *(command for one in lost for command in self._lost(one, now_s))]
 
     def _placed(self, event: Placed, now_s: float) -> list[SupervisorCommand]:
-        worker = self.current(event.name, event.life)
-        if worker is None or worker.state not in (State.STARTING, State.SERVING):
+        process = self.current(event.name, event.life)
+        if process is None or process.state not in (State.STARTING, State.SERVING):
             return []
-        worker.home = event.home
+        process.home = event.home
         return self._settle_pools(now_s)
 
     def _settle_pools(self, now_s: float) -> list[SupervisorCommand]:
@@ -363,6 +366,14 @@ class Supervisor:
         if not event.replace:
             self.members.lower(process.pool)
         return [*self._let_go(process), *self._reconcile()]
+
+    def _nodes_drain(self, nodes: Collection[str]) -> list[SupervisorCommand]:
+        """Others replace those on them, where Ray finds room."""
+        if self.phase in (Phase.STOPPING, Phase.STOPPED):
+            return []
+        there = [one for one in self.members if one.home and one.home.node in nodes]
+        left = [one for one in there if not one.leaves and one.state is not State.BACKING_OFF]
+        return [*(command for one in left for command in self._let_go(one)), *self._reconcile()]
 
     def _let_go(self, process: Process) -> list[SupervisorCommand]:
         return [Note(f"{process.name} leaves"), self._stop_process(process)]

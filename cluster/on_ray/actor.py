@@ -88,6 +88,10 @@ class Host(Generic[Address]):
     _starting: asyncio.Future[Address | StartFailed] | None = None
     _stopping: asyncio.Future[None] | None = None
 
+    async def home(self) -> Home:
+        """Answers before `start` loads anything."""
+        return _home()
+
     async def start(self) -> Address | StartFailed:
         if self._starting is None:
             self._starting = asyncio.ensure_future(self._try_start())
@@ -122,10 +126,6 @@ class WorkerHost(Host[str]):
         self._settings = replace(settings, host=_own_host(settings.host))
         self._worker: WorkerProcess | None = None
         self._activity = STARTS
-
-    async def home(self) -> Home:
-        """Answers before `start` loads anything."""
-        return _home()
 
     async def doing(self) -> Doing:
         if self._worker is None:

@@ -30,6 +30,7 @@ from cluster.core.supervision import (
     DriverEnded,
     Home,
     Lost,
+    NodesDrain,
     Note,
     Phase,
     PingProcess,
@@ -52,7 +53,7 @@ from cluster.core.supervision import (
 from cluster.core.supervisor import Limits, Supervisor
 from cluster.on_ray.actor import Doing, RouterAt, StartFailed
 from cluster.on_ray.driver import DriverAt, DriverState, state_of
-from cluster.on_ray.fleet import Fleet, Handle
+from cluster.on_ray.fleet import Fleet, Handle, draining_nodes
 from cluster.on_ray.record import ClusterRecord, get_record, put_record, remove_record
 from cluster.on_ray.reports import ClusterStatus, ControllerReport, ProcessStatus, waits_for_room
 from cluster.on_ray.wishes import Denied, Granted, Wish, Wishes
@@ -71,6 +72,7 @@ STOP_GRACE_S = 10.0
 SILENT_S = 3.0
 """If a process is silent for this long, the controller checks whether Ray has room for it."""
 DRIVER_LOOK_S = 2.0
+NODES_LOOK_S = 1.0
 RETRY_S = 1.0
 ROUTER_TRIES = 3
 """A router that fails so often to add a worker, for no known reason, has refused it."""
@@ -202,6 +204,7 @@ class Controller:
         if left or record.phase is not Phase.STARTING:
             self._notes.append(f"the controller was restarted; the cluster was {record.phase}")
         self._begun.set()
+        self._spawn("the watch of the nodes", self._watch_nodes)
         if record.driver is not None:
             self._spawn("the watch of the driver", partial(self._watch_driver, record.driver))
 
@@ -236,6 +239,12 @@ class Controller:
             await asyncio.sleep(TICK_S)
         except TimeoutError:
             log.info("no driver read the last report")
+
+    async def _watch_nodes(self) -> None:
+        while self._core.phase is not Phase.STOPPED:
+            await asyncio.sleep(NODES_LOOK_S)
+            if nodes := await asyncio.to_thread(draining_nodes):
+                self._events.put_nowait(NodesDrain(nodes))
 
     async def _watch_driver(self, driver: DriverAt) -> None:
         while (state := await asyncio.to_thread(state_of, driver)) is DriverState.RUNS:
@@ -289,7 +298,7 @@ class Controller:
         try:
             host = self._fleet.create(name, command.node)
             self._spawn(f"following {name}", partial(self._follow, command, host))
-            if name in self._core.workers:
+            if self._core.members.find(name) is not None:
                 self._spawn(f"placing {name}", partial(self._place, command, host))
             started = await _answer(host.start)
             if isinstance(started, StartFailed):

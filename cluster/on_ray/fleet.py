@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import ray
+from ray._private.state import state
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.core.desired import pool_of
@@ -27,6 +28,12 @@ Handle = Any
 
 def actor_name(cluster: str, process: str) -> str:
     return f"{cluster}/{process}"
+
+
+def draining_nodes() -> frozenset[str]:
+    """Ray's names of the nodes that are about to end: of a pod that is deleted, of one that the
+    autoscaler takes back. Ray Serve and Ray Train ask the same way."""
+    return frozenset(state.get_draining_nodes())
 
 
 class Fleet:

@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from cluster.cli import status
 from cluster.cli import status as kv_status
-from cluster.cli.plain import stay_registered
+from cluster.cli.plain.joins import stay_registered
 from engine.bundled import checkpoint_path
 from kvrelay.errors import ConfigError
 from kvrelay.v1 import admin_pb2, worker_pb2

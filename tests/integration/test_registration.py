@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli.plain import stay_registered
+from cluster.cli.plain.joins import stay_registered
 from cluster.process import net
 from kvrelay.v1.worker_pb2 import RegisterRequest
 from tests.access import ACCESS

@@ -20,7 +20,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from cluster.cli.plain import stay_registered
+from cluster.cli.plain.joins import stay_registered
 from cluster.core.settings import PoolNodeSettings
 from cluster.pool_node.node import PoolNode
 from kvrelay import Client

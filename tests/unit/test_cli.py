@@ -458,7 +458,8 @@ def test_help_and_config_import_nothing_heavy() -> None:
 @pytest.mark.processes
 def test_a_plain_router_imports_no_torch() -> None:
     done = python(
-        "import asyncio, sys, cluster.router.process\nfrom cluster.cli.plain import run_router\n"
+        "import asyncio, sys, cluster.router.process\n"
+        "from cluster.cli.plain.run import run_router\n"
         "class Stop(Exception): pass\n"
         "def stop(settings): raise Stop\n"
         "cluster.router.process.RouterProcess = stop\n"

@@ -9,13 +9,15 @@ from dataclasses import replace
 import pytest
 
 from cluster.core.desired import Desired
-from cluster.core.members import Kept
+from cluster.core.members import Former, Kept
 from cluster.core.supervision import (
     Announce,
     DesiredChanged,
     DesiredPool,
     DrainAsked,
+    Home,
     Lost,
+    NodesDrain,
     Phase,
     Placed,
     ProcessJoined,
@@ -32,7 +34,7 @@ from cluster.core.supervision import (
     SupervisorEvent,
     Withdraw,
 )
-from cluster.core.supervisor import Former, Supervisor
+from cluster.core.supervisor import Supervisor
 from engine.core.activity import Stage
 from tests.unit.test_supervisor import (
     HERE,
@@ -235,6 +237,19 @@ def test_one_that_is_drained_for_good_makes_its_pool_smaller() -> None:
     assert core.members.desired["decode"].count == 1
 
 
+def test_those_on_a_node_that_drains_leave_and_others_replace_them() -> None:
+    core = two_decodes()
+    for name, home in ((P, HERE), (D, THERE), (D1, HERE), (ROUTER, THERE)):
+        act(core, Placed(name=name, life=1, home=home))
+    drain = NodesDrain(frozenset({THERE.node}))
+    assert act(core, drain) == [StopProcess(ROUTER, drain=True), StopProcess(D, drain=True)]
+    assert act(core, drain) == []
+    assert act(core, SupervisionTick()) == [Start("decode-2", 1)]
+    act(core, ProcessStopped(name=D))
+    act(core, ProcessStopped(name=ROUTER))
+    assert act(core, SupervisionTick()) == [Start(ROUTER, 2)]
+
+
 def test_nobody_leaves_whom_nobody_knows() -> None:
     core = ready()
     assert act(core, DrainAsked(name="decode-7", replace=False)) == []
@@ -345,6 +360,10 @@ class World:
             (0.01, lambda: self.begin(self.core.members.desired)),
             (0.03, self.wish),
             (0.05, self.drain),
+            (
+                0.055,
+                lambda: self.tell(NodesDrain(frozenset({self.rng.choice([HERE, THERE]).node}))),
+            ),
             (0.09, self.kill),
             (0.15, self.place),
         ]
@@ -379,15 +398,17 @@ class World:
 
     def place(self) -> None:
         name = self.rng.choice([*self.core.workers])
-        life, home = self.core.workers[name].life, self.rng.choice([HERE, THERE])
-        self.tell(Placed(name=name, life=life, home=home))
+        self.tell(Placed(name=name, life=self.core.workers[name].life, home=self.home()))
+
+    def home(self) -> Home:
+        return self.rng.choice([HERE, THERE])
 
     def carry_out(self, command: SupervisorCommand) -> None:
         lucky = self.rng.random() < 0.9
         match command:
             case Start(name=name, life=life, node=node) if name in self.alive and lucky:
                 if node is None and name in self.core.workers:
-                    self.tell(Placed(name=name, life=life, home=self.rng.choice([HERE, THERE])))
+                    self.tell(Placed(name=name, life=life, home=self.home()))
                 self.tell(Serving(name=name, life=life, address=f"{name}'s"))
             case Start(name=name, life=life) if lucky:
                 self.tell(Lost(name=name, life=life, reason="no luck"))

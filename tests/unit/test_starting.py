@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cluster.cli import plain
+from cluster.cli.plain import joins, run
 from cluster.on_ray.reports import waits_for_room
 from cluster.process.bars import DownloadBars
 from cluster.worker.process import WorkerProcess
@@ -159,13 +159,13 @@ def test_a_download_has_a_bar_on_a_terminal_while_it_lasts() -> None:
 
 
 def test_a_plain_process_shows_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "cluster.cli.plain")
+    caplog.set_level("INFO", "cluster.cli.plain.run")
     out = io.StringIO()
     process = SimpleNamespace(activity=StartActivity(stage=Stage.STARTS))
 
     async def start() -> None:
         console = Console(file=out, force_terminal=True, width=120)
-        async with plain.showing("worker-7", process, console):
+        async with run.showing("worker-7", process, console):
             for stage in (Stage.DOWNLOADS, Stage.LOADS):
                 process.activity = StartActivity(stage=stage, done_bytes=1, total_bytes=2)
                 while stage not in caplog.messages:
@@ -193,11 +193,11 @@ def test_a_plain_worker_says_what_it_chose_before_it_has_loaded(
 
     monkeypatch.setattr("cluster.worker.process.WorkerProcess", Loading)
     monkeypatch.setattr("cluster.worker.last_words.LastWords", lambda *_: None)
-    caplog.set_level("INFO", "cluster.cli.plain")
+    caplog.set_level("INFO", "cluster.cli.plain.run")
 
     async def start() -> None:
         settings: Any = SimpleNamespace(name="w", role=Role.DECODE, host="h", port_range=None)
-        await asyncio.wait_for(plain.run_worker(settings, join=[], drain_s=0.0), timeout=30)
+        await asyncio.wait_for(run.run_worker(settings, join=[], drain_s=0.0), timeout=30)
 
     with pytest.raises(ModelError, match="told in time"):
         asyncio.run(start())
@@ -213,10 +213,10 @@ def test_why_a_router_is_away_is_told_once(
             raise ConfigError("enough")
         return ends.pop(0)
 
-    monkeypatch.setattr(plain, "_register", register)
-    monkeypatch.setattr(plain, "FIRST_RETRY_S", 0.0)
+    monkeypatch.setattr(joins, "_register", register)
+    monkeypatch.setattr(joins, "FIRST_RETRY_S", 0.0)
     with pytest.raises(ConfigError, match="enough"):
-        asyncio.run(plain.stay_registered("here:1", worker_pb2.RegisterRequest(), NO_ACCESS))
+        asyncio.run(joins.stay_registered("here:1", worker_pb2.RegisterRequest(), NO_ACCESS))
     again = "trying again until it answers"
     assert caplog.messages == [
         f"router here:1: {why}; {again}" for why in ("refused", *2 * ["gone"])

@@ -9,6 +9,7 @@ from math import inf
 import pytest
 
 from cluster.core.desired import Desired
+from cluster.core.members import Former
 from cluster.core.processes import STABLE_S
 from cluster.core.supervision import (
     Announce,
@@ -36,7 +37,7 @@ from cluster.core.supervision import (
     SupervisorEvent,
     Withdraw,
 )
-from cluster.core.supervisor import STARTS_BEFORE_FATAL, Former, Limits, Supervisor
+from cluster.core.supervisor import STARTS_BEFORE_FATAL, Limits, Supervisor
 from engine.core.activity import Stage, StartActivity
 from kvrelay.types import Role
 

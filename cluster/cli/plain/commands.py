@@ -60,7 +60,7 @@ def router(
     configure_logging("router")
     import uvloop
 
-    from cluster.cli.plain import run_router
+    from cluster.cli.plain.run import run_router
 
     settings = router_settings(config, secrets_of(config))
     uvloop.run(run_router(settings, drain_s=config.drain_timeout))
@@ -69,7 +69,10 @@ def router(
 def worker(
     join: Annotated[
         list[str],
-        typer.Option(metavar="HOST:PORT", help="A router's internal gRPC address."),
+        typer.Option(
+            metavar="HOST:PORT",
+            help="A router's internal gRPC address. dns:NAME:PORT: one at each of its addresses.",
+        ),
     ],
     role: Annotated[Role, typer.Option(help="The role of this worker.")],
     device: Annotated[
@@ -109,6 +112,7 @@ def worker(
     ]
 
     from cluster.access.chosen import token_of
+    from cluster.cli.plain.joins import own_host
     from cluster.config.load import load_config
     from cluster.core.plan import access_of, worker_settings
     from cluster.core.resolve import resolve
@@ -116,14 +120,14 @@ def worker(
     from cluster.process.site import site_with_gpus
 
     loaded = load_config(None, overrides)
-    site = replace(site_with_gpus(), host=_host(loaded.network.host, join))
+    site = replace(site_with_gpus(), host=own_host(loaded.network.host, join))
     config = resolve(loaded, site)
     process_name = name or f"{role}-{os.getpid()}"
     access = access_of(config, token_of(config))
     settings = worker_settings(config, config.workers[0], process_name, access)
     settings = replace(settings, role=role, device_share=device_share, gpus=None)
     configure_logging(process_name)
-    from cluster.cli.plain import run_worker
+    from cluster.cli.plain.run import run_worker
 
     asyncio.run(run_worker(settings, join=join, drain_s=config.drain_timeout))
 
@@ -150,7 +154,7 @@ def pool_node(
         list[str] | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="Internal gRPC address of a router that shall know its blocks.",
+            help="Internal gRPC address of a router that shall know its blocks, or dns:NAME:PORT.",
         ),
     ] = None,
     name: NameOption = None,
@@ -170,6 +174,7 @@ def pool_node(
     overrides += only(parsed(set_), POOL_KEYS)
 
     from cluster.access.chosen import token_of
+    from cluster.cli.plain.joins import own_host
     from cluster.config.load import load_config
     from cluster.core.plan import access_of, pool_node_settings
     from cluster.core.resolve import resolve
@@ -179,22 +184,13 @@ def pool_node(
     loaded = load_config(None, overrides)
     site = local_site()
     if join:
-        site = replace(site, host=_host(loaded.network.host, join))
+        site = replace(site, host=own_host(loaded.network.host, join))
     config = resolve(loaded, site)
     configure_logging("pool-node")
-    from cluster.cli.plain import run_pool_node
+    from cluster.cli.plain.run import run_pool_node
 
     settings = pool_node_settings(config, access_of(config, token_of(config)))
     asyncio.run(run_pool_node(settings, join=join or (), drain_s=config.drain_timeout))
-
-
-def _host(given: str | None, join: list[str]) -> str:
-    """The address to listen on."""
-    from cluster.process.net import host_towards, split_address
-
-    for address in join:
-        split_address(address, "--join")
-    return given or host_towards(join)
 
 
 def _no_node(internal_host: str | None) -> None:

@@ -15,19 +15,14 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
 
-import grpc
 from rich.console import Console
 
+from cluster.cli.plain.joins import registrations
 from cluster.core.settings import PoolNodeSettings, RouterSettings, WorkerSettings
-from cluster.process.admin import NOT_INTERNAL
 from cluster.process.bars import DownloadBars
-from cluster.process.net import registration_options
 from engine.core.activity import Stage, StartActivity
-from kvrelay.access.tls import aio_channel
-from kvrelay.access.values import Access
-from kvrelay.errors import ConfigError
 from kvrelay.gc_pauses import freeze
-from kvrelay.v1 import worker_pb2, worker_pb2_grpc
+from kvrelay.v1 import worker_pb2
 
 if TYPE_CHECKING:
     from cluster.worker.process import WorkerProcess
@@ -35,8 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FIRST_RETRY_S = 0.2
-LAST_RETRY_S = 5.0
 EXIT_INTERRUPTED = 130
 SHOW_S = 0.25
 
@@ -86,7 +79,7 @@ async def run_worker(settings: WorkerSettings, *, join: Sequence[str], drain_s: 
     freeze()
     print(f"{settings.role} worker on {address}", flush=True)
     request = worker_pb2.RegisterRequest(address=address, routers=join)
-    registered = [stay_registered(router, request, settings.access) for router in join]
+    registered = registrations(join, request, settings.access)
     await _first_of([stopping.wait(), worker.wait_closed(), *registered], worker, drain_s)
 
 
@@ -102,7 +95,7 @@ async def run_pool_node(settings: PoolNodeSettings, *, join: Sequence[str], drai
         print(f"pool node of {settings.name} on {address}", flush=True)
     print(f"internal gRPC on {addresses.reports}", flush=True)
     request = worker_pb2.RegisterRequest(address=addresses.reports, is_pool_node=True, routers=join)
-    registered = [stay_registered(router, request, settings.access) for router in join]
+    registered = registrations(join, request, settings.access)
     await _first_of([stopping.wait(), node.wait_closed(), *registered], node, drain_s)
 
 
@@ -150,45 +143,6 @@ async def _first_of(
     await asyncio.gather(*pending, return_exceptions=True)
     for task in done:
         task.result()
-
-
-async def stay_registered(join: str, request: worker_pb2.RegisterRequest, access: Access) -> None:
-    """Keeps the registration call open for ever; the router drops the process when the call ends.
-    A router that is silent has ended it too: its host may have been started anew.
-    Logs once why a router doesn't accept it, not at each try."""
-    retry_s, told = FIRST_RETRY_S, ""
-    while True:
-        joined, reason = await _register(join, request, access)
-        if reason and (joined or reason != told):
-            log.warning("router %s: %s; trying again until it answers", join, reason)
-        told = reason
-        retry_s = FIRST_RETRY_S if joined else min(2 * retry_s, LAST_RETRY_S)
-        await asyncio.sleep(retry_s)
-
-
-async def _register(
-    join: str, request: worker_pb2.RegisterRequest, access: Access
-) -> tuple[bool, str]:
-    """(whether the router accepted it, why the call has ended). Raises ConfigError when no worker
-    can join at this address."""
-    joined, ended, reason = asyncio.Event(), asyncio.Event(), ""
-
-    async def registration() -> AsyncIterator[worker_pb2.RegisterRequest]:
-        yield request
-        joined.set()
-        await ended.wait()
-
-    async with aio_channel(join, access.dials, registration_options()) as channel:
-        try:
-            stub = worker_pb2_grpc.RegistryStub(channel)
-            await stub.Register(registration(), metadata=access.metadata)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise ConfigError(f"--join {join}: {NOT_INTERNAL}") from None
-            reason = error.details() or error.code().name
-        finally:
-            ended.set()
-    return joined.is_set(), reason
 
 
 class _Stopping(asyncio.Event):

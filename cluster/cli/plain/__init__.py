@@ -1,0 +1,1 @@
+"""Single processes, without Ray."""

@@ -1,0 +1,151 @@
+"""A running cluster on Ray is scaled, drained and changed by its file. No request fails."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvrelay import Client
+from tests.integration.ray_head import NOTHING_BUILT, Head, ray_head, until
+from tests.integration.test_controller_killed import processes
+from tests.integration.test_serve_ray import (
+    KVRELAY,
+    addresses,
+    assert_nothing_is_left,
+    kill_one,
+)
+
+pytestmark = pytest.mark.ray
+
+FILE = """
+name: changing
+router: {{http_port: 0, grpc_port: 0, replicas: 1}}
+pool: {{enabled: "off"}}
+drain_timeout: 60s
+scheduler: {{max_running_requests: {most}}}
+workers: [{{role: prefill}}, {{role: decode, replicas: {decode}, name: {name}}}]
+"""
+TOKENS = 48
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[Head]:
+    with ray_head({}) as started:
+        yield started
+
+
+class Askers:
+    """Streams that follow each other; each answer must be whole and the same."""
+
+    def __init__(self, grpc: str) -> None:
+        self.answers: set[tuple[int, ...]] = set()
+        self.count = 0
+        self.errors: list[Exception] = []
+        self._grpc, self._over = grpc, threading.Event()
+        self._threads = [threading.Thread(target=self._ask) for _ in range(3)]
+
+    def _ask(self) -> None:
+        with Client(self._grpc, timeout_s=120) as client:
+            while not self._over.is_set():
+                try:
+                    answer = client.generate("It was", max_tokens=TOKENS, ignore_eos=True)
+                except Exception as error:
+                    self.errors.append(error)
+                    return
+                self.answers.add(tuple(answer.token_ids))
+                self.count += 1
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        for thread in self._threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            for thread in self._threads:
+                thread.join()
+
+    def more(self) -> None:
+        """Some answers from now on."""
+        seen = self.count
+        until(lambda: self.count >= seen + 5 or self.errors)
+
+
+def names(head: Head) -> list[str]:
+    status = head.status()
+    assert status is not None
+    return [process["name"] for process in status["processes"]]  # type: ignore[attr-defined]
+
+
+def refused(head: Head, *command: str | Path) -> str:
+    """What the command says that it can't do."""
+    done = subprocess.run(
+        [*map(str, (KVRELAY, *command))],
+        env=head.joined().env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2, done.stdout
+    return done.stderr
+
+
+def test_a_cluster_is_scaled_drained_and_changed_while_it_serves(
+    head: Head, tmp_path: Path
+) -> None:
+    log, file, here = tmp_path / "serve.log", tmp_path / "c.yaml", head.joined()
+
+    def write(**values: object) -> None:
+        file.write_text(FILE.format(**{"most": 16, "decode": 1, "name": "decode"} | values))
+
+    write()
+    driver = here.start(KVRELAY, "serve", file, *NOTHING_BUILT, log=log)
+    http, grpc = addresses(driver, log)
+    askers = Askers(grpc)
+    with askers.asking():
+        told = here.run(KVRELAY, "scale", "decode=2")
+        assert told.startswith("decode: 1 -> 2 workers\n")
+        assert names(head) == ["router-0", "prefill-0", "decode-0", "decode-1"]
+        askers.more()
+
+        told = here.run(KVRELAY, "drain", "decode-0")
+        assert told.startswith("decode-0: leaves, and another one replaces it\n")
+        assert names(head) == ["router-0", "prefill-0", "decode-1", "decode-2"]
+        here.run(KVRELAY, "drain", "decode-1", "--remove")
+        assert names(head) == ["router-0", "prefill-0", "decode-2"]
+        askers.more()
+
+        # Other settings for all workers; the controller dies while they are replaced.
+        write(most=8)
+        assert "give --yes" in refused(head, "apply", file, *NOTHING_BUILT)
+        told = here.run(KVRELAY, "apply", file, "--yes", "--no-wait", *NOTHING_BUILT)
+        assert "decode: replaced one by one: max_running_requests 16 -> 8\n" in told
+        until(lambda: len(processes(head, "WorkerHost")) == 4)
+        kill_one(head.marked, "ray::Controller")
+        until(lambda: names(head) == ["router-0", "prefill-1", "decode-0"])
+        assert here.run(KVRELAY, "apply", file, "--yes", *NOTHING_BUILT) == (
+            "nothing changes\nevery process of changing serves\n"
+        )
+        askers.more()
+
+        # A pool of another name takes over from one that is no more.
+        write(most=8, name="fast")
+        here.run(KVRELAY, "apply", file, "--yes", *NOTHING_BUILT)
+        assert names(head) == ["router-0", "prefill-1", "fast-0"]
+        askers.more()
+    assert not askers.errors
+    assert len(askers.answers) == 1, "the same tokens"
+    assert "no fast worker" not in refused(head, "scale", "decode=1")
+    assert "no decode worker would be left" in refused(head, "drain", "fast-0", "--remove")
+    assert "serve another model as another cluster" in refused(
+        head, "apply", file, "--set", "model.path=/m"
+    )
+    driver.terminate()
+    assert driver.wait(60) == 0, log.read_text()
+    assert_nothing_is_left(head.marked, http, grpc)

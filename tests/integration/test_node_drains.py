@@ -1,0 +1,70 @@
+"""A node of Ray is told to end, as Kubernetes does with a pod. Its workers leave before, and no
+request fails."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.integration.ray_head import BIN, NOTHING_BUILT, Head, free_ports, until
+from tests.integration.test_apply_ray import Askers
+from tests.integration.test_ray_head_restarts import MortalHead, mortal_head
+from tests.integration.test_serve_ray import KVRELAY, PLAIN
+
+pytestmark = pytest.mark.ray
+
+POOLS = (
+    "workers=[{role: prefill, resources: {room: 1}}, "
+    "{role: decode, replicas: 2, resources: {room: 1}}]"
+)
+
+
+def start_node(mortal: MortalHead, log: Path, **resources: int) -> subprocess.Popen[bytes]:
+    """As in a pod: the process that a signal reaches runs as long as the node."""
+    return mortal.here.start(
+        *(BIN / "ray", "start", "--block", f"--address={mortal.address}", "--num-cpus=4"),
+        *("--node-ip-address=127.0.0.1", f"--dashboard-agent-listen-port={free_ports(1)[0]}"),
+        *("--disable-usage-stats", "--object-store-memory=100000000"),
+        f"--resources={json.dumps(resources)}",
+        log=log,
+    )
+
+
+def homes(head: Head) -> dict[str, str]:
+    """# process |-> its state"""
+    status = head.status()
+    assert status is not None
+    return {one["name"]: one["state"] for one in status["processes"]}  # type: ignore[attr-defined]
+
+
+def test_the_workers_of_a_node_that_ends_go_on_elsewhere(tmp_path: Path) -> None:
+    with mortal_head() as mortal:
+        mortal.start()
+        head = Head(marked=mortal.here, address=mortal.address, dashboard="")
+        start_node(mortal, tmp_path / "door.log", door=1)
+        ends = start_node(mortal, tmp_path / "ends.log", room=3)
+        door = ("--set", "router.resources={door: 1}")
+        options = [*door, *NOTHING_BUILT, "--set", POOLS, *PLAIN]
+        head.joined().run(KVRELAY, "serve", "--detach", *options, timeout_s=240)
+        until(lambda: set(homes(head).values()) == {"serving"})
+        status = head.status()
+        assert status is not None
+        router: dict[str, object] = status["routers"][0]  # type: ignore[index]
+
+        start_node(mortal, tmp_path / "stays.log", room=3)
+        askers = Askers(f"{router['host']}:{router['grpc_port']}")
+        with askers.asking():
+            askers.more()
+            ends.send_signal(signal.SIGTERM)
+            assert ends.wait(60) is not None
+            askers.more()
+        assert not askers.errors
+        assert len(askers.answers) == 1
+        known = homes(head)
+        assert set(known.values()) == {"serving"}
+        assert known.keys() == {"router-0", "prefill-1", "decode-2", "decode-3"}
+        head.joined().run(KVRELAY, "stop")
