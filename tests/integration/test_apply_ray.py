@@ -28,7 +28,9 @@ router: {{http_port: 0, grpc_port: 0, replicas: 1}}
 pool: {{enabled: "off"}}
 drain_timeout: 60s
 scheduler: {{max_running_requests: {most}}}
-workers: [{{role: prefill}}, {{role: decode, replicas: {decode}, name: {name}}}]
+workers:
+  - {{role: prefill, cpu_threads: 1, resources: {{CPU: 0.5}}}}
+  - {{role: decode, cpu_threads: 1, resources: {{CPU: 0.5}}, name: {name}}}
 """
 TOKENS = 48
 
@@ -101,8 +103,8 @@ def test_a_cluster_is_scaled_drained_and_changed_while_it_serves(
 ) -> None:
     log, file, here = tmp_path / "serve.log", tmp_path / "c.yaml", head.joined()
 
-    def write(**values: object) -> None:
-        file.write_text(FILE.format(**{"most": 16, "decode": 1, "name": "decode"} | values))
+    def write(most: int = 16, name: str = "decode") -> None:
+        file.write_text(FILE.format(most=most, name=name))
 
     write()
     driver = here.start(KVRELAY, "serve", file, *NOTHING_BUILT, log=log)

@@ -24,14 +24,17 @@ POOLS = (
 
 
 def start_node(mortal: MortalHead, log: Path, **resources: int) -> subprocess.Popen[bytes]:
-    """As in a pod: the process that a signal reaches runs as long as the node."""
-    return mortal.here.start(
+    """As in a pod: the process that a signal reaches runs as long as the node. Two that start at
+    once on one address confuse Ray."""
+    node = mortal.here.start(
         *(BIN / "ray", "start", "--block", f"--address={mortal.address}", "--num-cpus=4"),
         *("--node-ip-address=127.0.0.1", f"--dashboard-agent-listen-port={free_ports(1)[0]}"),
         *("--disable-usage-stats", "--object-store-memory=100000000"),
         f"--resources={json.dumps(resources)}",
         log=log,
     )
+    until(lambda: "will now block" in log.read_text() or node.poll() is not None)
+    return node
 
 
 def homes(head: Head) -> dict[str, str]:

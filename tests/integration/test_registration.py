@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli.plain.joins import stay_registered
+from cluster.cli.plain import joins
+from cluster.cli.plain.joins import registrations, stay_registered
 from cluster.process import net
 from kvrelay.v1.worker_pb2 import RegisterRequest
 from tests.access import ACCESS
@@ -111,3 +113,59 @@ def test_a_worker_comes_back_to_a_router_whose_host_was_switched_off(
     finally:
         before.close()
         after.close()
+
+
+@contextmanager
+def following(name: str) -> Iterator[None]:
+    """A worker that joins all routers of a name, in a thread of its own."""
+    ends = threading.Event()
+
+    async def join() -> None:
+        request = RegisterRequest(address=NOWHERE)
+        (joining,) = map(asyncio.ensure_future, registrations([f"dns:{name}"], request, ACCESS))
+        await asyncio.to_thread(ends.wait)
+        joining.cancel()
+        await asyncio.gather(joining, return_exceptions=True)
+
+    thread = threading.Thread(target=asyncio.run, args=(join(),))
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
+
+
+def test_a_worker_joins_every_router_that_a_name_has_now_and_later(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routers = [RouterThread(llama) for _ in range(3)]
+    named: list[int] = []
+    looked_up = socket.getaddrinfo
+
+    def answer(host: str, *rest: object, **more: object) -> list[object]:
+        if host != "routers.example":
+            return looked_up(host, *rest, **more)  # type: ignore[arg-type,return-value]
+        if not named:
+            raise socket.gaierror(socket.EAI_NONAME, "not known")
+        ports = [routers[number].address.internal.grpc for number in named]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", p)) for p in ports]
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
+    monkeypatch.setattr(joins, "LOOK_UP_S", 0.05)
+    first, second, third = routers
+    try:
+        with following("routers.example:50951"):
+            named[:] = [0, 1]
+            wait_until(lambda: knows(first)() and knows(second)(), "it has joined both")
+            named[:] = [1, 2]
+            wait_until(knows(third), "it has joined the new one")
+            assert knows(first)(), "one that stops still serves"
+            named.clear()
+            first.close()
+            time.sleep(0.3)
+            assert knows(second)() and knows(third)(), "a name server that is away changes nothing"
+        wait_until(lambda: not knows(second)() and not knows(third)(), "it has left")
+    finally:
+        for router in (second, third):
+            router.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -97,6 +98,12 @@ def worker(
         str | None,
         typer.Option(metavar="CLUSTER", help="Use this host's pool node of this name."),
     ] = None,
+    ready_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="A file that is there while the worker serves: for a probe."
+        ),
+    ] = None,
     token_file: TokenFile = None,
     set_: SetOption = None,
 ) -> None:
@@ -129,7 +136,8 @@ def worker(
     configure_logging(process_name)
     from cluster.cli.plain.run import run_worker
 
-    asyncio.run(run_worker(settings, join=join, drain_s=config.drain_timeout))
+    drain_s = config.drain_timeout
+    asyncio.run(run_worker(settings, join=join, drain_s=drain_s, ready_file=ready_file))
 
 
 def pool_node(

@@ -11,8 +11,9 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
@@ -65,8 +66,11 @@ async def run_router(settings: RouterSettings, *, drain_s: float) -> None:
     await router.stop(drain_s=drain_s)
 
 
-async def run_worker(settings: WorkerSettings, *, join: Sequence[str], drain_s: float) -> None:
-    """Serve until SIGTERM or SIGINT. Raises the error that made the worker stop by itself."""
+async def run_worker(
+    settings: WorkerSettings, *, join: Sequence[str], drain_s: float, ready_file: Path | None = None
+) -> None:
+    """Serve until SIGTERM or SIGINT. `ready_file` is there as long as it serves and does not drain.
+    Raises the error that made the worker stop by itself."""
     from cluster.worker.last_words import LastWords
     from cluster.worker.process import WorkerProcess
 
@@ -80,7 +84,10 @@ async def run_worker(settings: WorkerSettings, *, join: Sequence[str], drain_s: 
     print(f"{settings.role} worker on {address}", flush=True)
     request = worker_pb2.RegisterRequest(address=address, routers=join)
     registered = registrations(join, request, settings.access)
-    await _first_of([stopping.wait(), worker.wait_closed(), *registered], worker, drain_s)
+    with _shown_by(ready_file) as shown:
+        await _first_of(
+            [stopping.wait(), worker.wait_closed(), *registered], worker, drain_s, shown
+        )
 
 
 async def run_pool_node(settings: PoolNodeSettings, *, join: Sequence[str], drain_s: float) -> None:
@@ -96,7 +103,8 @@ async def run_pool_node(settings: PoolNodeSettings, *, join: Sequence[str], drai
     print(f"internal gRPC on {addresses.reports}", flush=True)
     request = worker_pb2.RegisterRequest(address=addresses.reports, is_pool_node=True, routers=join)
     registered = registrations(join, request, settings.access)
-    await _first_of([stopping.wait(), node.wait_closed(), *registered], node, drain_s)
+    with _shown_by(None) as shown:
+        await _first_of([stopping.wait(), node.wait_closed(), *registered], node, drain_s, shown)
 
 
 @asynccontextmanager
@@ -131,12 +139,32 @@ async def _tell_choice(worker: WorkerProcess) -> None:
     log.info("%s", worker.chosen)
 
 
+@contextmanager
+def _shown_by(ready_file: Path | None) -> Iterator[Callable[[], None]]:
+    """Makes the file, if there is to be one; what is given removes it."""
+
+    def remove() -> None:
+        if ready_file is not None:
+            ready_file.unlink(missing_ok=True)
+
+    if ready_file is not None:
+        ready_file.touch()
+    try:
+        yield remove
+    finally:
+        remove()
+
+
 async def _first_of(
-    waits: Sequence[Coroutine[None, None, object]], served: Stoppable, drain_s: float
+    waits: Sequence[Coroutine[None, None, object]],
+    served: Stoppable,
+    drain_s: float,
+    stops: Callable[[], None],
 ) -> None:
     """Waits for the first task to end, stops the process, and raises the task's error."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    stops()
     await served.stop(drain_s=drain_s)
     for task in pending:
         task.cancel()

@@ -1,0 +1,131 @@
+"""The manifests without Ray: valid, in agreement with each other, and their commands serve."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from kvrelay import Client
+from tests.integration.manifests import Manifest, one, render
+from tests.integration.plain_kit import ADDRESSES, KVRELAY
+from tests.integration.ray_head import NOTHING_BUILT, Marked, free_ports, marked, until
+from tests.integration.test_kubernetes import KUBERNETES_VERSION
+
+OVERLAY = "plain"
+ROLES = ("router", "prefill", "decode")
+
+
+def deployment(role: str) -> Manifest:
+    return one(OVERLAY, "Deployment", f"kvrelay-{role}")
+
+
+def pod(role: str) -> dict[str, Any]:
+    spec: dict[str, Any] = deployment(role)["spec"]["template"]["spec"]
+    return spec
+
+
+def container(role: str) -> dict[str, Any]:
+    (found,) = pod(role)["containers"]
+    return dict(found)
+
+
+def selected_by(labels: dict[str, str]) -> list[str]:
+    """The roles whose pods have these labels."""
+    return [
+        role
+        for role in ROLES
+        if labels.items() <= deployment(role)["spec"]["template"]["metadata"]["labels"].items()
+    ]
+
+
+def test_kubernetes_accepts_them() -> None:
+    kinds = {"Deployment", "Service", "NetworkPolicy", "PodDisruptionBudget"}
+    assert {manifest["kind"] for manifest in render(OVERLAY)} == kinds
+    for manifest in render(OVERLAY):
+        kubernetes_validate.validate(manifest, KUBERNETES_VERSION, strict=True)
+
+
+def test_nothing_is_there_once_only() -> None:
+    assert [deployment(role)["spec"]["replicas"] for role in ROLES] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_drain_and_a_roll_take_one_pod_of_a_kind(role: str) -> None:
+    """Each is the disruption controller's to count: a Deployment has a scale."""
+    budget = one(OVERLAY, "PodDisruptionBudget", f"kvrelay-{role}")["spec"]
+    assert selected_by(budget["selector"]["matchLabels"]) == [role]
+    assert budget["maxUnavailable"] < deployment(role)["spec"]["replicas"]
+    rolls = deployment(role)["spec"]["strategy"]["rollingUpdate"]
+    assert (rolls["maxSurge"], rolls["maxUnavailable"]) == (1, 0), "a successor first"
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_pod_has_time_to_drain(role: str) -> None:
+    (drain_s,) = re.findall(r"drain_timeout=(\d+)s", " ".join(container(role)["args"]))
+    assert pod(role)["terminationGracePeriodSeconds"] >= int(drain_s) + 5
+
+
+def test_services_lead_to_the_routers_only() -> None:
+    ports = {port["containerPort"] for port in container("router")["ports"]}
+    for name in ("kvrelay", "kvrelay-grpc", "kvrelay-internal"):
+        service = one(OVERLAY, "Service", name)["spec"]
+        assert selected_by(service["selector"]) == ["router"]
+        assert {port["targetPort"] for port in service["ports"]} <= ports
+    internal = one(OVERLAY, "Service", "kvrelay-internal")["spec"]
+    assert internal["publishNotReadyAddresses"], "a router is ready once workers have joined"
+    assert internal["clusterIP"] == "None", "each worker joins each router"
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_pods_keep_to_the_restricted_standard(role: str) -> None:
+    assert pod(role)["securityContext"]["runAsNonRoot"]
+    assert pod(role)["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container(role)["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+@pytest.fixture
+def here() -> Iterator[Marked]:
+    with marked() as environment:
+        yield environment
+
+
+def command(role: str, tmp_path: Path, ports: dict[str, str]) -> list[str]:
+    """That of the container, as the kubelet runs it, but on this machine's addresses and files."""
+    args = " ".join(container(role)["args"])
+    args = args.replace("$(POD_IP)", "127.0.0.1").replace("$(POD_NAME)", f"{role}-x")
+    args = args.replace("kvrelay-internal", "localhost").replace("/tmp/", f"{tmp_path}/{role}-")
+    args = args.replace("/run/secrets/kvrelay", str(tmp_path))
+    for port, free in ports.items():
+        args = re.sub(rf"\b{port}\b", free, args)
+    return args.split()
+
+
+def test_the_commands_of_all_containers_serve_and_drain(here: Marked, tmp_path: Path) -> None:
+    ports = ["8000", "50051", "8900", "50951"]
+    ours = dict(zip(ports, map(str, free_ports(len(ports))), strict=True))
+    started = {}
+    for role in ROLES:
+        built = () if role == "router" else NOTHING_BUILT
+        log = tmp_path / f"{role}.log"
+        started[role] = here.start(KVRELAY, *command(role, tmp_path, ours), *built, log=log)
+        if role == "router":
+            until(lambda: re.search(ADDRESSES, (tmp_path / "router.log").read_text()))
+    workers = ("prefill", "decode")
+    until(lambda: all((tmp_path / f"{role}-ready").exists() for role in workers))
+    with Client(f"127.0.0.1:{ours['50051']}", timeout_s=60) as client:
+        until(lambda: client.server_info().ready)
+        answer = client.generate("It was", max_tokens=8, ignore_eos=True)
+    assert len(answer.token_ids) == 8
+    for role in (*workers, "router"):
+        started[role].terminate()
+    for role, process in started.items():
+        assert process.wait(60) == 0, (tmp_path / f"{role}.log").read_text()
+    assert not any((tmp_path / f"{role}-ready").exists() for role in workers)
