@@ -17,8 +17,7 @@ from kvrelay.errors import ConfigError
 if TYPE_CHECKING:
     from cluster.config.schema import Config
     from cluster.core.plan import ClusterPlan
-    from cluster.on_ray.launch import Driver
-    from cluster.on_ray.wishes import Wish
+    from cluster.on_ray.launch import Driver, Stopwatch
 
 NoWait = Annotated[
     bool, typer.Option("--no-wait", help="Return at once; the cluster goes on by itself.")
@@ -26,15 +25,24 @@ NoWait = Annotated[
 
 
 def apply(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The cluster file (YAML).")],
+    config: Annotated[
+        Path,
+        typer.Argument(metavar="CONFIG", envvar="KVRELAY_CONFIG", help="The cluster file (YAML)."),
+    ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
     no_wait: NoWait = False,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow", help="Show what happens until the cluster stops. Its end stops nothing."
+        ),
+    ] = False,
     name: NameOption = None,
     ray_address: RayAddress = None,
     token_file: TokenFile = None,
     set_: SetOption = None,
 ) -> None:
-    """Make a running cluster what its file says now.
+    """Make a cluster what its file says: start it detached, or change the one that runs.
 
     Shows what changes, and asks. Pools grow and shrink; workers and routers with other settings are
     replaced one by one, and no request fails.
@@ -44,15 +52,32 @@ def apply(
 
     overrides = given(name=name, network__token_file=token_file, ray__address=ray_address)
     wanted = located(load_config(config, overrides + parsed(set_)))
-    with _running(wanted.name, wanted.ray.address) as driver:
-        from cluster.on_ray.wishes import Apply
+    with _on_ray(wanted.ray.address) as say:
+        from cluster.on_ray import launch
+        from cluster.on_ray.connect import Connected, site_of
 
-        plan = _plan_of(wanted, own=driver.is_own())
-        told = driver.wish(Apply(plan, only_tell=True))
-        _print(told)
-        if told and not yes:
-            _ask()
-        _do(driver, Apply(plan), no_wait=no_wait)
+        if wanted.name in launch.running_clusters():
+            driver = _changed(wanted, say, yes=yes)
+        else:
+            print(f"{wanted.name}: a new cluster")
+            here = Connected(own=False, site=site_of(own=False))
+            driver = launch.start(wanted, here, detach=True, say=say)
+        _wait(driver, no_wait=no_wait)
+        if follow:
+            driver.follow()
+
+
+def _changed(wanted: Config, say: Stopwatch, *, yes: bool) -> Driver:
+    from cluster.on_ray.wishes import Apply
+
+    driver = _found(wanted.name, say)
+    plan = _plan_of(wanted, own=driver.is_own())
+    told = driver.wish(Apply(plan, only_tell=True))
+    _print(told)
+    if told and not yes:
+        _ask()
+    driver.wish(Apply(plan))
+    return driver
 
 
 def scale(
@@ -65,9 +90,10 @@ def scale(
 ) -> None:
     """Change the number of workers of a pool. The cluster file does not change."""
     wanted = [_pool_and_count(text) for text in pools]
-    with _running(name, ray_address) as driver:
+    with _on_ray(ray_address) as say:
         from cluster.on_ray.wishes import Scale
 
+        driver = _found(name, say)
         for pool, count in wanted:
             _print(driver.wish(Scale(pool, count)))
         _wait(driver, no_wait=no_wait)
@@ -88,27 +114,34 @@ def drain(
 
     It gets nothing new, what it runs goes on elsewhere, and then it ends.
     """
-    with _running(name, ray_address) as driver:
+    with _on_ray(ray_address) as say:
         from cluster.on_ray.wishes import Drain
 
+        driver = _found(name, say)
         _print(driver.wish(Drain(name=process, replace=not remove)))
         _wait(driver, no_wait=no_wait)
 
 
 @contextmanager
-def _running(name: str | None, ray_address: str | None) -> Iterator[Driver]:
-    """The cluster's controller, from now on. Raises ConfigError when `name` fits none, or several
-    clusters."""
+def _on_ray(address: str | None) -> Iterator[Stopwatch]:
+    """A connection to a Ray that runs."""
     from cluster.on_ray.connect import joined
     from cluster.on_ray.connect import ray_address as ray_to_join
 
     began_s = time.monotonic()
-    with joined(ray_to_join(ray_address) or "auto"):
+    with joined(ray_to_join(address) or "auto"):
         from cluster.on_ray import launch
 
-        driver = launch.running(name, say=launch.Stopwatch(began_s))
-        driver.skip_notes()
-        yield driver
+        yield launch.Stopwatch(began_s)
+
+
+def _found(name: str | None, say: Stopwatch) -> Driver:
+    """What happens from now on. Raises ConfigError when `name` fits none, or several clusters."""
+    from cluster.on_ray import launch
+
+    driver = launch.running(name, say=say)
+    driver.skip_notes()
+    return driver
 
 
 def _plan_of(config: Config, *, own: bool) -> ClusterPlan:
@@ -119,11 +152,6 @@ def _plan_of(config: Config, *, own: bool) -> ClusterPlan:
 
     resolved = resolve(config, site_of(own=own))
     return plan_cluster(resolved, secrets_of(resolved), given=config)
-
-
-def _do(driver: Driver, wish: Wish, *, no_wait: bool) -> None:
-    driver.wish(wish)
-    _wait(driver, no_wait=no_wait)
 
 
 def _wait(driver: Driver, *, no_wait: bool) -> None:

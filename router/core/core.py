@@ -43,6 +43,7 @@ from router.core.events import (
     abort_attempt,
     preload,
 )
+from router.core.faults import draining
 from router.core.faults.poison import END_TOLD_S, Ending, Standing
 from router.core.promises.refusal import DRAINING, refused_by_worker
 from router.core.request import Request, RequestState
@@ -131,7 +132,9 @@ class RouterCore:
             or any(isinstance(event, Released) for event in said.events)
         ):
             state.waiting.wake(now_s)
-        return commands + state.moves.relieve(state, view, now_s)
+        if state.moves.hot_spots or view.draining:
+            commands += state.moves.relieve(state, view, now_s)
+        return commands + draining.lead_away(state, view, now_s) if view.draining else commands
 
     def _on_events(
         self, view: WorkerView, events: Iterable[WorkerEvent], now_s: float

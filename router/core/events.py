@@ -202,7 +202,12 @@ class Rejected(Exception):
 
 
 def prefill(
-    request: Request, candidate: Candidate, held_tokens: int, within_s: float | None
+    request: Request,
+    candidate: Candidate,
+    held_tokens: int,
+    within_s: float | None,
+    *,
+    leaves: bool = False,
 ) -> list[Command]:
     """Starts the prompt. The decode worker holds the KV of its first `held_tokens`. Choices that
     ended in an earlier attempt are not decoded again."""
@@ -221,6 +226,7 @@ def prefill(
         held_tokens=held_tokens,
         prefix_source=candidate.source,
         within_s=within_s,
+        leaves=leaves,
     )
     return [*stops, Send(worker=candidate.prefill.incarnation, message=message)]
 

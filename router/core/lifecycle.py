@@ -6,9 +6,9 @@
     ask_next         ASKED -> SEEKING     its decode worker has no slot for it
     take_slot        ASKED -> QUEUED, or PREFILLING (`send_prompt`)
     send_prompt      ASKED, QUEUED -> PREFILLING
-    place_elsewhere  PREFILLING -> SEEKING   its prefill worker drains
+    place_elsewhere  QUEUED, PREFILLING, DECODING -> SEEKING   a worker of it drains
     start_decoding   PREFILLING -> DECODING
-    move             DECODING -> PREFILLING  another decode worker takes it
+    go_on_at         DECODING -> PREFILLING  another decode worker takes it
     finish           DECODING -> GONE
     fail_attempt     any -> SEEKING or GONE  one of its workers has failed it, or has died
     isolate          any -> HELD             it may have killed a worker
@@ -29,7 +29,6 @@ from kvrelay.messages import (
     LifetimeMoment,
     Tokens,
 )
-from kvrelay.types import RequestSpec
 from router.core.decision import decide, demand_of, usable
 from router.core.events import (
     Admit,
@@ -49,7 +48,7 @@ from router.core.learning import learn_length, learn_pace, learn_ttft
 from router.core.policy.admission import Admitted, Deferred
 from router.core.promises.refusal import NO_CAPACITY, Refusal
 from router.core.request import Ledger, Request, RequestState
-from router.core.router_state import RouterState
+from router.core.router_state import Move, RouterState
 from router.core.state.candidate import Candidate
 from router.core.state.demand import Demand
 from router.core.state.generation import GenerationRequest
@@ -276,10 +275,11 @@ def send_prompt(
 def place_elsewhere(
     state: RouterState, request: Request, refusal: Refusal, now_s: float
 ) -> list[Command]:
-    """Its prefill worker takes no prompts any more. That is no failure."""
+    """A worker of it takes nothing more. That is no failure."""
     request.story.note(Moment.TRIED_AGAIN, now_s, request.worker_names, refusal.message)
     aborts = abort_attempt(request, state.workers)
     end_attempt(state, request, now_s, freed=True)
+    request.led_away += request.state is RequestState.DECODING
     request.begin_attempt(next(state.attempts))
     request.enter(RequestState.SEEKING)
     return aborts + seek(state, request, refusal, now_s)
@@ -333,23 +333,23 @@ def start_decoding(state: RouterState, request: Request, event: Tokens, now_s: f
     learn_ttft(state, request, now_s)
 
 
-def move(
+def go_on_at(
     state: RouterState,
     request: Request,
-    admitted: Admitted,
-    spec: RequestSpec,
+    move: Move,
     held_tokens: int,
     now_s: float,
 ) -> list[Command]:
     """The target has a slot for it, which was booked when it was asked. The worker that it leaves
-    prefills the new attempt `spec`."""
+    prefills the new attempt."""
     aborts = abort_attempt(request, state.workers)
     end_attempt(state, request, now_s, freed=True)
     request.enter(RequestState.PREFILLING)
-    request.move(spec)
-    request.place(admitted, now_s)
-    request.story.note(Moment.MOVED, now_s, request.worker_names, "its worker would overflow")
-    return aborts + prefill(request, admitted.candidate, held_tokens, None)
+    request.move(move.spec, led_away=move.led_away)
+    request.place(move.admitted, now_s)
+    cause = "its worker drains" if move.led_away else "its worker would overflow"
+    request.story.note(Moment.MOVED, now_s, request.worker_names, cause)
+    return aborts + prefill(request, move.admitted.candidate, held_tokens, None, leaves=True)
 
 
 # --- ends -----------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ below its low mark, for workers that stay below theirs. Between the marks nothin
 
 The worker that a sequence leaves prefills the new attempt: it has the KV of all full blocks in its
 cache. Tokens that it samples between Reserve and Reserved are not sampled again.
+
+All that decode leave a worker that drains, in the same way, for any worker that has room.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from math import inf
 
 from kvrelay.messages import Abort, Reserved, WorkerEvent
 from kvrelay.types import Incarnation, RequestKey, RequestSpec
@@ -45,6 +48,9 @@ WORTH = 0.25
 """A move may pause a request for this share of the time that it still takes."""
 HIGH, LOW = 1.0, 0.9
 """Shares of a worker's blocks, and of its objective for a step."""
+LEAVING_AT_ONCE = 8
+LEAVE_LOOK_S = 0.02
+"""A worker that drains: at most so many at a time, looked for so often."""
 FEWEST_LEFT_TOKENS = 32
 """One that ends sooner isn't worth its handoff."""
 
@@ -91,19 +97,41 @@ class WorkerLoad:
 
 @dataclass(slots=True)
 class Moving:
-    """Implements `router.core.router_state.Moves`."""
+    """Implements `router.core.router_state.Moves`. Without `hot_spots`, only a worker that drains
+    is left."""
 
+    hot_spots: bool = True
     moved: int = 0
     pending: dict[RequestKey, Move] = field(default_factory=dict)
     _looked_s: dict[Incarnation, float] = field(default_factory=dict)
 
     def relieve(self, state: RouterState, view: WorkerView, now_s: float) -> list[Command]:
         """Asks the targets of the requests that are to leave it; they decode on meanwhile."""
+        if view.draining:
+            wanted = self._leaving(state, view, now_s)
+        else:
+            wanted = self._wanted(state, view, now_s)
         return [
             command
-            for request, target in self._wanted(state, view, now_s)
+            for request, target in wanted
             for command in self._begin(state, request, view, target, now_s)
         ]
+
+    def _leaving(
+        self, state: RouterState, view: WorkerView, now_s: float
+    ) -> list[tuple[Request, WorkerView]]:
+        """Of a worker that drains: all that decode, the longest first, as far as there is room."""
+        if now_s < self._looked_s.get(view.incarnation, -inf) + LEAVE_LOOK_S:
+            return []
+        self._looked_s[view.incarnation] = now_s
+        most = LEAVING_AT_ONCE - sum(m.source == view.incarnation for m in self.pending.values())
+        leaving = [one for one in self._decoding(state, view) if one.may_move]
+        if most <= 0 or not leaving:
+            return []
+        leaving.sort(key=lambda one: one.left_tokens, reverse=True)
+        loads = [self._load(state, target) for target in _open(state, view)]
+        moves = [(one, target.worker) for one, target in _spread(leaving[:most], loads)]
+        return [(state.requests[one.request_id], target) for one, target in moves]
 
     def _wanted(
         self, state: RouterState, view: WorkerView, now_s: float
@@ -119,8 +147,7 @@ class Moving:
         return [(state.requests[one.request_id], target) for one, target in moves]
 
     def _is_due(self, view: WorkerView, now_s: float) -> bool:
-        """A worker that drains ends with what it has, perhaps before it had handed that over."""
-        if view.draining or _taken_blocks(view) < PRESSED * view.hello.total_blocks:
+        if _taken_blocks(view) < PRESSED * view.hello.total_blocks:
             return False
         return now_s >= self._looked_s.get(view.incarnation, -LOOK_S) + LOOK_S
 
@@ -149,7 +176,8 @@ class Moving:
                 )
 
     def _may_move(self, request: Request, view: WorkerView) -> bool:
-        alone = len(request.choices) == 1 and request.moves < MOST_MOVES and not request.alone
+        often = request.moves >= MOST_MOVES and not view.draining
+        alone = len(request.choices) == 1 and not often and not request.alone
         decodes = request.state is RequestState.DECODING
         here = decodes and request.workers == (view.incarnation,)
         return alone and here and all(m.left != request.key for m in self.pending.values())
@@ -171,11 +199,15 @@ class Moving:
         demand = demand_of(state, request, spec, now_s)
         candidate = Candidate(decode=target, prefill=source)
         prediction = state.forecast.predict(demand, candidate, now_s)
-        if not _is_worth(prediction, demand.output_tokens):
+        if not (source.draining or _is_worth(prediction, demand.output_tokens)):
             return []
         admitted = Admitted(candidate=candidate, prediction=prediction)
         self.pending[spec.key] = Move(
-            left=request.key, source=source.incarnation, spec=spec, admitted=admitted
+            left=request.key,
+            source=source.incarnation,
+            spec=spec,
+            admitted=admitted,
+            led_away=source.draining,
         )
         book_decode(demand, admitted, now_s)
         book_prefill(demand, source, prediction.prompt, now_s)
@@ -193,8 +225,7 @@ class Moving:
             target.await_release(event.key)
             return [Send(worker=target.incarnation, message=Abort(key=event.key))]
         self.moved += 1
-        held_tokens = event.held_tokens
-        return lifecycle.move(state, request, move.admitted, move.spec, held_tokens, now_s)
+        return lifecycle.go_on_at(state, request, move, event.held_tokens, now_s)
 
     def _take(self, state: RouterState, key: RequestKey, now_s: float) -> Move:
         """The work that it would have made for its source is not booked any more."""
@@ -218,14 +249,22 @@ def next_spec(state: RouterState, request: Request) -> RequestSpec:
     return replace(request.spec, key=key, emitted_ids=emitted, resumed=())
 
 
-def _targets(state: RouterState, source: WorkerView) -> list[WorkerView]:
-    others = [
+def _open(state: RouterState, source: WorkerView) -> list[WorkerView]:
+    """The other workers that decode and have a place."""
+    return [
         view
         for view in state.workers.values()
         if view is not source
         and not (view.prefills or view.draining or view.suspect)
         and view.free_places > 0
-        and _taken_blocks(view) < PRESSED * view.hello.total_blocks
+    ]
+
+
+def _targets(state: RouterState, source: WorkerView) -> list[WorkerView]:
+    others = [
+        view
+        for view in _open(state, source)
+        if _taken_blocks(view) < PRESSED * view.hello.total_blocks
     ]
     free = sorted(others, key=lambda v: v.hello.total_blocks - _taken_blocks(v), reverse=True)
     return free[:MOST_TARGETS]
@@ -279,3 +318,16 @@ def _roomiest(one: Decoding, targets: Sequence[WorkerLoad]) -> WorkerLoad | None
     shares = [(target.beside(one).share(), at) for at, target in enumerate(targets)]
     share, at = min(shares, default=(LOW, 0))
     return targets[at] if share < LOW else None
+
+
+def _spread(
+    leaving: Iterable[Decoding], targets: Sequence[WorkerLoad]
+) -> Iterator[tuple[Decoding, WorkerLoad]]:
+    """Each to the target that is least loaded then, unless it would overflow."""
+    loads = [*targets]
+    for one in leaving if loads else ():
+        shares = [(load.beside(one).share(), at) for at, load in enumerate(loads)]
+        share, at = min(shares)
+        if share <= HIGH:
+            yield one, loads[at]
+            loads[at] = loads[at].beside(one)

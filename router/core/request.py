@@ -259,6 +259,7 @@ class Request:
     found_tokens: int | None = None  # in a cache, by the first prefill that began
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     moves: int = 0  # to other decode workers
+    led_away: int = 0  # from workers that drain, while it decoded
     stood_back_s: float = 0.0  # while it was preempted after its first token
     prefill_worker: Incarnation | None = None  # has its prompt, or gets it once it has a slot
     worker_names: tuple[str, ...] = ()  # of its latest placement: who prefills, who decodes
@@ -383,7 +384,8 @@ class Request:
     @property
     def disturbed(self) -> bool:
         """It was run again or moved, so the time it took says nothing about the prediction."""
-        return self.tries > 1 or self.moves > 0 or bool(self.submitted.delivered)
+        went_on = self.tries > 1 or self.moves > 0 or self.led_away > 0
+        return went_on or bool(self.submitted.delivered)
 
     @property
     def handed_over(self) -> bool:
@@ -482,9 +484,10 @@ class Request:
         single = self.choices[0].delivered if len(self.choices) == 1 else ()
         self._begin(attempt, emitted_ids=tuple(single))
 
-    def move(self, spec: RequestSpec) -> None:
+    def move(self, spec: RequestSpec, *, led_away: bool = False) -> None:
         """It goes on as `spec` says, and behind the tokens that were delivered since."""
-        self.moves += 1
+        self.led_away += led_away
+        self.moves += not led_away
         self._begin(spec.key.attempt, emitted_ids=spec.emitted_ids)
 
     def _begin(self, attempt: int, emitted_ids: tuple[int, ...]) -> None:

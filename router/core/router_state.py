@@ -108,16 +108,21 @@ class Direct:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
     """A request that decodes as `left` at `source` and is to go on as `spec`. `admitted` names the
-    target that was asked."""
+    target that was asked. `led_away`: the source drains."""
 
     left: RequestKey
     source: Incarnation
     spec: RequestSpec
     admitted: Admitted
+    led_away: bool = False
 
 
 class Moves(Protocol):
     """Moves of requests that decode. `pending`: # key of the new attempt |-> move."""
+
+    @property
+    def hot_spots(self) -> bool:
+        """Workers that do not drain are to be relieved too."""
 
     @property
     def pending(self) -> Mapping[RequestKey, Move]: ...
@@ -136,6 +141,9 @@ class Moves(Protocol):
 
 
 class NoMoves:
+    """Not even away from workers that drain."""
+
+    hot_spots = False
     moved = 0
     pending: Mapping[RequestKey, Move] = {}
 

@@ -26,7 +26,7 @@ from router.core.policy.placement_baselines import (
 )
 from router.core.policy.predictive import Predictive
 from router.core.promises.promises import Promises
-from router.core.router_state import Direct, NoMoves, RouterState
+from router.core.router_state import Direct, RouterState
 from router.core.shared_queue import open_shared_queue
 from router.core.state.directory import DIRECTORY_BYTES, Directory
 from router.core.state.waiting import FAILOVER_PATIENCE_S
@@ -57,7 +57,7 @@ def begin(beginning: Beginning) -> RouterCore:
         placing=open_placement(policies, Random(beginning.seed)),
         admitting=open_admission(policies),
         dispatch=open_shared_queue(workers, tiers) if policies.shared_queue else Direct(),
-        moves=Moving() if policies.move_hot_spots else NoMoves(),
+        moves=Moving(hot_spots=policies.move_hot_spots),
         workers=workers,
         directory=Directory(most_bytes=beginning.directory_bytes),
         failover_patience_s=beginning.failover_patience_s,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from kvrelay.messages import Abort, Counters, Prefill, Reserve, WorkerHello
-from kvrelay.types import FinishReason, Incarnation, RequestSpec, Role
+from kvrelay.types import FinishReason, Incarnation, RequestKey, RequestSpec, Role
 from router.core.core import RouterCore
 from router.core.events import (
     Aborted,
@@ -18,8 +19,8 @@ from router.core.events import (
     WorkerLost,
     WorkerSaid,
 )
-from router.core.migration import LOOK_S, Moving, next_spec
-from router.core.router_state import NoMoves, RouterState
+from router.core.migration import LEAVE_LOOK_S, LEAVING_AT_ONCE, LOOK_S, Moving, next_spec
+from router.core.router_state import RouterState
 from router.core.state.quarantine import Pair
 from tests.unit.router_kit import (
     PROMPT,
@@ -48,7 +49,7 @@ def asked(attempt: int, *emitted: int) -> RequestSpec:
 
 def decoding(*, moves: bool = True) -> RouterCore:
     """One request with three tokens at d; d2 comes when all is full there."""
-    core = RouterCore(RouterState(moves=Moving() if moves else NoMoves()))
+    core = RouterCore(RouterState(moves=Moving(hot_spots=moves)))
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
         core.handle(WorkerJoined(hello=wide(name, role)), 0)
     core.handle(Submitted(request=request(max_tokens=MOST)), 1)
@@ -190,10 +191,9 @@ def test_never_over_a_pair_that_is_quarantined_or_failed_for_it() -> None:
     assert len(pressed(core, 2 + back_off_s + LOOK_S)) == 1
 
 
-@pytest.mark.parametrize("worker", [D, D2])
-def test_never_to_or_from_a_worker_that_drains(worker: Incarnation) -> None:
+def test_never_to_a_worker_that_drains() -> None:
     """Which its refusal of some other request has told."""
-    core = decoding()
+    core, worker = decoding(), D2
     core.handle(Submitted(request=request("other", max_tokens=MOST)), 2)
     at = core.state.requests["other"]
     if at.workers[0] != worker:  # it asks that one next
@@ -202,6 +202,154 @@ def test_never_to_or_from_a_worker_that_drains(worker: Incarnation) -> None:
     says(core, worker, refused("draining", "other", at.attempt))
     assert core.state.workers[worker].draining
     assert all(not isinstance(one.message, Reserve) for one in sends(pressed(core, 3)))
+
+
+# --- away from a worker that drains ---------------------------------------------------------------
+
+
+def drains(core: RouterCore, now_s: float, worker: Incarnation = D, running: int = 1) -> list[Send]:
+    counters = Counters(active_blocks=2, running=running, draining=True)
+    return sends(core.handle(WorkerSaid(incarnation=worker, events=(), counters=counters), now_s))
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_what_decodes_leaves_a_worker_that_drains(moves: bool) -> None:
+    """Also where hot spots are not relieved, and however often it was moved."""
+    core = decoding(moves=moves)
+    core.state.requests["r"].moves = 9
+    assert drains(core, 3) == [
+        Send(worker=D2, message=Reserve(spec=asked(1, 10, 11, 12), source=D))
+    ]
+    assert drains(core, 3 + LEAVE_LOOK_S) == [], "it is asked for once"
+    assert delivered(says(core, "d", tokens(3, 13))) == [(13,)]
+    abort, prefill = sends(says(core, "d2", reserved(attempt=1)))
+    assert abort == Send(worker=D, message=Abort(key=key()))
+    assert isinstance(prefill.message, Prefill)
+    assert prefill.message.leaves, "a worker that drains takes it"
+    assert prefill.message.spec.resumed == ((13,),)
+    assert drains(core, 4) == [], "its handoff goes on"
+    says(core, "d2", lifetime("handoff_committed", attempt=1), tokens(4, 14, attempt=1))
+    at = core.state.requests["r"]
+    assert (at.workers, at.moves, at.tries, at.led_away) == ((D2,), 9, 1, 1)
+    assert at.disturbed, "its pace says nothing"
+    says(core, "d", released(), released(attempt=1))
+    end = says(core, "d2", tokens(5, 15, attempt=1, reason=FinishReason.STOP))
+    assert delivered(end) == [(15,)]
+    says(core, "d2", released(attempt=1))
+    assert_no_books(core)
+
+
+def test_it_stays_where_no_other_has_room_and_goes_as_soon_as_one_has() -> None:
+    core = decoding()
+    core.state.workers[D2].draining = True
+    assert drains(core, 3) == []
+    core.state.workers[D2].draining = False
+    core.state.workers[D2].counters = Counters(running=hello("x", Role.DECODE).max_running_requests)
+    assert drains(core, 4) == []
+    core.state.workers[D2].counters = Counters()
+    assert [one.worker for one in drains(core, 5)] == [D2]
+
+
+def test_a_target_that_refuses_is_asked_again() -> None:
+    core = decoding()
+    drains(core, 3)
+    says(core, "d2", refused("kv_exhausted", attempt=1))
+    assert [one.worker for one in drains(core, 4)] == [D2]
+
+
+def test_so_many_leave_at_a_time() -> None:
+    core = decoding()
+    for worker in (D, D2):
+        view = core.state.workers[worker]
+        view.hello = replace(view.hello, total_blocks=2000, max_running_requests=64)
+    for number in range(LEAVING_AT_ONCE + 3):
+        name = f"r{number}"
+        core.state.workers[D2].draining = True
+        core.handle(Submitted(request=request(name, max_tokens=MOST)), 2)
+        core.state.workers[D2].draining = False
+        attempt = core.state.requests[name].attempt
+        says(core, "d", reserved(name, attempt))
+        says(core, "p", tokens(0, 10, name=name, attempt=attempt))
+        says(core, "d", lifetime("handoff_committed", name, attempt))
+        says(core, "p", released(name, attempt))
+    assert len(drains(core, 3)) == LEAVING_AT_ONCE
+
+
+def about(send: Send) -> RequestKey:
+    message: Any = send.message
+    return message.spec.key if isinstance(message, Reserve) else message.key  # type: ignore[no-any-return]
+
+
+def several(core: RouterCore, choices: int = 2) -> RouterCore:
+    """Another request, for two answers, decodes at d."""
+    sampling = replace(request().sampling, max_tokens=MOST, n=choices)
+    core.state.workers[D2].draining = True
+    core.handle(Submitted(request=replace(request("two"), sampling=sampling)), 2)
+    core.state.workers[D2].draining = False
+    attempt = core.state.requests["two"].attempt
+    says(core, "d", reserved("two", attempt))
+    for choice in range(choices):
+        says(core, "p", tokens(0, 10, name="two", attempt=attempt, choice=choice))
+    says(core, "d", lifetime("handoff_committed", "two", attempt))
+    says(core, "p", released("two", attempt))
+    return core
+
+
+def test_several_answers_are_taken_up_elsewhere_behind_what_was_delivered() -> None:
+    core = several(decoding())
+    at = core.state.requests["two"]
+    old = at.key
+    told = drains(core, 3)
+    assert Send(worker=D, message=Abort(key=old)) in told
+    (asked_for,) = [one for one in told if about(one) == at.key]
+    assert (asked_for.worker, type(asked_for.message)) == (D2, Reserve)
+    assert at.spec.resumed == ((10,), (10,))
+    assert (at.tries, at.led_away, at.disturbed) == (1, 1, True)
+
+
+def test_several_answers_stay_where_nobody_has_room_for_all() -> None:
+    core = several(decoding())
+    view = core.state.workers[D2]
+    view.counters = Counters(running=view.hello.max_running_requests - 1)
+    assert not any(about(one).request_id == "two" for one in drains(core, 3))
+
+
+def test_a_prompt_that_is_not_begun_goes_to_another_prefill_worker() -> None:
+    core = decoding()
+    core.handle(WorkerJoined(hello=wide("p2", Role.PREFILL)), 2)
+    core.handle(Submitted(request=request("new", max_tokens=MOST)), 2)
+    at = core.state.requests["new"]
+    decode, prefiller = at.workers
+    says(core, decode, reserved("new", at.attempt))
+    told = drains(core, 3, prefiller)
+    assert Send(worker=prefiller, message=Abort(key=key("new", at.attempt - 1))) in told
+    assert at.workers[1] != prefiller
+    assert at.tries == 1
+    says(core, at.workers[0], reserved("new", at.attempt))
+    says(core, at.workers[1], lifetime("prefill_started", "new", at.attempt))
+    core.state.workers[prefiller].draining = False
+    assert drains(core, 4, at.workers[1]) == [], "what has begun is handed over"
+
+
+def test_a_prompt_that_is_not_begun_waits_for_no_decode_worker_that_drains() -> None:
+    core = decoding()
+    core.handle(Submitted(request=request("new", max_tokens=MOST)), 2)
+    at = core.state.requests["new"]
+    decode = at.workers[0]
+    says(core, decode, reserved("new", at.attempt))
+    drains(core, 3, decode)
+    assert at.workers[0] != decode
+
+
+def test_nobody_is_led_away_from_the_only_worker() -> None:
+    core = decoding()
+    core.handle(WorkerLost(incarnation=D2), 2)
+    core.handle(Submitted(request=request("new", max_tokens=MOST)), 2)
+    at = core.state.requests["new"]
+    says(core, "d", reserved("new", at.attempt))
+    for worker in at.workers:
+        assert drains(core, 3, worker) == []
+    assert at.workers == (D, Incarnation("p"))
 
 
 def test_a_target_that_drains_unknown_to_the_router_changes_nothing() -> None:

@@ -308,10 +308,9 @@ def test_a_prefill_worker_that_drains_costs_no_attempt(tells: str) -> None:
         *_, begun = says(core, "d", reserved(attempt=attempt))
         assert isinstance(begun, Send) and isinstance(begun.message, Prefill)
         source = begun.worker
-        if tells == "at once":
-            says(core, source, draining=True)
-        commands = says(core, source, refused("draining", attempt=attempt), draining=True)
-        *aborts, asked = commands
+        refusal = refused("draining", attempt=attempt)
+        events = () if tells == "at once" else (refusal,)
+        *aborts, asked = says(core, source, *events, draining=True)
         assert Send(worker=D, message=Abort(key=key(attempt=attempt))) in aborts
         assert isinstance(asked, Send) and isinstance(asked.message, Reserve)
         assert asked.message.source != source

@@ -144,7 +144,7 @@ class WorkerCore:
         return self._steps.stepping
 
     def drain(self) -> None:
-        """Finish what is here and take nothing new. All routers hear of it with this turn."""
+        """Take nothing new. All routers hear of it with this turn, and lead away what is here."""
         self.draining = True
         self._routers.report_all()
 
@@ -248,7 +248,7 @@ class WorkerCore:
         key = message.spec.key
         if key in self._routers:
             return self._refuse(event, key, "duplicate_request", now_s)
-        if self.draining:
+        if self.draining and not (isinstance(message, Prefill) and message.leaves):
             return self._refuse(event, key, RefusalReason.DRAINING, now_s)
         self._routers.begin(event.stream, key)
         if isinstance(message, Prefill):

@@ -162,20 +162,22 @@ class Reserve(_message.Message):
     def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., source: _Optional[str] = ..., counted: _Optional[int] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ..., displaced: _Optional[bool] = ...) -> None: ...
 
 class Prefill(_message.Message):
-    __slots__ = ("spec", "target_addresses", "target", "held_tokens", "prefix_source", "within_s")
+    __slots__ = ("spec", "target_addresses", "target", "held_tokens", "prefix_source", "within_s", "leaves")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     TARGET_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_SOURCE_FIELD_NUMBER: _ClassVar[int]
     WITHIN_S_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
     spec: RequestSpec
     target_addresses: _containers.RepeatedScalarFieldContainer[str]
     target: str
     held_tokens: int
     prefix_source: PrefixSource
     within_s: float
-    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., target_addresses: _Optional[_Iterable[str]] = ..., target: _Optional[str] = ..., held_tokens: _Optional[int] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ..., within_s: _Optional[float] = ...) -> None: ...
+    leaves: bool
+    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., target_addresses: _Optional[_Iterable[str]] = ..., target: _Optional[str] = ..., held_tokens: _Optional[int] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ..., within_s: _Optional[float] = ..., leaves: _Optional[bool] = ...) -> None: ...
 
 class PrefixSource(_message.Message):
     __slots__ = ("peer", "addresses", "blocks", "is_pool_node")

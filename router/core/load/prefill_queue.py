@@ -70,6 +70,10 @@ class PrefillQueue:
         self.tokens -= ahead.tokens
         self._since_s = now_s
 
+    def has_begun(self, key: RequestKey) -> bool:
+        """As far as the worker has told."""
+        return key in self._told
+
     @property
     def left_tokens(self) -> int:
         """To be computed, as far as the worker has told."""

@@ -122,6 +122,7 @@ class WorkerView:
     own_usually: float = 0.0  # sequences here, lately: from this router
     all_usually: float = 0.0  # and from all
     draining: bool = False
+    led_away_s: float = -inf  # when it was last looked at what it holds up, while it drains
     suspect: bool = False  # silent for a while: nothing new is placed here if others can take it
     unreleased: set[RequestKey] = field(default_factory=set)
     """Attempts that have ended here, and hold a slot or a queue entry until the worker says
