@@ -1,5 +1,5 @@
-"""A decode worker that drains, in real processes: what it runs goes on elsewhere, token by token the
-same, and it is empty long before the answers end."""
+"""A decode worker that drains, in real processes: what it runs goes on elsewhere with the same
+tokens, and it is empty long before the answers end."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Requests that a worker which drains would hold up go elsewhere. Pure.
 
-What it decodes leaves it by `router.core.migration`, sequence by sequence. Here is the rest: prompts
-that were not begun where it would prefill or decode, and requests for several answers, which
-another worker takes up behind what was delivered.
+What it decodes leaves it by `router.core.migration`, sequence by sequence. Here is the rest:
+prompts that were not begun where it would prefill or decode, and requests for several answers,
+which another worker takes up behind what was delivered.
 """
 
 from __future__ import annotations
