@@ -55,7 +55,7 @@ class Askers:
         with Client(self._grpc, timeout_s=120) as client:
             while not self._over.is_set():
                 try:
-                    answer = client.generate("It was", max_tokens=TOKENS, ignore_eos=True)
+                    answer = client.generate("It was", max_tokens=TOKENS, temperature=0, ignore_eos=True)
                 except Exception as error:
                     self.errors.append(error)
                     return

@@ -17,10 +17,8 @@ from tests.integration.test_serve_ray import KVRELAY, PLAIN
 
 pytestmark = pytest.mark.ray
 
-POOLS = (
-    "workers=[{role: prefill, resources: {room: 1}}, "
-    "{role: decode, replicas: 2, resources: {room: 1}}]"
-)
+PLACE = "cpu_threads: 1, resources: {room: 1, CPU: 0.5}"
+POOLS = f"workers=[{{role: prefill, {PLACE}}}, {{role: decode, replicas: 2, {PLACE}}}]"
 
 
 def start_node(mortal: MortalHead, log: Path, **resources: int) -> subprocess.Popen[bytes]:
@@ -48,7 +46,7 @@ def test_the_workers_of_a_node_that_ends_go_on_elsewhere(tmp_path: Path) -> None
     with mortal_head() as mortal:
         mortal.start()
         head = Head(marked=mortal.here, address=mortal.address, dashboard="")
-        start_node(mortal, tmp_path / "door.log", door=1)
+        nodes = [start_node(mortal, tmp_path / "door.log", door=1)]
         ends = start_node(mortal, tmp_path / "ends.log", room=3)
         door = ("--set", "router.resources={door: 1}")
         options = [*door, *NOTHING_BUILT, "--set", POOLS, *PLAIN]
@@ -58,7 +56,7 @@ def test_the_workers_of_a_node_that_ends_go_on_elsewhere(tmp_path: Path) -> None
         assert status is not None
         router: dict[str, object] = status["routers"][0]  # type: ignore[index]
 
-        start_node(mortal, tmp_path / "stays.log", room=3)
+        nodes.append(start_node(mortal, tmp_path / "stays.log", room=3))
         askers = Askers(f"{router['host']}:{router['grpc_port']}")
         with askers.asking():
             askers.more()
@@ -71,3 +69,6 @@ def test_the_workers_of_a_node_that_ends_go_on_elsewhere(tmp_path: Path) -> None
         assert set(known.values()) == {"serving"}
         assert known.keys() == {"router-0", "prefill-1", "decode-2", "decode-3"}
         head.joined().run(KVRELAY, "stop")
+        for node in nodes:
+            node.kill()
+            node.wait()
