@@ -55,9 +55,9 @@ class PlainCluster:
         times = [process.cpu_times() for process in self.processes.values() if process.is_running()]
         return sum(one.user + one.system for one in times)
 
-    def metric(self, name: str) -> float:
-        """The sum of a metric over its labels, as the first router says it."""
-        pattern = rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$"
+    def metric(self, name: str, label: str = "") -> float:
+        """The sum of a metric over its labels, or those with this one, as the first router says."""
+        pattern = rf"^{re.escape(name)}(?:\{{[^}}]*{re.escape(label)}[^}}]*\}})? (\S+)$"
         text = _metrics(self.metrics_ports[0])
         return sum(float(value) for value in re.findall(pattern, text, re.MULTILINE))
 

@@ -3,7 +3,8 @@
 A pool is a number of processes with the same settings: one pool for the routers, and each pool of
 workers. A `revision` stands for the settings. Processes of an older revision are replaced: one more
 is started, and once it serves an old one is drained. Where the newcomer waits for resources, the
-old one is drained first. Routers keep their ports, so each is replaced in its place.
+old one is drained first. Routers keep their ports, so each is replaced in its place. Processes on
+nodes that end are replaced likewise, but all at once.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def differs(wish: DesiredPool, there: Sequence[Process], arrived: Collection[str
     stale = [process for process in staying if is_stale(process, wish)]
     fresh = [process for process in staying if process not in stale]
     leaving = len(there) - len(staying)
-    starts = _lacking(wish, len(fresh), len(stale), leaving)
+    starts = _lacking(wish, len(fresh), stale, leaving)
     surplus = sorted(fresh, key=_worth, reverse=True)[wish.count :]
     replaced = _replaceable(wish, fresh, stale, leaving, arrived)
     return PoolDiff(_free_numbers(there, starts), (*surplus, *replaced))
@@ -58,7 +59,7 @@ def is_settled(wish: DesiredPool, there: Sequence[Process], arrived: Collection[
 def is_stale(process: Process, wish: DesiredPool) -> bool:
     """One that does not run yet gets the settings of today."""
     runs = process.state is not State.BACKING_OFF or process.adopted
-    return runs and process.revision != wish.revision
+    return runs and (process.revision != wish.revision or process.leave_by_s is not None)
 
 
 def _worth(process: Process) -> tuple[bool, int]:
@@ -66,12 +67,14 @@ def _worth(process: Process) -> tuple[bool, int]:
     return process.may_serve, -process.number
 
 
-def _lacking(wish: DesiredPool, fresh: int, stale: int, leaving: int) -> int:
-    """How many to start: one more than the pool has room for while old ones are replaced. A router
-    that leaves still has its ports."""
+def _lacking(wish: DesiredPool, fresh: int, stale: Sequence[Process], leaving: int) -> int:
+    """How many to start: one more than the pool shall have while old ones are replaced, and one for
+    each on a node that ends. A router that leaves still has its ports."""
+    ending = sum(process.leave_by_s is not None for process in stale)
+    surge = max(ending, min(1, len(stale)))
     in_place = wish.kind is ProcessKind.ROUTER
-    most = wish.count - leaving if in_place else wish.count + bool(stale)
-    return max(0, min(wish.count - fresh, most - fresh - stale))
+    most = wish.count - leaving if in_place else wish.count + surge
+    return max(0, min(wish.count - fresh, most - fresh - len(stale)))
 
 
 def _replaceable(

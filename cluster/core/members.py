@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from cluster.core.desired import Desired, differs, is_settled, is_stale, pool_of, process_name
 from cluster.core.processes import Process
@@ -22,6 +23,7 @@ class Kept:
     role: Role | None = None
     home: Home | None = None
     leaves: bool = False
+    node_ends: bool = False
 
     @staticmethod
     def of(process: Process) -> Kept:
@@ -32,6 +34,7 @@ class Kept:
             role=process.role,
             home=process.home,
             leaves=process.leaves,
+            node_ends=process.leave_by_s is not None,
         )
 
 
@@ -96,7 +99,7 @@ class Members:
     def _adopt(self, name: str, kept: Kept) -> None:
         process = self._new(name, kept.pool, kept.kind)
         process.revision, process.role, process.home = kept.revision, kept.role, kept.home
-        process.adopted = True
+        process.adopted, process.leave_by_s = True, inf if kept.node_ends else None
         process.state = State.DRAINING if kept.leaves else State.BACKING_OFF
 
     def kept(self) -> dict[str, Kept]:
@@ -109,6 +112,7 @@ class Members:
         wish = self.desired.get(process.pool)
         if wish is not None and not process.adopted:
             process.revision, process.needs = wish.revision, wish.needs
+            process.leave_by_s = None
             process.role = process.role or wish.role
 
     def remove(self, process: Process) -> None:

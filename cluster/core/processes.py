@@ -40,6 +40,7 @@ class Process:
     home: Home | None = None
     activity: StartActivity = STARTS  # while its state is STARTING
     left_out: str = ""  # why, while its state is LEFT_OUT
+    leave_by_s: float | None = None  # it must have begun to leave then: its node ends
     adopted: bool = False  # a former controller started it, and it may still serve
     starting_s: float = 0.0  # for how long, without its wait for a place
     silent_s: float | None = None  # since a ping that is not answered yet
@@ -55,6 +56,9 @@ class Process:
     @property
     def may_serve(self) -> bool:
         return self.state is State.SERVING or self.adopted
+
+    def must_leave(self, now_s: float) -> bool:
+        return self.leave_by_s is not None and now_s >= self.leave_by_s
 
     @property
     def waits(self) -> bool:

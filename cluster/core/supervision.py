@@ -133,9 +133,9 @@ class DrainAsked:
 
 @dataclass(frozen=True, slots=True)
 class NodesDrain:
-    """Ray is about to end these nodes: those on them shall leave."""
+    """Ray is about to end these nodes: others replace those on them. # node |-> seconds left"""
 
-    nodes: frozenset[str]
+    nodes: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,9 @@ from kvrelay.types import Role
 STARTS_BEFORE_FATAL = 3
 """A process that never served is given up after this many starts."""
 REMIND_S = 10.0
+LEAVES_WITHIN_S = 10.0
+"""Before its node ends: what it runs moves, and it stops."""
+RUNS = (State.STARTING, State.SERVING)
 WITH_ADDRESS = (State.SERVING, State.DRAINING)
 
 
@@ -147,7 +150,7 @@ class Supervisor:
             case DrainAsked():
                 return self._drain_asked(event)
             case NodesDrain(nodes=nodes):
-                return self._nodes_drain(nodes)
+                return self._nodes_drain(nodes, now_s)
             case DriverEnded():
                 return self._stop("the serve command has ended")
             case StopAsked():
@@ -176,7 +179,7 @@ class Supervisor:
         if self.phase is Phase.STOPPED:
             return []
         watched = [*self._watch(now_s), *self._settle_pools(now_s)]
-        watched += [*self._drain_again(), *self._reconcile()]
+        watched += [*self._drain_again(), *self._leave_in_time(now_s), *self._reconcile()]
         if self._may_give_up() and self._starting.is_over():
             return self._fail(f"{self._missing()} did not start in time; is there room for it?")
         due = [p for p in self.processes() if p.is_due(now_s)]
@@ -367,13 +370,17 @@ class Supervisor:
             self.members.lower(process.pool)
         return [*self._let_go(process), *self._reconcile()]
 
-    def _nodes_drain(self, nodes: Collection[str]) -> list[SupervisorCommand]:
-        """Others replace those on them, where Ray finds room."""
-        if self.phase in (Phase.STOPPING, Phase.STOPPED):
-            return []
-        there = [one for one in self.members if one.home and one.home.node in nodes]
-        left = [one for one in there if not one.leaves and one.state is not State.BACKING_OFF]
-        return [*(command for one in left for command in self._let_go(one)), *self._reconcile()]
+    def _nodes_drain(self, nodes: Mapping[str, float], now_s: float) -> list[SupervisorCommand]:
+        """Those on them leave when others serve in their place, or when it becomes too late."""
+        for one in self.members:
+            if one.home is not None and one.home.node in nodes and one.state in RUNS:
+                by_s = now_s + nodes[one.home.node] - LEAVES_WITHIN_S
+                one.leave_by_s = by_s if one.leave_by_s is None else min(by_s, one.leave_by_s)
+        return self._reconcile()
+
+    def _leave_in_time(self, now_s: float) -> list[SupervisorCommand]:
+        late = [one for one in self.members if not one.leaves and one.must_leave(now_s)]
+        return [command for one in late for command in self._let_go(one)]
 
     def _let_go(self, process: Process) -> list[SupervisorCommand]:
         return [Note(f"{process.name} leaves"), self._stop_process(process)]

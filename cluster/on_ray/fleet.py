@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import ray
@@ -30,10 +32,11 @@ def actor_name(cluster: str, process: str) -> str:
     return f"{cluster}/{process}"
 
 
-def draining_nodes() -> frozenset[str]:
-    """Ray's names of the nodes that are about to end: of a pod that is deleted, of one that the
-    autoscaler takes back. Ray Serve and Ray Train ask the same way."""
-    return frozenset(state.get_draining_nodes())
+def draining_nodes() -> dict[str, float]:
+    """# node that is about to end |-> the seconds that it has left. Such are those of a pod that is
+    deleted, and those that the autoscaler takes back. Ray Serve and Ray Train ask the same way."""
+    ends_ms, now_s = state.get_draining_nodes(), time.time()
+    return {node: ms / 1000 - now_s if ms else inf for node, ms in ends_ms.items()}
 
 
 class Fleet:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ workers:
   - {{role: prefill, cpu_threads: 1, resources: {{CPU: 0.5}}}}
   - {{role: decode, cpu_threads: 1, resources: {{CPU: 0.5}}, name: {name}}}
 """
-TOKENS = 48
+ASKED: dict[str, Any] = {"max_tokens": 48, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ class Askers:
         with Client(self._grpc, timeout_s=120) as client:
             while not self._over.is_set():
                 try:
-                    answer = client.generate("It was", max_tokens=TOKENS, temperature=0, ignore_eos=True)
+                    answer = client.generate("It was", **ASKED)
                 except Exception as error:
                     self.errors.append(error)
                     return

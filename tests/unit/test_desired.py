@@ -241,13 +241,31 @@ def test_those_on_a_node_that_drains_leave_and_others_replace_them() -> None:
     core = two_decodes()
     for name, home in ((P, HERE), (D, THERE), (D1, HERE), (ROUTER, THERE)):
         act(core, Placed(name=name, life=1, home=home))
-    drain = NodesDrain(frozenset({THERE.node}))
-    assert act(core, drain) == [StopProcess(ROUTER, drain=True), StopProcess(D, drain=True)]
-    assert act(core, drain) == []
-    assert act(core, SupervisionTick()) == [Start("decode-2", 1)]
-    act(core, ProcessStopped(name=D))
+    assert act(core, NodesDrain({THERE.node: 30.0})) == [StopProcess(ROUTER, drain=True)]
     act(core, ProcessStopped(name=ROUTER))
-    assert act(core, SupervisionTick()) == [Start(ROUTER, 2)]
+    assert act(core, SupervisionTick()) == [Start(ROUTER, 2), Start("decode-2", 1)]
+    assert act(core, NodesDrain({THERE.node: 29.0}), 1.0) == []
+    act(core, Serving(name=ROUTER, life=2, address="r2"))
+    for name in (P, D, D1):
+        act(core, ProcessJoined(name=name, life=1, router=ROUTER))
+    serve(core, "decode-2")
+    assert act(core, SupervisionTick(), 8.0) == [StopProcess(D, drain=True)]
+    act(core, ProcessStopped(name=D))
+    assert core.is_settled()
+
+
+def test_those_on_a_node_that_drains_leave_in_time_whoever_replaces_them() -> None:
+    core = two_decodes()
+    for name, home in ((P, THERE), (D, THERE), (D1, THERE), (ROUTER, HERE)):
+        act(core, Placed(name=name, life=1, home=home))
+    assert act(core, NodesDrain({THERE.node: 30.0})) == []
+    starts = [Start("prefill-1", 1), Start("decode-2", 1), Start("decode-3", 1)]
+    assert act(core, SupervisionTick()) == starts, "one for each at once"
+    serve(core, "decode-3")
+    assert drains(act(core, SupervisionTick(), 19.9)) == [D]
+    assert drains(act(core, SupervisionTick(), 20.0)) == [P, D1]
+    act(core, Lost(name="decode-2", life=1, reason="no luck"), 20.0)
+    assert act(core, SupervisionTick(), 21.0) == [Start("decode-2", 2)]
 
 
 def test_nobody_leaves_whom_nobody_knows() -> None:
@@ -362,7 +380,7 @@ class World:
             (0.05, self.drain),
             (
                 0.055,
-                lambda: self.tell(NodesDrain(frozenset({self.rng.choice([HERE, THERE]).node}))),
+                lambda: self.tell(NodesDrain({self.home().node: 30.0})),
             ),
             (0.09, self.kill),
             (0.15, self.place),
