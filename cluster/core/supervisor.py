@@ -51,7 +51,7 @@ from kvrelay.types import Role
 STARTS_BEFORE_FATAL = 3
 """A process that never served is given up after this many starts."""
 REMIND_S = 10.0
-LEAVES_WITHIN_S = 10.0
+LEAVES_WITHIN_S = 6.0
 """Before its node ends: what it runs moves, and it stops."""
 RUNS = (State.STARTING, State.SERVING)
 WITH_ADDRESS = (State.SERVING, State.DRAINING)

@@ -53,7 +53,7 @@ from cluster.core.supervision import (
 from cluster.core.supervisor import Limits, Supervisor
 from cluster.on_ray.actor import Doing, RouterAt, StartFailed
 from cluster.on_ray.driver import DriverAt, DriverState, state_of
-from cluster.on_ray.fleet import Fleet, Handle, draining_nodes
+from cluster.on_ray.fleet import Fleet, Handle, draining_nodes, pending_requests
 from cluster.on_ray.record import ClusterRecord, get_record, put_record, remove_record
 from cluster.on_ray.reports import ClusterStatus, ControllerReport, ProcessStatus, waits_for_room
 from cluster.on_ray.wishes import Denied, Granted, Wish, Wishes
@@ -355,12 +355,8 @@ class Controller:
         self._events.put_nowait(Does(name=command.name, life=command.life, activity=activity))
 
     def _waits_for_room(self, name: str) -> bool:
-        placed = {one.name: self._fleet.placement(one.name) for one in self._core.members}
-        asked = {name: place.amounts() for name, place in placed.items() if place is not None}
-        if name not in asked:
-            return False
-        free = ray.available_resources()
-        return waits_for_room(asked[name], asked.values(), self._record.free_before, free)
+        place = self._fleet.placement(name)
+        return place is not None and waits_for_room(place.amounts(), pending_requests())
 
     def _is_starting(self, command: Start) -> bool:
         process = self._core.current(command.name, command.life)

@@ -11,6 +11,8 @@ from typing import Any
 
 import ray
 from ray._private.state import state
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray.autoscaler.v2.sdk import get_cluster_resource_state
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.core.desired import pool_of
@@ -37,6 +39,14 @@ def draining_nodes() -> dict[str, float]:
     deleted, and those that the autoscaler takes back. Ray Serve and Ray Train ask the same way."""
     ends_ms, now_s = state.get_draining_nodes(), time.time()
     return {node: ms / 1000 - now_s if ms else inf for node, ms in ends_ms.items()}
+
+
+def pending_requests() -> list[dict[str, float]]:
+    """The resources of each actor that Ray has no room for at present, one for all that are alike,
+    as Ray tells its autoscaler."""
+    gcs = GcsClient(address=ray.get_runtime_context().gcs_address)
+    pending = get_cluster_resource_state(gcs).pending_resource_requests
+    return [dict(one.request.resources_bundle) for one in pending]
 
 
 class Fleet:
@@ -69,10 +79,13 @@ class Fleet:
     def placement(self, name: str) -> RayResources | None:
         """The resources of a router or worker."""
         routers = {router.settings.process: router for router in self.plan.routers}
-        if name in routers:
-            return routers[name].placement
         pool = self.plan.worker_pool(pool_of(name))
-        return None if pool is None else pool.placement
+        if name in routers:
+            return self._place(routers[name].placement)
+        return None if pool is None else self._place(pool.placement)
+
+    def _place(self, asked: RayResources) -> RayResources:
+        return replace(asked, cpus=SMALL) if self._own and asked.cpus else asked
 
     def find(self, name: str) -> Handle:
         """The actor, made by this controller or an earlier one; None if there is none."""
@@ -112,7 +125,7 @@ class Fleet:
     def _make(
         self, name: str, host: type, settings: object, place: RayResources, node: str | None = None
     ) -> Handle:
-        options = _ray_options(replace(place, cpus=SMALL) if self._own else place)
+        options = _ray_options(self._place(place))
         if node is not None:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
         return (

@@ -262,8 +262,8 @@ def welcome(report: ControllerReport) -> list[str]:
 
 def _create_controller(plan: ClusterPlan, *, detach: bool, own: bool) -> Handle:
     name, key = actor_name(plan.name, CONTROLLER), new_key(plan.name)
-    driver, free = None if detach else this_driver(), ray.available_resources()
-    put_record(key, ClusterRecord(plan=plan, driver=driver, free_before=free, own=own))
+    driver = None if detach else this_driver()
+    put_record(key, ClusterRecord(plan=plan, driver=driver, own=own))
     try:
         controller = (
             ray.remote(Controller)

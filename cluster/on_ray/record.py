@@ -24,13 +24,12 @@ NAMESPACE = b"kvrelay"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRecord:
     """`plan`: with the ports that routers have got, so that they keep them. `driver`: the command
-    whose end ends the cluster. `free_before`: Ray's resources before the cluster took any.
+    whose end ends the cluster.
     `error`: why a STOPPING cluster stops. `kept`: what is known of its processes. `own`: Ray ends
     with the cluster."""
 
     plan: ClusterPlan
     driver: DriverAt | None
-    free_before: Mapping[str, float]
     phase: Phase = Phase.STARTING
     error: str | None = None
     kept: Mapping[str, Kept] = field(default_factory=dict)

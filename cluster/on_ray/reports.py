@@ -54,19 +54,11 @@ class ClusterStatus:
 ROUNDING = 1e-3
 
 
-def waits_for_room(
-    asked: Mapping[str, float],
-    all_asked: Iterable[Mapping[str, float]],
-    before: Mapping[str, float],
-    free: Mapping[str, float],
-) -> bool:
-    """`asked` is the request of one process, `all_asked` the sum over the cluster, this process
-    included. `before` was free when the cluster began, and `free` is free now. If everything that
-    was asked for is taken, this process has its resources and is only starting."""
-    lacking = [name for name, amount in asked.items() if free.get(name, 0.0) + ROUNDING < amount]
-    wanted = [*all_asked]
-    return any(
-        before.get(name, 0.0) - free.get(name, 0.0) + ROUNDING
-        < sum(one.get(name, 0.0) for one in wanted)
-        for name in lacking
-    )
+def waits_for_room(asked: Mapping[str, float], pending: Iterable[Mapping[str, float]]) -> bool:
+    """Whether the request of a process is among those that Ray has no room for."""
+    return any(_are_equal(asked, one) for one in pending)
+
+
+def _are_equal(ours: Mapping[str, float], theirs: Mapping[str, float]) -> bool:
+    names = {*ours, *(name for name in theirs if not name.startswith("node:"))}
+    return all(abs(ours.get(name, 0.0) - theirs.get(name, 0.0)) < ROUNDING for name in names)

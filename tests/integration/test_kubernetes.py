@@ -392,3 +392,14 @@ def test_dockerfile_copies_what_exists_and_ends_in_serve() -> None:
     assert 'ENTRYPOINT ["kvrelay"]\nCMD ["serve"]' in text
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text()
     assert all(f"!{name}\n" in ignored for names in copied for name in names)
+
+
+@each_overlay
+def test_a_pod_that_ends_has_the_time_in_which_others_replace_it(overlay: str) -> None:
+    """Ray drains the node for so long, and ends before the pod is killed."""
+    for spec in groups(overlay).values():
+        pod = spec["template"]["spec"]
+        (container,) = pod["containers"]
+        env = {one["name"]: one.get("value") for one in container["env"]}
+        drain_s = int(env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+        assert 60 <= drain_s < pod["terminationGracePeriodSeconds"]

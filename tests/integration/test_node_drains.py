@@ -43,7 +43,7 @@ def homes(head: Head) -> dict[str, str]:
 
 
 def test_the_workers_of_a_node_that_ends_go_on_elsewhere(tmp_path: Path) -> None:
-    with mortal_head() as mortal:
+    with mortal_head(RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="90") as mortal:
         mortal.start()
         head = Head(marked=mortal.here, address=mortal.address, dashboard="")
         nodes = [start_node(mortal, tmp_path / "door.log", door=1)]
@@ -61,7 +61,7 @@ def test_the_workers_of_a_node_that_ends_go_on_elsewhere(tmp_path: Path) -> None
         with askers.asking():
             askers.more()
             ends.send_signal(signal.SIGTERM)
-            assert ends.wait(60) is not None
+            assert ends.wait(100) is not None
             askers.more()
         assert not askers.errors
         assert len(askers.answers) == 1

@@ -32,7 +32,7 @@ from kvrelay.errors import ConfigError
 def record() -> ClusterRecord:
     site: Site = local_site()
     plan = plan_cluster(resolve(load_config(None), site))
-    return ClusterRecord(plan=plan, driver=None, free_before={})
+    return ClusterRecord(plan=plan, driver=None)
 
 
 @pytest.fixture(autouse=True)

@@ -262,10 +262,10 @@ def test_those_on_a_node_that_drains_leave_in_time_whoever_replaces_them() -> No
     starts = [Start("prefill-1", 1), Start("decode-2", 1), Start("decode-3", 1)]
     assert act(core, SupervisionTick()) == starts, "one for each at once"
     serve(core, "decode-3")
-    assert drains(act(core, SupervisionTick(), 19.9)) == [D]
-    assert drains(act(core, SupervisionTick(), 20.0)) == [P, D1]
-    act(core, Lost(name="decode-2", life=1, reason="no luck"), 20.0)
-    assert act(core, SupervisionTick(), 21.0) == [Start("decode-2", 2)]
+    assert drains(act(core, SupervisionTick(), 23.9)) == [D]
+    assert drains(act(core, SupervisionTick(), 24.0)) == [P, D1]
+    act(core, Lost(name="decode-2", life=1, reason="no luck"), 24.0)
+    assert act(core, SupervisionTick(), 25.0) == [Start("decode-2", 2)]
 
 
 def test_nobody_leaves_whom_nobody_knows() -> None:

@@ -232,15 +232,12 @@ def test_without_a_terminal_nothing_is_drawn() -> None:
 # --- room ---------------------------------------------------------------------------------------
 
 
-def test_who_has_been_given_its_resources_only_starts() -> None:
-    """Both of two workers hold a CPU each, of two."""
-    assert not waits_for_room(CPU, [CPU, CPU], {"CPU": 2.0}, {})
-    assert not waits_for_room(CPU, [CPU, CPU], {"CPU": 2.0}, {"CPU": 1.0})
-    assert not waits_for_room({}, [{}], {}, {})
+def test_who_is_not_among_those_that_ray_has_no_room_for_only_starts() -> None:
+    assert not waits_for_room(CPU, [])
+    assert not waits_for_room(CPU, [GPU, CPU | GPU, {"CPU": 2.0}])
 
 
-def test_who_finds_none_waits() -> None:
-    assert waits_for_room(GPU, [GPU], {"CPU": 2.0}, {"CPU": 2.0})
-    assert waits_for_room(GPU, [GPU, GPU], {"GPU": 1.0}, {}), "one of them has the only one"
-    both = CPU | GPU
-    assert waits_for_room(both, [both, CPU], {"CPU": 2.0}, {"CPU": 1.0})
+def test_who_is_waits() -> None:
+    assert waits_for_room(GPU, [CPU, GPU])
+    there = {"CPU": 0.5000001, "mine": 1.0, "node:10.0.0.1": 0.001}
+    assert waits_for_room({"CPU": 0.5, "mine": 1.0}, [there])
