@@ -59,9 +59,11 @@ def apply(
         if wanted.name in launch.running_clusters():
             driver = _changed(wanted, say, yes=yes)
         else:
-            print(f"{wanted.name}: a new cluster")
+            print(f"{wanted.name}: a new cluster", flush=True)
             here = Connected(own=False, site=site_of(own=False))
             driver = launch.start(wanted, here, detach=True, say=say)
+            if not no_wait:
+                print("\n".join(launch.welcome(driver.wait_ready())), flush=True)
         _wait(driver, no_wait=no_wait)
         if follow:
             driver.follow()
@@ -157,7 +159,7 @@ def _plan_of(config: Config, *, own: bool) -> ClusterPlan:
 def _wait(driver: Driver, *, no_wait: bool) -> None:
     if not no_wait:
         driver.wait_settled()
-        print(f"every process of {driver.name} serves")
+        print(f"every process of {driver.name} serves", flush=True)
 
 
 def _print(lines: tuple[str, ...]) -> None:

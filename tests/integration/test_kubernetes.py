@@ -286,7 +286,7 @@ def test_prometheus_finds_the_internal_port(overlay: str, tmp_path: Path) -> Non
 def test_the_job_finds_its_cluster_and_its_file(overlay: str) -> None:
     cluster, job = one(overlay, "RayCluster"), one(overlay, "RayJob")["spec"]
     assert job["clusterSelector"] == {"ray.io/cluster": cluster["metadata"]["name"]}
-    assert job["entrypoint"] == "kvrelay serve"
+    assert job["entrypoint"] == "kvrelay apply --yes --follow"
     pod = cluster["spec"]["headGroupSpec"]["template"]["spec"]
     (container,) = pod["containers"]
     env = {entry["name"]: entry.get("value") for entry in container["env"]}

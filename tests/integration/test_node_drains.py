@@ -18,7 +18,7 @@ from tests.integration.test_serve_ray import KVRELAY, PLAIN
 pytestmark = pytest.mark.ray
 
 PLACE = "cpu_threads: 1, resources: {room: 1, CPU: 0.5}"
-POOLS = f"workers=[{{role: prefill, {PLACE}}}, {{role: decode, replicas: 2, {PLACE}}}]"
+POOLS = f"workers=[{{role: both, replicas: 2, {PLACE}}}]"
 
 
 def start_node(mortal: MortalHead, log: Path, **resources: int) -> subprocess.Popen[bytes]:
@@ -67,7 +67,7 @@ def test_the_workers_of_a_node_that_ends_go_on_elsewhere(tmp_path: Path) -> None
         assert len(askers.answers) == 1
         known = homes(head)
         assert set(known.values()) == {"serving"}
-        assert known.keys() == {"router-0", "prefill-1", "decode-2", "decode-3"}
+        assert known.keys() == {"router-0", "both-2", "both-3"}
         head.joined().run(KVRELAY, "stop")
         for node in nodes:
             node.kill()
