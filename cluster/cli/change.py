@@ -1,4 +1,4 @@
-"""`kvrelay apply`, `scale` and `drain`: change a cluster that runs on Ray."""
+"""`kvrelay apply`, `scale`, `drain` and `flip`: change a cluster that runs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,31 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.cli.options import NameOption, RayAddress, SetOption, TokenFile, given, parsed
+from cluster.cli.options import (
+    NameOption,
+    RayAddress,
+    SetOption,
+    TokenFile,
+    caller,
+    given,
+    parsed,
+)
 from kvrelay.errors import ConfigError
+from kvrelay.types import Role
 
 if TYPE_CHECKING:
     from cluster.config.schema import Config
     from cluster.core.plan import ClusterPlan
     from cluster.on_ray.launch import Driver, Stopwatch
 
+Router = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        metavar="HOST:PORT",
+        help="A router's internal gRPC address, for clusters without Ray.",
+    ),
+]
 NoWait = Annotated[
     bool, typer.Option("--no-wait", help="Return at once; the cluster goes on by itself.")
 ]
@@ -109,19 +126,62 @@ def drain(
         bool, typer.Option("--remove", help="Its pool has one worker fewer from now on.")
     ] = False,
     no_wait: NoWait = False,
+    address: Router = None,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            metavar="SECONDS",
+            help="With --address: what no other worker takes within this time is cut.",
+        ),
+    ] = 30.0,
     name: NameOption = None,
     ray_address: RayAddress = None,
+    token_file: TokenFile = None,
+    set_: SetOption = None,
 ) -> None:
-    """Take a worker or router out of service; another one replaces it.
+    """Take a worker or router out of service; on Ray another one replaces it.
 
-    It gets nothing new, what it runs goes on elsewhere, and then it ends.
+    It gets nothing new, what it runs goes on elsewhere, and then it ends. With --address: a worker
+    that is a process of its own; whoever started it starts another one.
     """
+    if address is not None:
+        from cluster.cli import workers
+
+        workers.drain(process, address, caller(name, token_file, set_), timeout, wait=not no_wait)
+        print(f"{process} {'leaves' if no_wait else 'has left'}")
+        return
     with _on_ray(ray_address) as say:
         from cluster.on_ray.wishes import Drain
 
         driver = _found(name, say)
         _print(driver.wish(Drain(name=process, replace=not remove)))
         _wait(driver, no_wait=no_wait)
+
+
+def flip(
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Such as decode-1.")],
+    role: Annotated[Role, typer.Argument(help="What it is from now on.")],
+    address: Router = None,
+    name: NameOption = None,
+    ray_address: RayAddress = None,
+    token_file: TokenFile = None,
+    set_: SetOption = None,
+) -> None:
+    """Give a worker another role, at once: what it has already been sent is served.
+
+    Until it starts again; its pool keeps its role.
+    """
+    from cluster.cli import workers
+    from cluster.cli.status import routers_of
+    from cluster.on_ray.connect import ray_address as ray_to_join
+
+    if address is not None:
+        workers.flip(worker, role, address, caller(name, token_file, set_))
+    else:
+        (first, *_), access = routers_of(name, ray_to_join(ray_address) or "auto")
+        workers.flip(worker, role, first, access)
+    print(f"{worker} is a {role} worker" if role is not Role.BOTH else f"{worker} does both")
 
 
 @contextmanager

@@ -13,12 +13,17 @@ from kvrelay.errors import ConfigError, KvrelayError
 from kvrelay.v1.admin_pb2_grpc import AdminStub
 
 NOT_INTERNAL = "not the internal gRPC address of a router, which kvrelay router prints"
+IMPOSSIBLE = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
 MESSAGE_BYTES = 64 * 1024 * 1024
 Answer = TypeVar("Answer")
 
 
 class NotKnown(KvrelayError):
     """The router answers, and does not know what it was asked about."""
+
+
+class NotPossible(KvrelayError):
+    """The router answers why it can't be."""
 
 
 def ask(
@@ -38,6 +43,8 @@ def ask(
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 raise NotKnown(error.details()) from None
+            if error.code() in IMPOSSIBLE:
+                raise NotPossible(error.details()) from None
             raise ConfigError(f"{address}: {_reason(error)}") from None
 
 

@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from itertools import chain
 
@@ -40,7 +40,7 @@ from kvpool.core.layout.hashes import TenantBlocks, most_of
 from kvpool.wire.pool import cached_blocks
 from kvrelay.errors import PeerError
 from kvrelay.messages import BlockChanges, Counters, WorkerEvent, WorkerHello
-from kvrelay.types import WIRE_VERSION
+from kvrelay.types import WIRE_VERSION, Role
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from kvrelay.wire import decode_to_worker, encode_batch, encode_hello
@@ -81,10 +81,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         hello: WorkerHello,
         inbox: queue.SimpleQueue[Incoming],
         report: Callable[[], pb.DebugKvResponse],
+        take: Callable[[pb.SetStateRequest], Awaitable[pb.SetStateResponse]],
     ) -> None:
         self._hello = hello
         self._inbox = inbox
         self._report = report
+        self._take = take
 
     async def Attach(  # noqa: N802
         self, requests: AsyncIterator[pb.ToWorker], context: grpc.aio.ServicerContext
@@ -129,6 +131,14 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, request: pb.DebugKvRequest, context: grpc.aio.ServicerContext
     ) -> pb.DebugKvResponse:
         return await asyncio.to_thread(self._report)
+
+    async def SetState(  # noqa: N802
+        self, request: pb.SetStateRequest, context: grpc.aio.ServicerContext
+    ) -> pb.SetStateResponse:
+        if request.HasField("role") and request.role not in [*Role]:
+            told = f"role {request.role}: expected {', '.join(Role)}"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, told)
+        return await self._take(request)
 
 
 def kv_report(hello: WorkerHello, core: WorkerCore, now_s: float) -> pb.DebugKvResponse:
@@ -191,6 +201,7 @@ class WorkerProcess:
         self.activity = StartActivity(stage=Stage.STARTS)
         self.chosen = ""
         self._logging: asyncio.Task[None] | None = None
+        self._leaving: asyncio.Task[None] | None = None  # it was asked to
 
     async def start(self) -> str:
         """Load the model and serve; "HOST:PORT" of the gRPC server.
@@ -204,7 +215,7 @@ class WorkerProcess:
         parts = await asyncio.wrap_future(started)
         self._parts = parts
         self._server = grpc_server(self._settings.access)
-        service = WorkerService(parts.hello, self._inbox, self._report)
+        service = WorkerService(parts.hello, self._inbox, self._report, self._take_state)
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
         settings = self._settings
         port = bind_port(self._server, settings.host, settings.port_range, settings.access)
@@ -232,6 +243,25 @@ class WorkerProcess:
         await self._server.stop(grace=None)
         self._inbox.put(Close())
         await asyncio.to_thread(self._thread.join)
+
+    async def _take_state(self, request: pb.SetStateRequest) -> pb.SetStateResponse:
+        """What it is from now on, as all routers hear with the same turn of the loop."""
+        answer: Future[pb.SetStateResponse] = Future()
+        parts = self._parts
+        if parts is None:
+            return pb.SetStateResponse(role=self._settings.role)
+        core = parts.loop.core
+
+        def take() -> None:
+            if request.HasField("role"):
+                core.take_role(Role(request.role))
+                log.info("its role is %s", core.role)
+            answer.set_result(pb.SetStateResponse(role=core.role, role_epoch=core.role_epoch))
+
+        self._inbox.put(RunOnLoop(take))
+        if request.HasField("drain_s"):
+            self._leaving = asyncio.create_task(self.stop(drain_s=request.drain_s))
+        return await asyncio.wrap_future(answer)
 
     async def answer(self) -> None:
         """Returns once the loop has come round: nothing hangs."""

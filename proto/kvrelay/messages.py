@@ -365,8 +365,8 @@ class Counters:
     The worker's steps take the hello's times multiplied by the corrections. Of the `running`
     sequences, `decode_sequences` are in each decode step; their contexts sum to `decode_kv_tokens`.
     `reserved_sequences` are on their way. So many `routers` are attached.
-    `tiers` is empty where there is one tier only. A worker that is `draining` finishes what it has
-    and takes nothing new.
+    `tiers` is empty where there is one tier only. A worker that is `draining` takes nothing new.
+    Its `role` is another one with each `role_epoch`; in epoch 0 that of its hello.
     """
 
     running: int = field(
@@ -451,6 +451,8 @@ class Counters:
     gc_pauses: int = 0
     gc_pause_s: float = 0.0
     gc_longest_pause_s: float = 0.0
+    role: Role | None = None
+    role_epoch: int = 0
 
 
 SHOWN: tuple[tuple[str, Shown], ...] = tuple(

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from kvrelay.errors import FailureReason
 from kvrelay.messages import (
+    Counters,
     Lifetime,
     LifetimeMoment,
     PromptLogprobs,
@@ -45,7 +46,7 @@ from router.core.events import (
 )
 from router.core.faults import draining
 from router.core.faults.poison import END_TOLD_S, Ending, Standing
-from router.core.promises.refusal import DRAINING, refused_by_worker
+from router.core.promises.refusal import DRAINING, NO_CAPACITY, refused_by_worker
 from router.core.request import Request, RequestState
 from router.core.router_state import RouterState
 from router.core.state.story import Moment
@@ -97,7 +98,7 @@ class RouterCore:
             case WorkerJoined(hello=hello):
                 state.workers.join(hello)
                 lifecycle.workers_changed(state, now_s)
-                return preload(hello, self.preloads)
+                return preload(hello, hello.role, self.preloads)
             case WorkerSuspected(incarnation=incarnation):
                 if (view := state.workers.get(incarnation)) is not None:
                     view.suspect = True
@@ -124,9 +125,11 @@ class RouterCore:
             return []
         running_before = view.counters.running
         view.said(said.counters)
+        flips = said.counters.role_epoch > view.role_epoch
+        commands = self._flip(view, said.counters, now_s) if flips else []
         for changes in said.blocks:
             state.directory.changed(said.incarnation, changes)
-        commands = self._on_events(view, said.events, now_s)
+        commands += self._on_events(view, said.events, now_s)
         if not view.prefills and (
             said.counters.running < running_before
             or any(isinstance(event, Released) for event in said.events)
@@ -135,6 +138,23 @@ class RouterCore:
         if state.moves.hot_spots or view.draining:
             commands += state.moves.relieve(state, view, now_s)
         return commands + draining.lead_away(state, view, now_s) if view.draining else commands
+
+    def _flip(self, view: WorkerView, counters: Counters, now_s: float) -> list[Command]:
+        """Another role: what it has already been sent is served. Prompts that no worker would take
+        from the shared queue any more are placed anew."""
+        state = self.state
+        assert counters.role is not None
+        state.workers.take_role(view, counters.role, counters.role_epoch)
+        lifecycle.workers_changed(state, now_s)
+        stranded = state.dispatch.stranded(state, now_s) if state.dispatch.waiting else []
+        return [
+            *preload(view.hello, view.own_role, self.preloads),
+            *(
+                command
+                for request in stranded
+                for command in lifecycle.place_elsewhere(state, request, NO_CAPACITY, now_s)
+            ),
+        ]
 
     def _on_events(
         self, view: WorkerView, events: Iterable[WorkerEvent], now_s: float

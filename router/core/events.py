@@ -236,9 +236,9 @@ def stop_decoding(request: Request, decode: Incarnation, choice: int, valid_toke
     return Send(worker=decode, message=message)
 
 
-def preload(worker: WorkerHello, specs: Iterable[RequestSpec]) -> list[Command]:
-    """Every worker that prefills computes these prompts as soon as it joins."""
-    if worker.role is Role.DECODE:
+def preload(worker: WorkerHello, role: Role, specs: Iterable[RequestSpec]) -> list[Command]:
+    """Every worker that prefills computes these prompts as soon as it joins, or prefills."""
+    if role is Role.DECODE:
         return []
     return [Send(worker=worker.incarnation, message=Preload(spec=spec)) for spec in specs]
 

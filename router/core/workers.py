@@ -63,12 +63,17 @@ class Workers(dict[Incarnation, WorkerView]):
         self._assign_roles()
         return view
 
+    def take_role(self, view: WorkerView, role: Role, epoch: int) -> None:
+        """The worker has told another role than it had."""
+        view.own_role, view.role_epoch = role, epoch
+        self._assign_roles()
+
     def _assign_roles(self) -> None:
-        here = {view.hello.role for view in self.values()}
+        here = {view.own_role for view in self.values()}
         self._seen |= here - {Role.BOTH}
         self.missing = frozenset(self._seen - here)
         for view in self.values():
-            view.serve_as(Role.BOTH if self.missing else view.hello.role)
+            view.serve_as(Role.BOTH if self.missing else view.own_role)
         self._by_role = None
 
     def by_role(self) -> ByRole:

@@ -15,6 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvrelay.access.token import TokenCheck
+from kvrelay.errors import PeerError
 from kvrelay.status import LEDGER_KEY
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc, worker_pb2
 from kvrelay.v1 import inference_pb2 as pb
@@ -217,6 +218,18 @@ class AdminApi(admin_pb2_grpc.AdminServicer):
         if not found.stories:
             await context.abort(grpc.StatusCode.NOT_FOUND, unknown(request.request_id))
         return found
+
+    async def SetWorker(  # noqa: N802
+        self, request: admin_pb2.SetWorkerRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.SetStateResponse:
+        dispatcher = self._inference.dispatcher
+        try:
+            return await dispatcher.set_worker(request.worker, request.state)
+        except LookupError as error:
+            code, told = grpc.StatusCode.NOT_FOUND, str(error.args[0])
+        except (PeerError, ValueError) as error:
+            code, told = grpc.StatusCode.FAILED_PRECONDITION, str(error)
+        raise await context.abort(code, told)
 
     async def GetServerInfo(  # noqa: N802
         self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext

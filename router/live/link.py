@@ -97,6 +97,11 @@ class WorkerLink:
         stub = worker_pb2_grpc.WorkerStub(self._channel.latest())
         return await stub.DebugKv(pb.DebugKvRequest(), timeout=30, metadata=metadata)
 
+    async def set_state(self, request: pb.SetStateRequest) -> pb.SetStateResponse:
+        metadata = self._access.metadata
+        stub = worker_pb2_grpc.WorkerStub(self._channel.latest())
+        return await stub.SetState(request, timeout=30, metadata=metadata)
+
     async def close(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)

@@ -37,7 +37,7 @@ from kvrelay.types import Incarnation, Role
 from kvrelay.v1 import admin_pb2 as pb
 from kvrelay.v1.admin_pb2 import GetKvResponse, TraceRequestResponse
 from kvrelay.v1.pool_node_pb2 import PoolReport
-from kvrelay.v1.worker_pb2 import DebugKvResponse
+from kvrelay.v1.worker_pb2 import DebugKvResponse, SetStateRequest, SetStateResponse
 from router.core.core import RouterCore
 from router.core.events import LadderStepped, PairQuarantined, PairTrusted
 from router.core.faults.poison import Ending
@@ -53,7 +53,7 @@ from router.core.state.generation import (
 from router.core.state.ladder import Ladder, Ladders, LadderStep
 from router.core.state.quarantine import Quarantine
 from router.core.state.story import MOST_TOLD, Story
-from router.core.state.worker_view import WorkerView
+from router.core.state.worker_view import WorkerView, check_joins
 from router.core.workers import Workers, obstacle
 from router.live.link import WorkerLink
 from router.live.pool_nodes import PoolNodeLink, PoolNodes
@@ -280,7 +280,7 @@ class ClusterViews:
             name=hello.name,
             address=link.address if link is not None else "",
             incarnation=hello.incarnation,
-            role=hello.role,
+            role=view.own_role,
             device=hello.device,
             cpus=hello.cpus,
             transport=hello.transport,
@@ -319,6 +319,20 @@ class ClusterViews:
         told = found[-MOST_TOLD:]
         stories = [story_told(story, now_s) for story in told]
         return TraceRequestResponse(stories=stories, left_out=len(found) - len(told))
+
+    async def set_worker(self, name: str, wanted: SetStateRequest) -> SetStateResponse:
+        """Raises LookupError where no worker has this name, PeerError for a role that it can't have
+        beside the others."""
+        views = self.core.state.workers.values()
+        found = [view for view in views if view.hello.name == name]
+        if not found:
+            known = ", ".join(view.hello.name for view in views)
+            raise LookupError(f"no worker is named {name}: there are {known or 'none'}")
+        (view, *_) = found
+        if wanted.HasField("role"):
+            others = (replace(one.hello, role=one.own_role) for one in views if one is not view)
+            check_joins(replace(view.hello, role=Role(wanted.role)), others)
+        return await self.attached[view.incarnation].set_state(wanted)
 
     async def debug_kv(self) -> GetKvResponse:
         links = list(self.attached.values())

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.ray
 
 FILE = """
 name: changing
+model: {{dtype: float32}}
 router: {{http_port: 0, grpc_port: 0, replicas: 1}}
 pool: {{enabled: "off"}}
 drain_timeout: 60s

@@ -11,7 +11,7 @@ from kvrelay.gc_pauses import GcPauses
 from kvrelay.messages import Counters
 from kvrelay.types import FinishReason, PromptLogprob, TokenLogprobs
 from kvrelay.v1.admin_pb2 import GetKvResponse, TraceRequestResponse
-from kvrelay.v1.worker_pb2 import DebugKvResponse
+from kvrelay.v1.worker_pb2 import DebugKvResponse, SetStateRequest, SetStateResponse
 from router.core.state.generation import (
     ChoiceTokens,
     ClusterSnapshot,
@@ -247,6 +247,11 @@ class FakeDispatcher:
 
     def trace(self, request_id: str) -> TraceRequestResponse:
         return TraceRequestResponse()
+
+    async def set_worker(self, name: str, wanted: SetStateRequest) -> SetStateResponse:
+        if all(worker.name != name for worker in self.statuses):
+            raise LookupError(f"no worker is named {name}")
+        return SetStateResponse(role=wanted.role, role_epoch=1)
 
     async def debug_kv(self) -> GetKvResponse:
         workers = [

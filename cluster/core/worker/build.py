@@ -67,6 +67,7 @@ def build_worker_core(
         DecodeScheduler(reservations=reservations, batch=_batch(settings, lookup, pace)),
         pace,
         max_model_len=max_model_len,
+        role=settings.role,
         most_steps=most_steps,
         launches_ahead=launches_ahead,
     )

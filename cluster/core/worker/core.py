@@ -1,7 +1,8 @@
 """What one worker decides: events go in, and commands come out as a list.
 
 Both schedulers live here, over one set of block tables. The worker's role only tells routers what
-to send. A turn of a worker is: `handle` each event, `proceed`, and `report` if there is news.
+to send, so it can change at any time. A turn of a worker is: `handle` each event, `proceed`, and
+`report` if there is news.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ from kvrelay.messages import (
     Suspect,
     WorkerEvent,
 )
-from kvrelay.types import RequestKey
+from kvrelay.types import RequestKey, Role
 from prefill_worker.scheduler import PrefillScheduler
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class WorkerCore:
         pace: StepPace,
         *,
         max_model_len: int,
+        role: Role,
         most_steps: int = 1,
         launches_ahead: bool = False,
     ) -> None:
@@ -93,6 +95,7 @@ class WorkerCore:
         self.decode = decode
         self.pace = pace
         self.draining = False
+        self.role, self.role_epoch = role, 0
         self.reports = BlockReports(lookup.tables.device)
         self.prefixes = PrefixExchange(lookup)
         self.copies = CopyWatch()
@@ -142,6 +145,13 @@ class WorkerCore:
     def stepping(self) -> DecodeScheduler | PrefillScheduler | None:
         """Whose step the device runs."""
         return self._steps.stepping
+
+    def take_role(self, role: Role) -> None:
+        """All routers hear of it with this turn. What came under the old one is served: both
+        schedulers are there."""
+        if role is not self.role:
+            self.role, self.role_epoch = role, self.role_epoch + 1
+            self._routers.report_all()
 
     def drain(self) -> None:
         """Take nothing new. All routers hear of it with this turn, and lead away what is here."""
@@ -208,7 +218,9 @@ class WorkerCore:
 
     def counters(self, links: tuple[LinkState, ...]) -> Counters:
         parts = (self.lookup, self.prefill, self.decode, self._totals, self.pace)
-        return count(*parts, links, self.draining, self._routers.count)
+        found = count(*parts, links, self.draining, self._routers.count)
+        found.role, found.role_epoch = self.role, self.role_epoch
+        return found
 
     def _without_events(self, commands: Iterable[Any], now_s: float) -> list[WorkerCommand]:
         """Events for routers wait for `report`."""

@@ -27,27 +27,29 @@ from kvrelay.v1 import pool_node_pb2 as kvrelay_dot_v1_dot_pool__node__pb2
 from kvrelay.v1 import worker_pb2 as kvrelay_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvrelay/v1/admin.proto\x12\nkvrelay.v1\x1a\x1akvrelay/v1/inference.proto\x1a\x1akvrelay/v1/pool_node.proto\x1a\x17kvrelay/v1/worker.proto\")\n\x13TraceRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"S\n\x14TraceRequestResponse\x12)\n\x07stories\x18\x01 \x03(\x0b\x32\x18.kvrelay.v1.RequestStory\x12\x10\n\x08left_out\x18\x02 \x01(\r\"k\n\x0cRequestStory\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x61ge_s\x18\x02 \x01(\x01\x12\x10\n\x08left_out\x18\x03 \x01(\r\x12&\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x16.kvrelay.v1.StoryEvent\"j\n\nStoryEvent\x12\x0c\n\x04\x61t_s\x18\x01 \x01(\x01\x12\x0e\n\x06moment\x18\x02 \x01(\t\x12\x0f\n\x07workers\x18\x03 \x03(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\r\n\x05times\x18\x05 \x01(\r\x12\x0e\n\x06last_s\x18\x06 \x01(\x01\"\x0e\n\x0cGetKvRequest\"\x94\x01\n\rGetKvResponse\x12,\n\x07workers\x18\x01 \x03(\x0b\x32\x1b.kvrelay.v1.DebugKvResponse\x12*\n\npool_nodes\x18\x02 \x03(\x0b\x32\x16.kvrelay.v1.PoolReport\x12)\n\x06silent\x18\x03 \x03(\x0b\x32\x19.kvrelay.v1.SilentProcess\"/\n\rSilentProcess\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t2\xee\x01\n\x05\x41\x64min\x12<\n\x05GetKv\x12\x18.kvrelay.v1.GetKvRequest\x1a\x19.kvrelay.v1.GetKvResponse\x12T\n\rGetServerInfo\x12 .kvrelay.v1.GetServerInfoRequest\x1a!.kvrelay.v1.GetServerInfoResponse\x12Q\n\x0cTraceRequest\x12\x1f.kvrelay.v1.TraceRequestRequest\x1a .kvrelay.v1.TraceRequestResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvrelay/v1/admin.proto\x12\nkvrelay.v1\x1a\x1akvrelay/v1/inference.proto\x1a\x1akvrelay/v1/pool_node.proto\x1a\x17kvrelay/v1/worker.proto\"N\n\x10SetWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12*\n\x05state\x18\x02 \x01(\x0b\x32\x1b.kvrelay.v1.SetStateRequest\")\n\x13TraceRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"S\n\x14TraceRequestResponse\x12)\n\x07stories\x18\x01 \x03(\x0b\x32\x18.kvrelay.v1.RequestStory\x12\x10\n\x08left_out\x18\x02 \x01(\r\"k\n\x0cRequestStory\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x61ge_s\x18\x02 \x01(\x01\x12\x10\n\x08left_out\x18\x03 \x01(\r\x12&\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x16.kvrelay.v1.StoryEvent\"j\n\nStoryEvent\x12\x0c\n\x04\x61t_s\x18\x01 \x01(\x01\x12\x0e\n\x06moment\x18\x02 \x01(\t\x12\x0f\n\x07workers\x18\x03 \x03(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\r\n\x05times\x18\x05 \x01(\r\x12\x0e\n\x06last_s\x18\x06 \x01(\x01\"\x0e\n\x0cGetKvRequest\"\x94\x01\n\rGetKvResponse\x12,\n\x07workers\x18\x01 \x03(\x0b\x32\x1b.kvrelay.v1.DebugKvResponse\x12*\n\npool_nodes\x18\x02 \x03(\x0b\x32\x16.kvrelay.v1.PoolReport\x12)\n\x06silent\x18\x03 \x03(\x0b\x32\x19.kvrelay.v1.SilentProcess\"/\n\rSilentProcess\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t2\xb7\x02\n\x05\x41\x64min\x12<\n\x05GetKv\x12\x18.kvrelay.v1.GetKvRequest\x1a\x19.kvrelay.v1.GetKvResponse\x12T\n\rGetServerInfo\x12 .kvrelay.v1.GetServerInfoRequest\x1a!.kvrelay.v1.GetServerInfoResponse\x12Q\n\x0cTraceRequest\x12\x1f.kvrelay.v1.TraceRequestRequest\x1a .kvrelay.v1.TraceRequestResponse\x12G\n\tSetWorker\x12\x1c.kvrelay.v1.SetWorkerRequest\x1a\x1c.kvrelay.v1.SetStateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TRACEREQUESTREQUEST']._serialized_start=119
-  _globals['_TRACEREQUESTREQUEST']._serialized_end=160
-  _globals['_TRACEREQUESTRESPONSE']._serialized_start=162
-  _globals['_TRACEREQUESTRESPONSE']._serialized_end=245
-  _globals['_REQUESTSTORY']._serialized_start=247
-  _globals['_REQUESTSTORY']._serialized_end=354
-  _globals['_STORYEVENT']._serialized_start=356
-  _globals['_STORYEVENT']._serialized_end=462
-  _globals['_GETKVREQUEST']._serialized_start=464
-  _globals['_GETKVREQUEST']._serialized_end=478
-  _globals['_GETKVRESPONSE']._serialized_start=481
-  _globals['_GETKVRESPONSE']._serialized_end=629
-  _globals['_SILENTPROCESS']._serialized_start=631
-  _globals['_SILENTPROCESS']._serialized_end=678
-  _globals['_ADMIN']._serialized_start=681
-  _globals['_ADMIN']._serialized_end=919
+  _globals['_SETWORKERREQUEST']._serialized_start=119
+  _globals['_SETWORKERREQUEST']._serialized_end=197
+  _globals['_TRACEREQUESTREQUEST']._serialized_start=199
+  _globals['_TRACEREQUESTREQUEST']._serialized_end=240
+  _globals['_TRACEREQUESTRESPONSE']._serialized_start=242
+  _globals['_TRACEREQUESTRESPONSE']._serialized_end=325
+  _globals['_REQUESTSTORY']._serialized_start=327
+  _globals['_REQUESTSTORY']._serialized_end=434
+  _globals['_STORYEVENT']._serialized_start=436
+  _globals['_STORYEVENT']._serialized_end=542
+  _globals['_GETKVREQUEST']._serialized_start=544
+  _globals['_GETKVREQUEST']._serialized_end=558
+  _globals['_GETKVRESPONSE']._serialized_start=561
+  _globals['_GETKVRESPONSE']._serialized_end=709
+  _globals['_SILENTPROCESS']._serialized_start=711
+  _globals['_SILENTPROCESS']._serialized_end=758
+  _globals['_ADMIN']._serialized_start=761
+  _globals['_ADMIN']._serialized_end=1072
 # @@protoc_insertion_point(module_scope)

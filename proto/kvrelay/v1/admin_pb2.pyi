@@ -9,6 +9,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class SetWorkerRequest(_message.Message):
+    __slots__ = ("worker", "state")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    state: _worker_pb2.SetStateRequest
+    def __init__(self, worker: _Optional[str] = ..., state: _Optional[_Union[_worker_pb2.SetStateRequest, _Mapping]] = ...) -> None: ...
+
 class TraceRequestRequest(_message.Message):
     __slots__ = ("request_id",)
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]

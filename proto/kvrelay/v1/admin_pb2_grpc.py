@@ -5,6 +5,7 @@ import warnings
 
 from kvrelay.v1 import admin_pb2 as kvrelay_dot_v1_dot_admin__pb2
 from kvrelay.v1 import inference_pb2 as kvrelay_dot_v1_dot_inference__pb2
+from kvrelay.v1 import worker_pb2 as kvrelay_dot_v1_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -51,6 +52,11 @@ class AdminStub:
                 request_serializer=kvrelay_dot_v1_dot_admin__pb2.TraceRequestRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_admin__pb2.TraceRequestResponse.FromString,
                 _registered_method=True)
+        self.SetWorker = channel.unary_unary(
+                '/kvrelay.v1.Admin/SetWorker',
+                request_serializer=kvrelay_dot_v1_dot_admin__pb2.SetWorkerRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_worker__pb2.SetStateResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -78,6 +84,14 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetWorker(self, request, context):
+        """Worker.SetState, by the worker's name. NOT_FOUND: no worker has it. FAILED_PRECONDITION: it can't
+        have this role.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -95,6 +109,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.TraceRequest,
                     request_deserializer=kvrelay_dot_v1_dot_admin__pb2.TraceRequestRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_admin__pb2.TraceRequestResponse.SerializeToString,
+            ),
+            'SetWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetWorker,
+                    request_deserializer=kvrelay_dot_v1_dot_admin__pb2.SetWorkerRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_worker__pb2.SetStateResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -179,6 +198,33 @@ class Admin:
             '/kvrelay.v1.Admin/TraceRequest',
             kvrelay_dot_v1_dot_admin__pb2.TraceRequestRequest.SerializeToString,
             kvrelay_dot_v1_dot_admin__pb2.TraceRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Admin/SetWorker',
+            kvrelay_dot_v1_dot_admin__pb2.SetWorkerRequest.SerializeToString,
+            kvrelay_dot_v1_dot_worker__pb2.SetStateResponse.FromString,
             options,
             channel_credentials,
             insecure,

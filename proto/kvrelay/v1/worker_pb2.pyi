@@ -438,3 +438,19 @@ class HeldSlab(_message.Message):
     holder: str
     age_s: float
     def __init__(self, slab_id: _Optional[int] = ..., state: _Optional[str] = ..., holder: _Optional[str] = ..., age_s: _Optional[float] = ...) -> None: ...
+
+class SetStateRequest(_message.Message):
+    __slots__ = ("role", "drain_s")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_S_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    drain_s: float
+    def __init__(self, role: _Optional[str] = ..., drain_s: _Optional[float] = ...) -> None: ...
+
+class SetStateResponse(_message.Message):
+    __slots__ = ("role", "role_epoch")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    ROLE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    role_epoch: int
+    def __init__(self, role: _Optional[str] = ..., role_epoch: _Optional[int] = ...) -> None: ...

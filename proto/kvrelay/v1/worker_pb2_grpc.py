@@ -46,6 +46,11 @@ class WorkerStub:
                 request_serializer=kvrelay_dot_v1_dot_worker__pb2.DebugKvRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_worker__pb2.DebugKvResponse.FromString,
                 _registered_method=True)
+        self.SetState = channel.unary_unary(
+                '/kvrelay.v1.Worker/SetState',
+                request_serializer=kvrelay_dot_v1_dot_worker__pb2.SetStateRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_worker__pb2.SetStateResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -66,6 +71,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetState(self, request, context):
+        """Another role from now on, or its end once others have what it runs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -78,6 +90,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.DebugKv,
                     request_deserializer=kvrelay_dot_v1_dot_worker__pb2.DebugKvRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_worker__pb2.DebugKvResponse.SerializeToString,
+            ),
+            'SetState': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetState,
+                    request_deserializer=kvrelay_dot_v1_dot_worker__pb2.SetStateRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_worker__pb2.SetStateResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -136,6 +153,33 @@ class Worker:
             '/kvrelay.v1.Worker/DebugKv',
             kvrelay_dot_v1_dot_worker__pb2.DebugKvRequest.SerializeToString,
             kvrelay_dot_v1_dot_worker__pb2.DebugKvResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Worker/SetState',
+            kvrelay_dot_v1_dot_worker__pb2.SetStateRequest.SerializeToString,
+            kvrelay_dot_v1_dot_worker__pb2.SetStateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -180,7 +180,7 @@ class Forecast:
         prefill: WorkerView | None, decode: WorkerView, joins_in_s: float, now_s: float
     ) -> float:
         """For the prompts that its decode worker still computes when it joins."""
-        if prefill is None or not decode.queue.tokens or decode.hello.role is not Role.DECODE:
+        if prefill is None or not decode.queue.tokens or decode.own_role is not Role.DECODE:
             return 0.0
         return max(0.0, decode.queue.all_s(now_s) - joins_in_s)
 

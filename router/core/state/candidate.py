@@ -57,7 +57,7 @@ class Candidate:
     @property
     def is_local(self) -> bool:
         """A decode worker computes the prompt itself, in steps that it shares with its batch."""
-        return self.prefill is None and self.decode.hello.role is Role.DECODE
+        return self.prefill is None and self.decode.own_role is Role.DECODE
 
     @property
     def prefiller(self) -> WorkerView:

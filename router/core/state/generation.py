@@ -23,6 +23,7 @@ from kvrelay.types import (
     TokenLogprobs,
 )
 from kvrelay.v1.admin_pb2 import GetKvResponse, TraceRequestResponse
+from kvrelay.v1.worker_pb2 import SetStateRequest, SetStateResponse
 from router.core.promises.work import ToldPromise
 from router.core.state.quarantine import Pair
 
@@ -239,6 +240,10 @@ class Dispatcher(Protocol):
     async def debug_kv(self) -> GetKvResponse:
         """Blocks by state, and all that is held with holder and age, of every worker and pool
         node."""
+
+    async def set_worker(self, name: str, wanted: SetStateRequest) -> SetStateResponse:
+        """Drains a worker, or gives it another role. Raises LookupError where no worker has this
+        name, PeerError for a role that it can't have beside the others."""
 
     def trace(self, request_id: str) -> TraceRequestResponse:
         """What happened to the requests that a client knows by this id; without stories where

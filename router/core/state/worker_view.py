@@ -128,7 +128,9 @@ class WorkerView:
     """Attempts that have ended here, and hold a slot or a queue entry until the worker says
     Released."""
     incarnation: Incarnation = field(init=False)
-    role: Role = field(init=False)  # in effect: that of its hello, or both
+    own_role: Role = field(init=False)  # as the worker told, last in this epoch
+    role_epoch: int = 0
+    role: Role = field(init=False)  # in effect: its own, or both
     prefills: bool = field(init=False)  # and does nothing else
     naming: Naming = field(init=False)
     _speed: tuple[ToldTimes, Speed] | None = None
@@ -141,6 +143,7 @@ class WorkerView:
         names = (hello.fingerprint, hello.physical_format, hello.rope_border_tokens)
         self.naming = (*names, hello.block_size)
         self.incarnation = hello.incarnation
+        self.own_role = hello.role
         self.serve_as(hello.role)
 
     @staticmethod
