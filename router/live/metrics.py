@@ -27,7 +27,9 @@ from router.core.state.generation import ClusterSnapshot, WorkerStatus
 from router.core.state.quarantine import Pair
 
 Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
-LABELS = ("model_name", "worker", "role")
+LABELS = ("model_name", "worker")
+INFO_LABELS = (*LABELS, "role", "state", "device", "transport")
+"""A role is no label of a counter: its series would end when the worker takes another one."""
 
 
 MOST_LINKS = 1000
@@ -41,6 +43,7 @@ LINK_GAUGES: tuple[tuple[str, str, Callable[[LinkState], float]], ...] = (
 
 def of_workers(workers: Sequence[WorkerStatus], model_name: str) -> Iterator[Metric]:
     """All but the orphaned blocks, which pool nodes have too."""
+    yield _info(workers, model_name)
     text = "Share of KV blocks in use, 0 to 1."
     usage = GaugeMetricFamily("kvrelay:kv_cache_usage_perc", text, labels=LABELS)
     yield _per_worker(usage, lambda w: kv_used(w.counters, w.total_blocks), workers, model_name)
@@ -49,6 +52,16 @@ def of_workers(workers: Sequence[WorkerStatus], model_name: str) -> Iterator[Met
     yield _per_worker(total, lambda w: w.total_blocks, workers, model_name)
     for _, counted in groupby(SHOWN, lambda one: one[1].metric):
         yield _counted([*counted], workers, model_name)
+
+
+def _info(workers: Sequence[WorkerStatus], model_name: str) -> Metric:
+    text = "1 for each worker, with its role at present, and whether it serves or drains."
+    gauge = GaugeMetricFamily("kvrelay:worker_info", text, labels=INFO_LABELS)
+    for one in workers:
+        state = "draining" if one.counters.draining else "serving"
+        own = (model_name, one.name, one.role, state, one.device, one.transport)
+        gauge.add_metric(own, 1.0)
+    return gauge
 
 
 def _counted(
@@ -60,7 +73,7 @@ def _counted(
     labels = LABELS if shown.label is None else (*LABELS, shown.label[0])
     family = kind(f"kvrelay:{shown.metric}", shown.text, labels=labels)
     for worker in workers:
-        own = (model_name, worker.name, worker.role)
+        own = (model_name, worker.name)
         for name, one in counted:
             label = () if one.label is None else one.label[1:]
             family.add_metric((*own, *label), float(getattr(worker.counters, name)))
@@ -101,7 +114,7 @@ def _connections(
 
 
 def orphaned_blocks(workers: Sequence[WorkerStatus], model_name: str) -> GaugeMetricFamily:
-    text = "KV blocks that no one holds."
+    text = "KV blocks that no one holds, of a worker or pool node."
     gauge = GaugeMetricFamily("kvrelay:blocks_orphaned", text, labels=LABELS)
     return _per_worker(gauge, lambda w: w.counters.orphaned_blocks, workers, model_name)
 
@@ -113,7 +126,7 @@ def _per_worker(
     model_name: str,
 ) -> Family:
     for worker in workers:
-        metric.add_metric((model_name, worker.name, worker.role), float(value(worker)))
+        metric.add_metric((model_name, worker.name), float(value(worker)))
     return metric
 
 
@@ -208,7 +221,7 @@ class ClusterGauges(Collector):
     def _orphaned(self, workers: Sequence[WorkerStatus]) -> Metric:
         gauge = orphaned_blocks(workers, self._model_name)
         for node in self._snapshot.pool_nodes:
-            gauge.add_metric((self._model_name, node.name, "pool-node"), node.orphaned_blocks)
+            gauge.add_metric((self._model_name, node.name), node.orphaned_blocks)
         return gauge
 
     def _pool_nodes(self) -> Metric:

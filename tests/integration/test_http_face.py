@@ -194,7 +194,7 @@ async def test_metrics_are_valid_and_count(folder: Path) -> None:
         assert samples["kvrelay:inter_token_latency_seconds_count", model] == tokens - 2
         assert samples["kvrelay:e2e_request_latency_seconds_count", model] == 1
         assert samples["kvrelay:num_requests_running", model] == 0
-        worker = (model, ("role", "both"), ("worker", "both-0"))
+        worker = (model, ("worker", "both-0"))
         assert samples["kvrelay:kv_cache_usage_perc", *worker] == 0.25
         assert samples["kvrelay:request_success_total", ("finished_reason", "stop"), model] == 1
         tier = ("tier", "default")
