@@ -59,7 +59,8 @@ class Prefill:
     of it than the prefill worker itself. Its first token is due `within_s` of now.
 
     Without a target no token is wanted: nothing is handed over, and the worker says Reserved at
-    once. It `leaves` this worker, where it has decoded: one that drains takes it too."""
+    once. As attempt `leaves` it has decoded at this worker, which ends that first; one that drains
+    takes it too."""
 
     spec: RequestSpec
     target_addresses: tuple[str, ...]
@@ -67,7 +68,7 @@ class Prefill:
     held_tokens: int = 0
     prefix_source: PrefixSource | None = None
     within_s: float | None = None
-    leaves: bool = False
+    leaves: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -207,7 +207,7 @@ def prefill(
     held_tokens: int,
     within_s: float | None,
     *,
-    leaves: bool = False,
+    leaves: int | None = None,
 ) -> list[Command]:
     """Starts the prompt. The decode worker holds the KV of its first `held_tokens`. Choices that
     ended in an earlier attempt are not decoded again."""

@@ -341,15 +341,15 @@ def go_on_at(
     now_s: float,
 ) -> list[Command]:
     """The target has a slot for it, which was booked when it was asked. The worker that it leaves
-    prefills the new attempt."""
-    aborts = abort_attempt(request, state.workers)
+    ends the attempt and prefills the new one: it is never without both, and so does not stop."""
+    left = request.attempt
     end_attempt(state, request, now_s, freed=True)
     request.enter(RequestState.PREFILLING)
     request.move(move.spec, led_away=move.led_away)
     request.place(move.admitted, now_s)
     cause = "its worker drains" if move.led_away else "its worker would overflow"
     request.story.note(Moment.MOVED, now_s, request.worker_names, cause)
-    return aborts + prefill(request, move.admitted.candidate, held_tokens, None, leaves=True)
+    return prefill(request, move.admitted.candidate, held_tokens, None, leaves=left)
 
 
 # --- ends -----------------------------------------------------------------------------------------

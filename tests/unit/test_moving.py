@@ -84,10 +84,10 @@ def moving(core: RouterCore) -> RouterCore:
 def test_it_decodes_on_until_the_target_has_room_then_goes() -> None:
     core = moving(decoding())
     assert delivered(says(core, "d", tokens(3, 13))) == [(13,)]
-    abort, prefill = says(core, "d2", reserved(attempt=1))
-    assert abort == Send(worker=D, message=Abort(key=key()))
+    (prefill,) = says(core, "d2", reserved(attempt=1))
     assert isinstance(prefill, Send) and isinstance(prefill.message, Prefill)
     assert (prefill.worker, prefill.message.target) == (D, D2)
+    assert prefill.message.leaves == 0, "the attempt that ends there"
     assert prefill.message.spec == replace(asked(1, 10, 11, 12), resumed=((13,),))
     assert says(core, "d", tokens(4, 14), released()) == []  # the old attempt is over
     last = says(core, "d2", lifetime("handoff_committed", attempt=1), tokens(4, 14, attempt=1))
@@ -222,10 +222,9 @@ def test_what_decodes_leaves_a_worker_that_drains(moves: bool) -> None:
     ]
     assert drains(core, 3 + LEAVE_LOOK_S) == [], "it is asked for once"
     assert delivered(says(core, "d", tokens(3, 13))) == [(13,)]
-    abort, prefill = sends(says(core, "d2", reserved(attempt=1)))
-    assert abort == Send(worker=D, message=Abort(key=key()))
+    (prefill,) = sends(says(core, "d2", reserved(attempt=1)))
     assert isinstance(prefill.message, Prefill)
-    assert prefill.message.leaves, "a worker that drains takes it"
+    assert prefill.message.leaves == 0, "a worker that drains takes it"
     assert prefill.message.spec.resumed == ((13,),)
     assert drains(core, 4) == [], "its handoff goes on"
     says(core, "d2", lifetime("handoff_committed", attempt=1), tokens(4, 14, attempt=1))

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import pytest
 
@@ -42,7 +43,7 @@ from kvrelay.messages import (
     ToWorker,
     WorkerEvent,
 )
-from kvrelay.types import Incarnation, RequestSpec
+from kvrelay.types import Incarnation, RequestSpec, Role
 from prefill_worker.scheduler import PrefillScheduler
 from tests.unit.router_kit import STEP_TIMES
 from tests.unit.worker_kit import BLOCK, D, decode_scheduler, key, reserve, spec
@@ -145,6 +146,7 @@ class Harness:
             decode,
             self.pace,
             max_model_len=16,
+            role=Role.DECODE,
             launches_ahead=launches_ahead,
         )
         self.links = Links()
@@ -379,6 +381,41 @@ def test_a_draining_worker_finishes_the_prompts_it_has_and_takes_no_more() -> No
     }
     assert sum(len(batch.slices[0].token_ids) for batch in worker.device.batches) == 20
     assert stream.about("new") == ["ReserveRefused"]
+
+
+def test_what_leaves_a_draining_worker_is_prefilled_there_and_its_attempt_ends() -> None:
+    """It is never without both, so that it does not stop in between."""
+    worker = Harness()
+    stream, other = worker.router(), worker.router()
+    worker.say(stream, generate("a", max_tokens=9))
+    worker.run()
+    worker.inbox.put(RunOnLoop(worker.core.drain))
+    old = key("a")
+    goes_on = replace(spec("a", 4, max_tokens=9), key=old._replace(attempt=old.attempt + 1))
+    moved = replace(prefill(goes_on), leaves=old.attempt)
+    worker.say(other, replace(moved, spec=replace(goes_on, key=key("b"))))
+    worker.run()
+    assert [type(e) for e in stream.heard if e.key == old][-1] is Tokens, "only its own router may"
+    worker.say(stream, moved)
+    worker.inbox.put(RunOnLoop(lambda: None))
+    worker.loop.turn()
+    assert [type(e) for e in stream.heard if e.key == old][-1] is Released
+    assert not worker.core.idle
+    assert not any(isinstance(e, ReserveRefused) for e in stream.heard)
+
+
+def test_another_role_is_told_to_every_router_at_once() -> None:
+    worker = Harness()
+    streams = [worker.router(), worker.router()]
+    worker.run()
+    assert {(one.counters.role, one.counters.role_epoch) for one in streams} == {(Role.DECODE, 0)}
+    worker.inbox.put(RunOnLoop(lambda: worker.core.take_role(Role.PREFILL)))
+    worker.loop.turn()
+    assert {(one.counters.role, one.counters.role_epoch) for one in streams} == {(Role.PREFILL, 1)}
+    told = [len(one.told) for one in streams]
+    worker.inbox.put(RunOnLoop(lambda: worker.core.take_role(Role.PREFILL)))
+    worker.loop.turn()
+    assert [len(one.told) for one in streams] == told, "nothing new"
 
 
 def test_a_refused_request_leaves_no_route() -> None:

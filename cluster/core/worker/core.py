@@ -260,12 +260,20 @@ class WorkerCore:
         key = message.spec.key
         if key in self._routers:
             return self._refuse(event, key, "duplicate_request", now_s)
-        if self.draining and not (isinstance(message, Prefill) and message.leaves):
+        leaves = message.leaves if isinstance(message, Prefill) else None
+        if self.draining and leaves is None:
             return self._refuse(event, key, RefusalReason.DRAINING, now_s)
         self._routers.begin(event.stream, key)
-        if isinstance(message, Prefill):
-            return self.prefill.handle(message, now_s)
-        return self.decode.handle(message, now_s)
+        if not isinstance(message, Prefill):
+            return self.decode.handle(message, now_s)
+        ended = [] if leaves is None else self._end(event, key._replace(attempt=leaves), now_s)
+        return [*ended, *self.prefill.handle(message, now_s)]
+
+    def _end(self, event: FromRouter, key: RequestKey, now_s: float) -> list[Command]:
+        """Only the router that a request came from may."""
+        if not self._routers.is_from(event.stream, key):
+            return []
+        return self._both(Abort(key=key), now_s)
 
     def _refuse(
         self, event: FromRouter, key: RequestKey, reason: str, now_s: float
@@ -291,9 +299,7 @@ class WorkerCore:
 
     def _abort(self, event: FromRouter, now_s: float) -> list[Command]:
         assert isinstance(event.message, Abort)
-        if not self._routers.is_from(event.stream, event.message.key):
-            return []
-        return self._both(event.message, now_s)
+        return self._end(event, event.message.key, now_s)
 
     def _suspect(self, event: FromRouter, now_s: float) -> list[WorkerCommand]:
         """Without a connection to it no copy waits for it, and PeerLost takes its slabs back."""
