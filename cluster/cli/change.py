@@ -146,9 +146,9 @@ def drain(
     that is a process of its own; whoever started it starts another one.
     """
     if address is not None:
-        from cluster.cli import workers
+        from cluster.process import admin
 
-        workers.drain(process, address, caller(name, token_file, set_), timeout, wait=not no_wait)
+        admin.drain(process, address, caller(name, token_file, set_), timeout, wait=not no_wait)
         print(f"{process} {'leaves' if no_wait else 'has left'}")
         return
     with _on_ray(ray_address) as say:
@@ -172,15 +172,15 @@ def flip(
 
     Until it starts again; its pool keeps its role.
     """
-    from cluster.cli import workers
     from cluster.cli.status import routers_of
     from cluster.on_ray.connect import ray_address as ray_to_join
+    from cluster.process import admin
 
     if address is not None:
-        workers.flip(worker, role, address, caller(name, token_file, set_))
+        admin.flip(worker, role, address, caller(name, token_file, set_))
     else:
         (first, *_), access = routers_of(name, ray_to_join(ray_address) or "auto")
-        workers.flip(worker, role, first, access)
+        admin.flip(worker, role, first, access)
     print(f"{worker} is a {role} worker" if role is not Role.BOTH else f"{worker} does both")
 
 

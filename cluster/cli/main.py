@@ -16,6 +16,7 @@ from cluster.cli import change as cli_change
 from cluster.cli import cluster as cli_cluster
 from cluster.cli import doctor as cli_doctor
 from cluster.cli import plan as cli_plan
+from cluster.cli import process as cli_process
 from cluster.cli import simulate as cli_simulate
 from cluster.cli import trace as cli_trace
 from cluster.cli.access import keys as cli_keys
@@ -24,7 +25,6 @@ from cluster.cli.for_users import batch as cli_batch
 from cluster.cli.for_users import chat as cli_chat
 from cluster.cli.for_users import models as cli_models
 from cluster.cli.options import ConfigFile, SetOption, parsed
-from cluster.cli.plain import commands as cli_process
 from kvrelay.errors import KvrelayError
 
 CLICK_ERROR = typer.BadParameter.__mro__[2]

@@ -44,8 +44,8 @@ from router.core.events import (
     abort_attempt,
     preload,
 )
-from router.core.faults import draining
 from router.core.faults.poison import END_TOLD_S, Ending, Standing
+from router.core.migration import lead_away
 from router.core.promises.refusal import DRAINING, NO_CAPACITY, refused_by_worker
 from router.core.request import Request, RequestState
 from router.core.router_state import RouterState
@@ -137,7 +137,7 @@ class RouterCore:
             state.waiting.wake(now_s)
         if state.moves.hot_spots or view.draining:
             commands += state.moves.relieve(state, view, now_s)
-        return commands + draining.lead_away(state, view, now_s) if view.draining else commands
+        return commands + lead_away(state, view, now_s) if view.draining else commands
 
     def _flip(self, view: WorkerView, counters: Counters, now_s: float) -> list[Command]:
         """Another role: what it has already been sent is served. Prompts that no worker would take

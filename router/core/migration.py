@@ -11,7 +11,9 @@ below its low mark, for workers that stay below theirs. Between the marks nothin
 The worker that a sequence leaves prefills the new attempt: it has the KV of all full blocks in its
 cache. Tokens that it samples between Reserve and Reserved are not sampled again.
 
-All that decode leave a worker that drains, in the same way, for any worker that has room.
+All that decode leave a worker that drains, in the same way, for any worker that has room. The rest
+goes elsewhere by `lead_away`: prompts that were not begun where it would prefill or decode, and
+requests for several answers, which another worker takes up behind what was delivered.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ from itertools import accumulate
 from math import inf
 
 from kvrelay.messages import Abort, Reserved, WorkerEvent
-from kvrelay.types import Incarnation, RequestKey, RequestSpec
+from kvrelay.types import Incarnation, RequestKey, RequestSpec, Role
 from router.core import lifecycle
 from router.core.decision import demand_of
 from router.core.events import Command, Send, ask_for_slot
 from router.core.policy.admission import Admitted
+from router.core.promises.refusal import DRAINING
 from router.core.request import Request, RequestState
 from router.core.router_state import Move, RouterState
 from router.core.state.candidate import Candidate, Prediction
@@ -51,6 +54,8 @@ HIGH, LOW = 1.0, 0.9
 LEAVING_AT_ONCE = 8
 LEAVE_LOOK_S = 0.02
 """A worker that drains: at most so many at a time, looked for so often."""
+LEAD_LOOK_S = 0.1
+"""Between two looks at what else it holds up."""
 FEWEST_LEFT_TOKENS = 32
 """One that ends sooner isn't worth its handoff."""
 
@@ -331,3 +336,54 @@ def _spread(
         if share <= HIGH:
             yield one, loads[at]
             loads[at] = loads[at].beside(one)
+
+
+# --- the rest of what a worker that drains would hold up ------------------------------------------
+
+
+def lead_away(state: RouterState, view: WorkerView, now_s: float) -> list[Command]:
+    if now_s < view.led_away_s + LEAD_LOOK_S:
+        return []
+    view.led_away_s = now_s
+    held_up = [one for one in state.requests.values() if _is_held_up(state, one, view)]
+    return [
+        command
+        for request in held_up
+        for command in lifecycle.place_elsewhere(state, request, DRAINING, now_s)
+    ]
+
+
+def _is_held_up(state: RouterState, request: Request, view: WorkerView) -> bool:
+    """It would wait for this worker, and another one could take it."""
+    if view.incarnation not in request.workers or request.alone:
+        return False
+    match request.state:
+        case RequestState.QUEUED:
+            return _has_other(state, request, view)
+        case RequestState.PREFILLING:
+            return not _has_begun(state, request) and _has_other(state, request, view)
+        case RequestState.DECODING:
+            several = len(request.choices) > 1 and len(request.workers) == 1
+            return several and _has_other(state, request, view)
+        case _:
+            return False
+
+
+def _has_begun(state: RouterState, request: Request) -> bool:
+    """The prefill of its prompt, or of what it decoded before it left this worker."""
+    assert request.placed is not None
+    prefiller = state.workers.get(request.placed.candidate.prefiller.incarnation)
+    return prefiller is None or prefiller.queue.has_begun(request.key) or bool(request.led_away)
+
+
+def _has_other(state: RouterState, request: Request, view: WorkerView) -> bool:
+    """For its prompt and for its answer, with room for all choices at once."""
+    choices = len(request.choices)
+    others = [one for one in state.workers.values() if one is not view and _takes(one)]
+    decodes = [one for one in others if not one.prefills and one.free_places >= choices]
+    prefills = any(one.role is not Role.DECODE for one in others)
+    return bool(decodes) and (prefills or state.workers.decode_alone)
+
+
+def _takes(view: WorkerView) -> bool:
+    return not (view.draining or view.suspect)

@@ -10,8 +10,7 @@ from threading import Event
 
 import pytest
 
-from cluster.cli.workers import drain, flip
-from cluster.process.admin import NotKnown, NotPossible
+from cluster.process.admin import NotKnown, NotPossible, drain, flip
 from kvrelay.errors import ConfigError
 from kvrelay.types import Role
 from router.core.policy.choice import Policies
