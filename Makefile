@@ -58,6 +58,7 @@ bench: $(STAMP)  ## the benchmarks of this machine, with their limits and peers
 	$(BIN)/python -m bench.serving.overload
 	$(BIN)/python -m bench.serving.qos
 	$(BIN)/python -m bench.serving.drain
+	$(BIN)/python -m bench.serving.flips
 	$(BIN)/python -m bench.kvpool.host_tier
 	$(BIN)/python -m bench.engine.parallel
 	$(BIN)/python -m bench.kvpool.directory

@@ -35,11 +35,12 @@ class WorkerPlan:
 
 @dataclass(slots=True, kw_only=True)
 class PlainCluster:
-    """`http_ports`, `metrics_ports`: of each router; `grpc_port`: of the first"""
+    """`http_ports`, `metrics_ports`: of each router; `grpc_port`, `internal_grpc`: of the first"""
 
     http_ports: list[int]
     grpc_port: int
     metrics_ports: list[int]
+    internal_grpc: str
     processes: dict[str, psutil.Process] = field(default_factory=dict)
 
     @property
@@ -103,6 +104,7 @@ def plain_cluster(
             http_ports=[one["HTTP"] for one in ports],
             grpc_port=ports[0]["gRPC"],
             metrics_ports=[one["internal HTTP"] for one in ports],
+            internal_grpc=f"127.0.0.1:{ports[0]['internal gRPC']}",
         )
         for number, router in enumerate(started):
             name = "router" if len(started) == 1 else f"router-{number}"
