@@ -366,7 +366,7 @@ class Supervisor:
         process = self.members.find(event.name)
         if process is None or process.leaves or self.phase in (Phase.STOPPING, Phase.STOPPED):
             return []
-        if not event.replace:
+        if not event.replace and process.pool in self.members.desired:
             self.members.lower(process.pool)
         return [*self._let_go(process), *self._reconcile()]
 

@@ -264,7 +264,7 @@ class WorkerDispatcher(ClusterViews):
         self.recent.pop(worker, None)
         self._silence.left(worker)
         if link is not None:
-            if link.address in self._links:
+            if link.address in self._links and not (view is not None and view.draining):
                 log.warning("lost the worker at %s: %s", link.address, reason)
             else:
                 log.info("the worker at %s has left", link.address)
