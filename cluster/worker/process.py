@@ -47,6 +47,9 @@ from kvrelay.wire import decode_to_worker, encode_batch, encode_hello
 
 log = logging.getLogger(__name__)
 
+LAST_WORDS_S = 1.0
+"""A worker that closes waits so long for routers to hear its last events."""
+
 
 class GrpcRouterStream:
     """The loop's side of one router's stream: encodes on the caller's thread, sends on ours."""
@@ -87,12 +90,19 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._inbox = inbox
         self._report = report
         self._take = take
+        self._streams: set[GrpcRouterStream] = set()
+
+    def end_streams(self) -> None:
+        """Routers still hear all that was said."""
+        for stream in self._streams:
+            stream.end()
 
     async def Attach(  # noqa: N802
         self, requests: AsyncIterator[pb.ToWorker], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.FromWorker]:
         await self._greet(requests, context)
         stream = GrpcRouterStream()
+        self._streams.add(stream)
         self._inbox.put(RouterJoined(stream))
         reader = asyncio.ensure_future(self._read(stream, requests))
         try:
@@ -101,6 +111,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 yield batch
         finally:
             reader.cancel()
+            self._streams.discard(stream)
             self._inbox.put(RouterLost(stream))
 
     async def _greet(
@@ -215,8 +226,9 @@ class WorkerProcess:
         parts = await asyncio.wrap_future(started)
         self._parts = parts
         self._server = grpc_server(self._settings.access)
-        service = WorkerService(parts.hello, self._inbox, self._report, self._take_state)
-        worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
+        hello = parts.hello
+        self._service = WorkerService(hello, self._inbox, self._report, self._take_state)
+        worker_pb2_grpc.add_WorkerServicer_to_server(self._service, self._server)
         settings = self._settings
         port = bind_port(self._server, settings.host, settings.port_range, settings.access)
         await self._server.start()
@@ -224,7 +236,8 @@ class WorkerProcess:
         return f"{settings.host}:{port}"
 
     async def stop(self, *, drain_s: float) -> None:
-        """Refuse new work, finish what runs for up to `drain_s`, then release everything."""
+        """Refuses new work. What runs here goes on at other workers; what none of them has room for
+        ends here, for up to `drain_s`. Then everything is released."""
         parts, self._parts = self._parts, None
         if parts is not None:
             await self._stop(parts, drain_s)
@@ -240,9 +253,10 @@ class WorkerProcess:
             if core.draining and core.idle:
                 break
             await asyncio.sleep(0.02)
-        await self._server.stop(grace=None)
         self._inbox.put(Close())
         await asyncio.to_thread(self._thread.join)
+        self._service.end_streams()
+        await self._server.stop(grace=LAST_WORDS_S)
 
     async def _take_state(self, request: pb.SetStateRequest) -> pb.SetStateResponse:
         """What it is from now on, as all routers hear with the same turn of the loop."""
