@@ -34,7 +34,7 @@ from cluster.config.types import (
     StepTimesSource,
     format_duration,
 )
-from cluster.config.workers import WorkerPool
+from cluster.config.workers import WorkerPool, with_names
 from kvrelay.types import Role
 from router.core.faults.silence import DETECT_S, LEAST_DETECT_S
 
@@ -314,7 +314,8 @@ class Config(Section):
     @field_validator("workers")
     @classmethod
     def _have_names(cls, given: tuple[WorkerPool, ...]) -> tuple[WorkerPool, ...]:
-        twice = [label for label, n in Counter(pool.label for pool in given).items() if n > 1]
+        named = with_names(given)
+        twice = [label for label, n in Counter(pool.label for pool in named).items() if n > 1]
         if twice:
             raise ValueError(f"another name for each pool, not {twice[0]} twice")
-        return given
+        return named

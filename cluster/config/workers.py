@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from pydantic import Field, ValidationInfo, field_validator
 
 from cluster.config.types import (
@@ -30,7 +32,8 @@ class WorkerPool(Section):
     """Identical workers of one role. A role may have several pools."""
 
     name: Name | None = None
-    """Its workers are named NAME-0, NAME-1 and so on. null: the role."""
+    """Its workers are named NAME-0, NAME-1 and so on. null: the role; of several pools of one role
+    the second is named prefill2 or decode2, and so on."""
     role: Role
     replicas: Count = 1
     device: Device = "auto"
@@ -91,3 +94,15 @@ class WorkerPool(Section):
         if threads is not None and threads % given.tensor:
             raise ValueError(f"tensor: a degree that divides the {threads} cpu_threads")
         return given
+
+
+def with_names(pools: tuple[WorkerPool, ...]) -> tuple[WorkerPool, ...]:
+    """The first pool of a role needs no name; further ones get the role and a number."""
+    seen: Counter[Role] = Counter()
+    named = []
+    for pool in pools:
+        seen[pool.role] += pool.name is None
+        is_further = pool.name is None and seen[pool.role] > 1
+        name = f"{pool.role}{seen[pool.role]}" if is_further else pool.name
+        named.append(pool.model_copy(update={"name": name}) if is_further else pool)
+    return tuple(named)

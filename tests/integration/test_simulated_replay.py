@@ -264,7 +264,7 @@ def deaths(entries: Sequence[Entry], origin_s: float) -> Iterator[dict[str, str]
 
     died_s = at_s(WorkerLost, 0)
     between_s = (died_s + at_s(WorkerJoined, 2)) / 2
-    yield {"worker": "prefill-1", "at": "1ms", "back_after": f"{between_s:.6f}s"}
+    yield {"worker": "prefill2-0", "at": "1ms", "back_after": f"{between_s:.6f}s"}
     yield {"worker": "prefill-0", "at": f"{died_s:.6f}s"}
     lost_s = at_s(PoolNodeLost, 0)
     back_s = next(

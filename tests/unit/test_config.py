@@ -36,8 +36,8 @@ REFUSED = {
     "nam=x": "nam: unknown key, did you mean name?",
     "workers.0.name=router": 'workers.0.name: got "router", expected another name than router, '
     "pool, controller",
-    "workers=[{role: both}, {role: both}]": "workers: got a list of 2, expected another name for "
-    "each pool, not both twice",
+    "workers=[{role: both}, {name: both, role: both}]": "workers: got a list of 2, expected "
+    "another name for each pool, not both twice",
     "workers.0.rol=2": "workers.0.rol: unknown key, did you mean role?",
     "router.zzz=1": "router.zzz: unknown key, expected one of admission, api_key_hashes, api_keys, "
     "conversations, directory_memory, dispatch, failover_patience, grpc_port, host, http_port, "
@@ -352,10 +352,12 @@ def test_device_auto_takes_the_gpus_that_are_free(
 
 
 def test_workers_are_named_after_their_pool() -> None:
-    pools = "workers=[{role: both, replicas: 2}, {name: fast, role: both, device: cuda}]"
+    pools = (
+        "workers=[{role: both, replicas: 2}, {name: fast, role: both, device: cuda}, {role: both}]"
+    )
     plan = plan_cluster(resolve(set_(pools), SITE))
-    assert [w.settings.name for w in plan.workers] == ["both-0", "both-1", "fast-0"]
-    assert [w.settings.device_share for w in plan.workers] == [2, 2, 1]
+    assert [w.settings.name for w in plan.workers] == ["both-0", "both-1", "fast-0", "both2-0"]
+    assert [w.settings.device_share for w in plan.workers] == [3, 3, 1, 3]
 
 
 def test_placement_splits_known_and_custom_resources() -> None:
