@@ -232,8 +232,9 @@ def test_a_worker_that_hangs_is_killed_and_started_again(head: Head, tmp_path: P
     assert_nothing_is_left(head.marked, http, grpc)
 
 
-def test_the_containers_exact_command_serves_until_killed(head: Head, tmp_path: Path) -> None:
-    """The entry point of the RayJob, with the rendered cluster file where the pod has it."""
+def test_the_containers_exact_command_serves_beyond_its_end(head: Head, tmp_path: Path) -> None:
+    """The entry point of the RayJob, with the rendered cluster file where the pod has it. Another
+    job finds nothing to change."""
     path = tmp_path / "cluster.yaml"
     # Other ports than the pod's, which this machine may use.
     text = cluster_file("cpu").replace("http_port: 8000", "http_port: 0")
@@ -247,6 +248,9 @@ def test_the_containers_exact_command_serves_until_killed(head: Head, tmp_path: 
     ask_both_faces(http, grpc)
     driver.kill()
     driver.wait()
+    assert "nothing changes" in here.run("bash", "-c", command.removesuffix(" --follow"))
+    ask_both_faces(http, grpc)
+    here.run(KVRELAY, "stop")
     assert_nothing_is_left(head.marked, http, grpc)
 
 
