@@ -316,7 +316,7 @@ def test_all_that_can_be_wrong_is_tried() -> None:
         *("StoredRun.hashes", "PullWanted.hashes"),
         *("SlabLent.codec", "CodecSpeed.codec", "PieceBlocks.runs"),
         *("ChainBlock.hash", "ChainBlock.parent", "FetchWanted.hashes"),
-        *("FetchDone.damaged", "LookupWanted.hashes"),
+        *("FetchDone.damaged", "LookupWanted.hashes", "Counters.role"),
     }
 
 
