@@ -31,6 +31,7 @@ def report(
     phase: Phase, controller: str = "first", notes: tuple[str, ...] = ()
 ) -> ControllerReport:
     return ControllerReport(
+        settled=True,
         controller=controller,
         phase=phase,
         error=None,
