@@ -145,6 +145,7 @@ def test_a_rank_that_dies_or_hangs_is_replaced_with_its_worker(
             assert not doomed.is_running()
             assert len(ranks(head.marked)) == 1
 
+        until(lambda: "decode-0 serves on" in log.read_text())  # the cluster serves without it too
         replaced(psutil.Process.kill, "rank 1 has ended with exit code -9|rank 1 is gone", 2)
         replaced(psutil.Process.suspend, "rank 1 is gone, or hangs", 3)
         ask_all(grpc, references)
