@@ -279,9 +279,17 @@ class KvWriter:
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> LayerKv:
         """`key`, `value` as in `AttentionState.attend`."""
+        held = self.planes(layer)
+        self.store(key[0], value[0], held.keys, held.values, self.slots[held.group])
+        self.wrote(layer)
+        return held
+
+    def planes(self, layer: int) -> LayerKv:
         group, index = self.places[layer]
         keys, values = self.memory.layer(group, index)
-        self.store(key[0], value[0], keys, values, self.slots[group])
+        return LayerKv(group, keys, values, self.memory.layout.block_size)
+
+    def wrote(self, layer: int) -> None:
+        """The step's KV is in the layer's planes, or will be once the stream gets there."""
         if self.marks is not None:
             self.marks.wrote(layer)
-        return LayerKv(group, keys, values, self.memory.layout.block_size)

@@ -14,7 +14,13 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.compiled.chaining import FEW_TOKENS, by_tokens, chained, products_left
-from engine.compiled.fusing import call_rotaries, fuse_gates, fuse_norms, fuse_rotary
+from engine.compiled.fusing import (
+    call_rotaries,
+    fuse_attention,
+    fuse_gates,
+    fuse_norms,
+    fuse_rotary,
+)
 from engine.compiled.graph import Captured, call_group, fold_constants
 from engine.compiled.library import DTYPES, Fused, open_fused
 from engine.compiled.merging import merge_graph, merge_projections, pack_graph, pack_modules
@@ -101,6 +107,8 @@ def _on_device(model: Model) -> _Compiled | None:
         return None
     merged = merge_graph(made, model.module)
     said = _fuse(made, operations)
+    if operations is not None:
+        said += f", {fuse_attention(made, operations)} rotating attentions"
     flat = replace(model, flat=write_forward(made))
     return _Compiled(flat, f"{made.calls} operations, {merged} merged products, {said}")
 

@@ -7,7 +7,7 @@ Rotary embeddings that choose their factors while they run (LongRoPE) stay whole
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from engine.compiled.graph import Captured, is_call, kind, only_user, other_operand
 from engine.compiled.operations import Operations
+from engine.model.interface import OPERATOR, AttentionState
 
 aten = torch.ops.aten
 
@@ -77,6 +78,57 @@ def _are_angles(node: object, source: Node) -> bool:
     is_shared = len(found.shape) == 4 and found.shape[:2] == (1, 1)
     fits = found.shape[2:] == own.shape[2:] and found.dtype == own.dtype
     return is_shared and fits and found.is_step
+
+
+@dataclass(frozen=True, slots=True)
+class RotatingAttention:
+    """The target of a call (query, key, value, layer, scaling, window, softcap, sinks, cos, sin):
+    attention that rotates queries and keys itself, or `rotate` does where the step's can't."""
+
+    rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+    def __call__(self, state: AttentionState, layer: int, *parts: Any) -> torch.Tensor:
+        """`parts`: query, key, value, cos, sin, scores."""
+        own: Callable[..., torch.Tensor] | None = getattr(state, "attend_rotating", None)
+        if own is not None:
+            return own(layer, *parts)
+        query, key, value, cos, sin, scores = parts
+        query, key = self.rotate(query, cos, sin), self.rotate(key, cos, sin)
+        return state.attend(layer, query, key, value, scores)
+
+
+def fuse_attention(made: Captured, fused: Operations) -> int:
+    """One call for each attention and the rotations of its queries and keys, once `fuse_rotary` has
+    found these. Returns their number."""
+    target = RotatingAttention(fused.rotate)
+    found = made.graph.find_nodes(op="call_function", target=OPERATOR)
+    return sum(_attention(made, node, target) for node in found)
+
+
+def _attention(made: Captured, node: Node, target: RotatingAttention) -> bool:
+    query, key, *others = node.args
+    if not (_is_rotation(query, target) and _is_rotation(key, target)):
+        return False
+    (asked, *angles), (held, *same) = query.args, key.args  # type: ignore[union-attr]
+    if angles != same:
+        return False
+    others += [None] * (6 - len(others))
+    with made.graph.inserting_before(node):
+        new = made.graph.call_function(target, (asked, held, *others, *angles))  # type: ignore[arg-type]
+    new.meta["kind"] = kind(node)
+    node.replace_all_uses_with(new)
+    made.graph.eliminate_dead_code()
+    return True
+
+
+def _is_rotation(node: object, target: RotatingAttention) -> bool:
+    """That only this attention needs. A method is a new object at each look-up."""
+    return (
+        isinstance(node, Node)
+        and node.op == "call_function"
+        and node.target == target.rotate
+        and len(node.users) == 1
+    )
 
 
 def fuse_gates(made: Captured, fused: Operations) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from engine.compiled.fusing import RotatingAttention
 from engine.compiled.graph import Captured
 from engine.model.capture import Forward
 from engine.model.interface import OPERATOR, Scores, current_state
@@ -43,7 +44,7 @@ class _Writer:
 
     def text(self) -> str:
         inputs = [node.name for node in self._made.graph.find_nodes(op="placeholder")]
-        lines = [f"def forward({', '.join(inputs)}):", "    attend = current_state().attend"]
+        lines = [f"def forward({', '.join(inputs)}):", "    state = current_state()"]
         for node in self._made.graph.nodes:
             lines += [f"    {line}" for line in self._lines(node)]
         return "\n".join(lines)
@@ -64,18 +65,20 @@ class _Writer:
         if node.op == "call_method":
             return f"{args[0]}.{node.target}({', '.join(args[1:])})"
         if node.target is OPERATOR:
-            return self._attention(node, args)
+            return f"state.attend({self._attention(node, args[:3])})"
+        if isinstance(node.target, RotatingAttention):
+            parts = self._attention(node, args[:3], *args[8:])
+            return f"{self._name(node.target)}(state, {parts})"
         args += [f"{name}={self._word(arg)}" for name, arg in node.kwargs.items()]
         plain = _plain(node, args)
         return plain or f"{self._name(node.target)}({', '.join(args)})"
 
-    def _attention(self, node: Node, args: list[str]) -> str:
-        query, key, new_value, layer = args[:4]
-        scaling, window, softcap, sinks = node.args[4:8]
+    def _attention(self, node: Node, args: list[str], *angles: str) -> str:
+        layer, scaling, window, softcap, sinks = node.args[3:8]
         if isinstance(sinks, Node):
             sinks = self._made.constant(sinks)
         scores = Scores(scaling=scaling, window=window, softcap=softcap, sinks=sinks)  # type: ignore[arg-type]
-        return f"attend({layer}, {query}, {key}, {new_value}, {self._name(scores)})"
+        return ", ".join([str(layer), *args, *angles, self._name(scores)])
 
     def _word(self, arg: Any) -> str:
         if isinstance(arg, Node):

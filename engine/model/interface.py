@@ -55,6 +55,23 @@ class AttentionState(Protocol):
         yet cached. Returns `[1, tokens, heads, value_dim]`."""
 
 
+class Rotates(Protocol):
+    """An AttentionState that rotates queries and keys itself, while it stores the new KV."""
+
+    def attend_rotating(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        scores: Scores,
+    ) -> torch.Tensor:
+        """As `attend`, but neither `query` nor `key` has its rotary embedding yet; the angles are
+        `[1, 1, tokens, dim]`."""
+
+
 _STATE: ContextVar[AttentionState] = ContextVar("kvrelay_attention")
 
 _LIBRARY = torch.library.Library("kvrelay", "FRAGMENT")

@@ -13,18 +13,20 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.attention.triton.kernels import attend_pieces, join_parts, store_rows
+from engine.attention.triton.launch import ROUNDED
+from engine.attention.triton.rotating_kernels import rotate_and_store_rows
 from engine.attention.triton.work import Tiling, chunk_tiling, decode_tiling
 
 _POINTERS = {
     "query": "16", "keys": "kv", "values": "kv", "out": "16", "fresh_keys": "16",
     "fresh_values": "16", "parts": "*fp32", "part_sizes": "*fp32", "queries": "*i32",
     "pieces": "*i32", "starts": "*i32", "joins": "*i32", "tables": "*i32", "slots": "*i32",
-    "sinks": "16",
+    "sinks": "16", "key": "16", "value": "16", "cosines": "16", "sines": "16",
 }  # fmt: skip
 _NUMBERS = {
     "scaling": "fp32", "softcap": "fp32", "query_row": "i32", "query_head": "i32",
     "out_row": "i32", "key_token": "i32", "key_head": "i32", "value_token": "i32",
-    "value_head": "i32",
+    "value_head": "i32", "query_token": "i32", "angle_token": "i32",
 }  # fmt: skip
 _SHARED = {80: 164 << 10, 90: 228 << 10}
 """Bytes of a multiprocessor's shared memory."""
@@ -128,11 +130,29 @@ def _check_store() -> None:
     assert widths <= {"v4.b32", "v2.b64"}, widths
 
 
+def _check_rotate() -> None:
+    """Products are rounded before they are added; nearly all accesses are 16 bytes wide."""
+    shape = {
+        "HEADS": 32, "KV_HEADS": 8, "HALF": 64, "HALF_TILE": 64, "V_DIM": 128, "V_ROW": 1024,
+        "AT_ONCE": 16,
+    }  # fmt: skip
+    for kept, limit in ((None, 0.0), ("fp8e4nv", 448.0)):
+        constants = {**shape, "LIMIT": limit}
+        rotate = _compiled(
+            rotate_and_store_rows, "bf16", constants, 90, kept=kept, num_warps=4, **ROUNDED
+        )
+        ptx = str(rotate.asm["ptx"])
+        assert not re.search(r"\bfma\.", ptx), "a product is added before it is rounded"
+        widths = set(re.findall(r"st\.global\.((?:v\d\.)?b\d+)", ptx))
+        assert widths & {"v4.b32", "v2.b64"}, widths
+
+
 def main() -> None:
     for capability in (80, 90):
         _check_attend(capability)
     _check_shapes()
     _check_store()
+    _check_rotate()
 
 
 if __name__ == "__main__":

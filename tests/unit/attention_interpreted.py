@@ -11,8 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.triton.launch import DeviceWork, Parts, attend, part_elements, store
+from engine.attention.triton.launch import (
+    DeviceWork,
+    Parts,
+    attend,
+    part_elements,
+    rotate_and_store,
+    store,
+)
 from engine.attention.triton.work import Tiling, most_parts
+from engine.compiled.triton.operations import TritonOperations
 from engine.model.interface import Scores
 from tests.unit.attention_kit import Batch, plain_attention
 
@@ -110,6 +118,25 @@ def test_fp8_planes_keep_what_is_too_large_as_their_largest() -> None:
     for plane, sign in ((keys, 1), (values, -1)):
         assert torch.equal(plane[1, 0].float(), sign * expected)
         assert (plane[0].float() == 0).all()
+
+
+@pytest.mark.parametrize("kept", [torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 1, 16), (40, 8, 128), (3, 3, 6)])
+def test_rotated_and_stored_at_once_is_one_after_the_other(
+    heads: int, kv_heads: int, dim: int, kept: torch.dtype
+) -> None:
+    """Queries, keys and values are parts of one product, as in a merged layer."""
+    slots = torch.tensor([7, -1, 0, 8], dtype=torch.int32)
+    whole = torch.randn(1, 4, (heads + 2 * kv_heads) * dim).view(1, 4, -1, dim).transpose(1, 2)
+    query, key, value = whole.split([heads, kv_heads, kv_heads], dim=1)
+    cos, sin = torch.randn(1, 1, 4, dim), torch.randn(1, 1, 4, dim)
+    at_once, apart = (torch.zeros(2, 9, kv_heads, dim).to(kept) for _ in range(2))
+    asked = rotate_and_store(query[0], key[0], value[0], cos, sin, *at_once, slots)
+    rotate = TritonOperations().rotate
+    store(rotate(key, cos, sin)[0], value[0], *apart, slots)
+    assert torch.equal(asked, rotate(query, cos, sin)[0].transpose(0, 1))
+    assert torch.equal(at_once.float(), apart.float())
+    assert at_once.float().abs().sum() > 0
 
 
 @pytest.mark.parametrize("dim", [16, 5])

@@ -18,13 +18,15 @@ import torch
 from engine import self_check
 from engine.attention.choosing.choice import group_shapes, opener
 from engine.attention.cuda.graphs import DecodeGraphs, StaticDecode
-from engine.attention.triton.backend import TritonBackend
+from engine.attention.triton.backend import TritonBackend, TritonState
+from engine.compiled import build
 from engine.core.options import CudaOptions
 from engine.core.sizing import EngineLimits
 from engine.core.step import SequenceSlice, StepBatch
 from engine.load import load_engine
 from engine.model.checkpoint import open_checkpoint
 from engine.model.kv_layout import layer_places, probe
+from engine.model.model import Model
 from engine.runner import Engine
 from tests.drive import Running, run_mixed, start, step_forced
 from tests.models import VOCAB_SIZE, random_checkpoint
@@ -72,6 +74,27 @@ def _check(engine: Engine) -> None:
 def test_tokens_in_mixed_batches(family: str, tmp_path: Path) -> None:
     """Loading has compared the logits with the model's own already."""
     _check(_engine(tmp_path, family))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_tokens_of_a_graph_whose_attention_rotates(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rotated: list[int] = []
+    own = TritonState.attend_rotating
+
+    def noted(state: TritonState, layer: int, *tensors: Any) -> torch.Tensor:
+        rotated.append(layer)
+        return own(state, layer, *tensors)
+
+    monkeypatch.setattr(TritonState, "attend_rotating", noted)
+    engine = _engine(tmp_path, family)
+    with monkeypatch.context() as patched:
+        patched.setattr(Model, "on_cpu", property(lambda _: False))
+        patched.setattr(build, "_LENGTHS", (1, 5, 19))
+        engine.model = build.compile_model(engine.model)
+    _check(engine)
+    assert set(rotated) == {0, 1}, "both layers"
 
 
 def test_kv_kept_in_fp8_takes_a_quarter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,12 +13,20 @@ from engine.attention.inputs import (
     Inputs,
     Ints,
     KvWriter,
+    LayerKv,
     Named,
     StepArrays,
     TableCache,
     step_arrays,
 )
-from engine.attention.triton.launch import DeviceWork, Parts, attend, part_elements, store
+from engine.attention.triton.launch import (
+    DeviceWork,
+    Parts,
+    attend,
+    part_elements,
+    rotate_and_store,
+    store,
+)
 from engine.attention.triton.work import (
     CHUNK,
     DECODE,
@@ -47,12 +55,13 @@ class Launch:
 @dataclass(frozen=True, slots=True)
 class TritonState:
     """One step's attention. `launches` are those of the layer groups. `is_padded`: some rows belong
-    to no query tile."""
+    to no query tile. Implements AttentionState and Rotates."""
 
     writer: KvWriter
     launches: Sequence[Sequence[Launch]]
     parts: Parts
     is_padded: bool = False
+    _zeros: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
     def attend(
         self,
@@ -63,9 +72,28 @@ class TritonState:
         scores: Scores,
     ) -> torch.Tensor:
         held = self.writer.write(layer, key, value)
-        asked = query[0].transpose(0, 1)
-        new = query.new_zeros if self.is_padded else query.new_empty
-        out = new(1, asked.shape[0], asked.shape[1], held.values.shape[2])
+        return self._attended(query[0].transpose(0, 1), held, scores)
+
+    def attend_rotating(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        scores: Scores,
+    ) -> torch.Tensor:
+        held = self.writer.planes(layer)
+        slots = self.writer.slots[held.group]
+        new = (query[0], key[0], value[0])
+        asked = rotate_and_store(*new, cos, sin, held.keys, held.values, slots)
+        self.writer.wrote(layer)
+        return self._attended(asked, held, scores)
+
+    def _attended(self, asked: torch.Tensor, held: LayerKv, scores: Scores) -> torch.Tensor:
+        """`asked` `[tokens, heads, dim]`."""
+        out = self._out(asked, (1, *asked.shape[:2], held.values.shape[2]))
         for launch in self.launches[held.group]:
             attend(
                 asked,
@@ -80,6 +108,15 @@ class TritonState:
                 joined_rows=launch.joined_rows,
             )
         return out
+
+    def _out(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Padded rows stay zero, and one tensor serves all layers: the stream reads what a layer
+        wrote before the next one writes."""
+        if not self.is_padded:
+            return like.new_empty(shape)
+        if shape not in self._zeros:
+            self._zeros[shape] = like.new_zeros(shape)
+        return self._zeros[shape]
 
 
 _LEAST_KEYS = 256

@@ -40,16 +40,16 @@ def store_rows(
         source = fresh_keys + token * key_token + (k // K_DIM) * key_head + k % K_DIM
         held = tl.load(source, mask=k < HEADS * K_DIM, other=0.0)
         target = keys + slot * (HEADS * K_DIM) + k
-        tl.store(target, _kept(held, keys.dtype.element_ty, LIMIT), mask=k < HEADS * K_DIM)
+        tl.store(target, kept(held, keys.dtype.element_ty, LIMIT), mask=k < HEADS * K_DIM)
         v = tl.arange(0, V_ROW)
         source = fresh_values + token * value_token + (v // V_DIM) * value_head + v % V_DIM
         held = tl.load(source, mask=v < HEADS * V_DIM, other=0.0)
         target = values + slot * (HEADS * V_DIM) + v
-        tl.store(target, _kept(held, values.dtype.element_ty, LIMIT), mask=v < HEADS * V_DIM)
+        tl.store(target, kept(held, values.dtype.element_ty, LIMIT), mask=v < HEADS * V_DIM)
 
 
 @triton.jit
-def _kept(numbers, kind: tl.constexpr, LIMIT: tl.constexpr):
+def kept(numbers, kind: tl.constexpr, LIMIT: tl.constexpr):
     """As the plane keeps them: at most LIMIT, if that isn't 0."""
     if LIMIT > 0:
         numbers = tl.minimum(tl.maximum(numbers.to(tl.float32), -LIMIT), LIMIT)

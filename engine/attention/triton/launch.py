@@ -12,9 +12,14 @@ import torch
 import triton
 
 from engine.attention.triton.kernels import attend_pieces, join_parts, store_rows
+from engine.attention.triton.rotating_kernels import rotate_and_store_rows
 from engine.attention.triton.work import Tiling
 from engine.model.interface import Scores
 
+ROTATED = 1024
+"""A program rotates about this many numbers."""
+ROUNDED = {"enable_fp_fusion": False}
+"""Products are rounded before they are added, as torch's are."""
 _JOINED = 16
 """Decode steps have few rows of many parts: one program of a join reads this many parts of a row at
 a time. Chunks have many rows of few parts: it reads a part of this many rows."""
@@ -75,9 +80,45 @@ def store(
         V_DIM=v_dim,
         K_ROW=triton.next_power_of_2(heads * k_dim),
         V_ROW=triton.next_power_of_2(heads * v_dim),
-        LIMIT=torch.finfo(keys.dtype).max if keys.dtype.itemsize == 1 else 0.0,
+        LIMIT=_limit(keys),
         num_warps=4,
     )
+
+
+def rotate_and_store(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """Writes rotated `key` and `value` `[kv_heads, tokens, dim]` into the planes. Returns rotated
+    `query` `[heads, tokens, dim]` as `[tokens, heads, dim]`. The last dimension of all is dense;
+    the angles are `[1, 1, tokens, dim]`, `slots` int32, -1: nowhere."""
+    (heads, tokens, dim), (kv_heads, _, v_dim) = query.shape, value.shape
+    out = query.new_empty(tokens, heads, dim)
+    half_tile = triton.next_power_of_2(dim // 2)
+    at_once = min(triton.next_power_of_2(heads), max(1, ROTATED // half_tile))
+    parts = triton.cdiv(heads, at_once) + triton.cdiv(kv_heads, at_once) + 1
+    rotate_and_store_rows[(tokens, parts)](
+        *(query, key, value, cos, sin, out, keys, values, slots),
+        *(step for one in (query, key, value) for step in (one.stride(1), one.stride(0))),
+        cos.stride(2),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HALF=dim // 2,
+        HALF_TILE=half_tile,
+        V_DIM=v_dim,
+        V_ROW=triton.next_power_of_2(kv_heads * v_dim),
+        AT_ONCE=at_once,
+        LIMIT=_limit(keys),
+        num_warps=4,
+        **ROUNDED,
+    )
+    return out
 
 
 def attend(
@@ -140,6 +181,11 @@ def _constants(
         "num_warps": tiling.warps,
         "num_stages": tiling.stages,
     }
+
+
+def _limit(plane: torch.Tensor) -> float:
+    """What is larger is kept as this; 0: no number is too large."""
+    return torch.finfo(plane.dtype).max if plane.dtype.itemsize == 1 else 0.0
 
 
 def _tile(dim: int) -> int:

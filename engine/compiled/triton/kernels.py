@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.attention.triton.rotating_kernels import rotated
+
 
 @triton.jit
 def norm_rows(
@@ -40,32 +42,18 @@ def rotate_heads(
     x, cosines, sines, out, heads, token_stride, head_stride, angle_stride,
     HALF: tl.constexpr, HALF_TILE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of a token, their rotary embedding (arXiv:2104.09864 §3.4.2, halves instead of
-    pairs); `out` `[tokens, heads, 2 HALF]`."""
+    """HEADS heads of a token, their rotary embedding; `out` `[tokens, heads, 2 HALF]`."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     at = tl.arange(0, HALF_TILE)
     is_near = at < HALF
     inside = (head < heads)[:, None] & is_near[None, :]
     source = x + token * token_stride + head[:, None] * head_stride + at[None, :]
-    near = tl.load(source, mask=inside, other=0.0)
-    far = tl.load(source + HALF, mask=inside, other=0.0)
     angle = token * angle_stride + at
-    near_cos = tl.load(cosines + angle, mask=is_near, other=0.0)[None, :]
-    near_sin = tl.load(sines + angle, mask=is_near, other=0.0)[None, :]
-    far_cos = tl.load(cosines + angle + HALF, mask=is_near, other=0.0)[None, :]
-    far_sin = tl.load(sines + angle + HALF, mask=is_near, other=0.0)[None, :]
+    near, far = rotated(source, HALF, cosines + angle, sines + angle, inside, is_near)
     target = out + (token * heads + head[:, None]) * (2 * HALF) + at[None, :]
-    first = _product(near, near_cos) - _product(far, near_sin)
-    second = _product(far, far_cos) + _product(near, far_sin)
-    tl.store(target, first.to(near.dtype), mask=inside)
-    tl.store(target + HALF, second.to(near.dtype), mask=inside)
-
-
-@triton.jit
-def _product(x, y):
-    """Rounded to the numbers' own kind, in fp32."""
-    return (x.to(tl.float32) * y.to(tl.float32)).to(x.dtype).to(tl.float32)
+    tl.store(target, near, mask=inside)
+    tl.store(target + HALF, far, mask=inside)
 
 
 @triton.jit

@@ -9,13 +9,10 @@ from __future__ import annotations
 import torch
 import triton
 
+from engine.attention.triton.launch import ROTATED, ROUNDED
 from engine.compiled.triton.kernels import gate_rows, norm_rows, rotate_heads
 
-_ROTATED = 1024
-"""A program rotates about this many numbers."""
 _GATED = 1024
-_ROUNDED = {"enable_fp_fusion": False}
-"""Products are rounded before they are added, as torch's are."""
 
 
 def runs_on(device: torch.device) -> bool:
@@ -63,14 +60,14 @@ class TritonOperations:
         strides = x.stride()
         out = x.new_empty((1, tokens, heads, dim))
         tile = triton.next_power_of_2(dim // 2)
-        at_once = min(triton.next_power_of_2(heads), max(1, _ROTATED // tile))
+        at_once = min(triton.next_power_of_2(heads), max(1, ROTATED // tile))
         rotate_heads[(tokens, triton.cdiv(heads, at_once))](
             *(x, cos, sin, out, heads, strides[2], strides[1], cos.stride(2)),
             HALF=dim // 2,
             HALF_TILE=tile,
             HEADS=at_once,
             num_warps=4,
-            **_ROUNDED,
+            **ROUNDED,
         )
         return out.transpose(1, 2)
 
