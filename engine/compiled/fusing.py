@@ -20,6 +20,7 @@ from engine.compiled.operations import Operations
 from engine.model.interface import OPERATOR, AttentionState
 
 aten = torch.ops.aten
+_Rotate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def fuse_rotary(made: Captured, fused: Operations) -> int:
@@ -80,53 +81,48 @@ def _are_angles(node: object, source: Node) -> bool:
     return is_shared and fits and found.is_step
 
 
-@dataclass(frozen=True, slots=True)
-class RotatingAttention:
-    """The target of a call (query, key, value, layer, scaling, window, softcap, sinks, cos, sin):
-    attention that rotates queries and keys itself, or `rotate` does where the step's can't."""
-
-    rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-    def __call__(self, state: AttentionState, layer: int, *parts: Any) -> torch.Tensor:
-        """`parts`: query, key, value, cos, sin, scores."""
-        own: Callable[..., torch.Tensor] | None = getattr(state, "attend_rotating", None)
-        if own is not None:
-            return own(layer, *parts)
-        query, key, value, cos, sin, scores = parts
-        query, key = self.rotate(query, cos, sin), self.rotate(key, cos, sin)
-        return state.attend(layer, query, key, value, scores)
+def attend_rotating(
+    state: AttentionState, rotate: _Rotate, layer: int, *parts: Any
+) -> torch.Tensor:
+    """`parts`: query, key, value, cos, sin, scores. `rotate` does it where `state` can't itself."""
+    own: Callable[..., torch.Tensor] | None = getattr(state, "attend_rotating", None)
+    if own is not None:
+        return own(layer, *parts)
+    query, key, value, cos, sin, scores = parts
+    query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+    return state.attend(layer, query, key, value, scores)
 
 
 def fuse_attention(made: Captured, fused: Operations) -> int:
     """One call for each attention and the rotations of its queries and keys, once `fuse_rotary` has
     found these. Returns their number."""
-    target = RotatingAttention(fused.rotate)
     found = made.graph.find_nodes(op="call_function", target=OPERATOR)
-    return sum(_attention(made, node, target) for node in found)
+    return sum(_attention(made, node, fused.rotate) for node in found)
 
 
-def _attention(made: Captured, node: Node, target: RotatingAttention) -> bool:
+def _attention(made: Captured, node: Node, rotate: _Rotate) -> bool:
+    """The new call has (rotate, cos, sin) and then the operator's own arguments."""
     query, key, *others = node.args
-    if not (_is_rotation(query, target) and _is_rotation(key, target)):
+    if not (_is_rotation(query, rotate) and _is_rotation(key, rotate)):
         return False
     (asked, *angles), (held, *same) = query.args, key.args  # type: ignore[union-attr]
     if angles != same:
         return False
-    others += [None] * (6 - len(others))
+    known = made.add_constant(rotate, node)
     with made.graph.inserting_before(node):
-        new = made.graph.call_function(target, (asked, held, *others, *angles))  # type: ignore[arg-type]
+        new = made.graph.call_function(attend_rotating, (known, *angles, asked, held, *others))
     new.meta["kind"] = kind(node)
     node.replace_all_uses_with(new)
     made.graph.eliminate_dead_code()
     return True
 
 
-def _is_rotation(node: object, target: RotatingAttention) -> bool:
+def _is_rotation(node: object, rotate: _Rotate) -> bool:
     """That only this attention needs. A method is a new object at each look-up."""
     return (
         isinstance(node, Node)
         and node.op == "call_function"
-        and node.target == target.rotate
+        and node.target == rotate
         and len(node.users) == 1
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from engine.compiled.fusing import RotatingAttention
+from engine.compiled.fusing import attend_rotating
 from engine.compiled.graph import Captured
 from engine.model.capture import Forward
 from engine.model.interface import OPERATOR, Scores, current_state
@@ -65,20 +65,22 @@ class _Writer:
         if node.op == "call_method":
             return f"{args[0]}.{node.target}({', '.join(args[1:])})"
         if node.target is OPERATOR:
-            return f"state.attend({self._attention(node, args[:3])})"
-        if isinstance(node.target, RotatingAttention):
-            parts = self._attention(node, args[:3], *args[8:])
-            return f"{self._name(node.target)}(state, {parts})"
+            return f"state.attend({self._attention(args[:3], *node.args[3:])})"
+        if node.target is attend_rotating:
+            rotate, *angles = args[:3]
+            parts = self._attention([*args[3:6], *angles], *node.args[6:])
+            return f"{self._name(node.target)}(state, {rotate}, {parts})"
         args += [f"{name}={self._word(arg)}" for name, arg in node.kwargs.items()]
         plain = _plain(node, args)
         return plain or f"{self._name(node.target)}({', '.join(args)})"
 
-    def _attention(self, node: Node, args: list[str], *angles: str) -> str:
-        layer, scaling, window, softcap, sinks = node.args[3:8]
+    def _attention(self, tensors: list[str], layer: Any, *how: Any) -> str:
+        """The arguments of a call, from the operator's after its tensors."""
+        scaling, window, softcap, sinks = how
         if isinstance(sinks, Node):
             sinks = self._made.constant(sinks)
-        scores = Scores(scaling=scaling, window=window, softcap=softcap, sinks=sinks)  # type: ignore[arg-type]
-        return ", ".join([str(layer), *args, *angles, self._name(scores)])
+        scores = Scores(scaling=scaling, window=window, softcap=softcap, sinks=sinks)
+        return ", ".join([str(layer), *tensors, self._name(scores)])
 
     def _word(self, arg: Any) -> str:
         if isinstance(arg, Node):
