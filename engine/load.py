@@ -15,6 +15,7 @@ import torch
 
 from engine.attention.choosing.choice import ChosenBackend, choose_backend
 from engine.compiled.build import compile_model
+from engine.compiled.fp8 import check_fp8, in_fp8
 from engine.core.activity import ReportActivity, Stage, StartActivity, unheard
 from engine.core.options import DEFAULT_OPTIONS, CudaOptions
 from engine.core.sizing import EngineLimits, KvSizing, MemoryProfile, size_kv
@@ -174,6 +175,8 @@ def load_engine(
 
     Raises ModelError when the family, the files or the memory don't allow serving.
     """
+    if cuda.fp8_products:
+        check_fp8(torch.device(device))
     if torch.device(device).type == "cuda":
         torch.set_float32_matmul_precision("high" if cuda.tf32 else "highest")
     longest = _max_model_len(checkpoint, limits)
@@ -187,7 +190,7 @@ def load_engine(
     own_shapes = check_shares(loaded, ranks.group)
     if compiled:
         report(StartActivity(stage=Stage.COMPILES))
-    model = _compiled(loaded.model, limits) if compiled else loaded.model
+    model = _made_fast(loaded.model, limits, cuda, compiled=compiled)
     kept = "float8_e4m3fn" if cuda.fp8_kv else model.dtype_name
     layout = derive_layout(loaded.shapes, dtype=kept, block_size=block_size)
     own = own_layout(layout, ranks.group)
@@ -220,9 +223,11 @@ def _grammars(checkpoint: Checkpoint) -> Grammars:
     return open_grammars(checkpoint.path, checkpoint.vocab_size, eos_ids)
 
 
-def _compiled(model: Model, limits: EngineLimits) -> Model:
+def _made_fast(model: Model, limits: EngineLimits, cuda: CudaOptions, *, compiled: bool) -> Model:
     """Prepares decode steps of all sizes, the first of which would take longer otherwise."""
-    model = compile_model(model)
+    if not compiled:
+        return in_fp8(model) if cuda.fp8_products else model
+    model = compile_model(model, fp8=cuda.fp8_products)
     for rows in sizes(limits.max_running_requests):
         model.prepare(rows, rows)
     return model

@@ -186,7 +186,8 @@ def load_bench_engine(folder: Path, load: Load, device: str) -> Engine:
 def _on_cuda(args: argparse.Namespace) -> list[Row]:
     from bench.engine.cuda.speed import measure_engine
 
-    return measure_engine(args.device, args.attention, graphs=not args.no_graphs)
+    fp8 = args.quantization == "fp8"
+    return measure_engine(args.device, args.attention, graphs=not args.no_graphs, fp8=fp8)
 
 
 def main() -> None:
@@ -197,6 +198,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--attention", default="auto", help="attention.backend, on CUDA")
     parser.add_argument("--no-graphs", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--quantization", choices=["none", "fp8"], default="none", help="on CUDA")
     parser.add_argument("--no-peers", action="store_true", help="measure kvrelay alone")
     parser.add_argument("--peer", choices=["transformers", "vllm"], default="transformers")
     args = parser.parse_args()
@@ -207,7 +209,8 @@ def main() -> None:
         rows = versus_vllm(args.threads, args.repeats)
     else:
         rows = _on_cuda(args) if args.device.startswith("cuda") else []
-        rows += measure(args.device, args.threads, args.repeats, not args.no_peers)
+        if args.quantization == "none":
+            rows += measure(args.device, args.threads, args.repeats, not args.no_peers)
     print_table("Engine", rows)
     if args.json:
         write_json(args.json, rows)

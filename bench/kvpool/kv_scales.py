@@ -100,10 +100,11 @@ def main() -> None:
     exact = _logits(model, ids[:_TOKENS], state)
     for name, way in WAYS.items():
         state.way = way
-        print(f"{name}: {_distance(_logits(model, ids[:_TOKENS], state), exact)}")
+        print(f"{name}: {distance(_logits(model, ids[:_TOKENS], state), exact)}")
 
 
-def _distance(found: torch.Tensor, exact: torch.Tensor) -> str:
+def distance(found: torch.Tensor, exact: torch.Tensor) -> str:
+    """Of logits `[tokens, vocab]`, in words."""
     apart = found - exact
     logs = exact.log_softmax(-1)
     divergence = (logs.exp() * (logs - found.log_softmax(-1))).sum(-1).mean()

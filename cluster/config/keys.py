@@ -6,6 +6,7 @@ WORKER_KEYS = (
     "model.path",
     "model.revision",
     "model.dtype",
+    "model.quantization",
     "model.max_model_len",
     "engine.block_size",
     "engine.memory_fraction",

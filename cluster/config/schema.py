@@ -29,6 +29,7 @@ from cluster.config.types import (
     DtypeName,
     Name,
     Quantity,
+    Quantization,
     Seconds,
     Section,
     StepTimesSource,
@@ -50,6 +51,11 @@ class ModelSection(Section):
     """The model's name for clients; auto: the hub id, or the folder's name."""
     dtype: DtypeName = "auto"
     """auto: the dtype of the checkpoint. A pool's dtype overrides it."""
+    quantization: Quantization = "none"
+    """fp8: a worker converts the weights of linear layers to e4m3 when it loads them, and their
+    inputs in each step, with a scale for each output channel and token: prompts take about two
+    thirds of the time and weights half the memory, and precision is lost (needs CUDA of compute
+    capability 8.9 and bfloat16). A pool's quantization overrides it."""
     max_model_len: AutoCount = None
     """Prompt plus output, in tokens; auto: the model's own context length."""
     tool_format: Literal[

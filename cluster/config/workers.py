@@ -14,6 +14,7 @@ from cluster.config.types import (
     DtypeName,
     Name,
     Quantity,
+    Quantization,
     Section,
 )
 from kvrelay.types import Role
@@ -51,6 +52,8 @@ class WorkerPool(Section):
     parallel: ParallelSection = ParallelSection()
     dtype: DtypeName | None = None
     """null: model.dtype."""
+    quantization: Quantization | None = None
+    """null: model.quantization."""
 
     @property
     def label(self) -> str:

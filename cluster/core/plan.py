@@ -267,6 +267,7 @@ def worker_settings(
         cuda=CudaOptions(
             graphs=config.engine.cuda_graphs == "auto",
             fp8_kv=config.engine.kv_dtype == "fp8",
+            fp8_products=(pool.quantization or config.model.quantization) == "fp8",
             goes_first=pool.role is not Role.PREFILL,
             tf32=config.engine.matmul_precision == "high",
         ),

@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.compiled.chaining import FEW_TOKENS, by_tokens, chained, products_left
+from engine.compiled.fp8 import in_fp8
 from engine.compiled.fusing import (
     call_rotaries,
     fuse_attention,
@@ -55,26 +56,28 @@ class _Expected:
     bound: float
 
 
-def compile_model(model: Model) -> Model:
-    """Changes the modules of `model`. Raises ModelError if its new weights give other logits."""
+def compile_model(model: Model, *, fp8: bool = False) -> Model:
+    """Changes the modules of `model`. `fp8`: afterwards its linear layers multiply in FP8. Raises
+    ModelError if its new weights give other logits before that."""
     started_s = time.monotonic()
     expected = _expected(model)
     compiled = _on_cpu(model) if model.on_cpu else _on_device(model)
     if compiled is None:
         _check(model, expected)
-        return model
+        return in_fp8(model) if fp8 else model
     worst = _worst(compiled.model, expected)
     if not worst <= expected.bound:
         _check(model, expected)
         log.warning("compile: the graph's logits are off by %.2g; the model's own is used", worst)
-        return model
+        return in_fp8(model) if fp8 else model
     log.info("compiled in %.1f s: %s", time.monotonic() - started_s, compiled.said)
-    return compiled.model
+    return in_fp8(compiled.model, compiled.made) if fp8 else compiled.model
 
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
     model: Model
+    made: Captured
     said: str
     """What was done, in words."""
 
@@ -90,7 +93,7 @@ def _on_cpu(model: Model) -> _Compiled | None:
     pack_graph(made, model.module)
     fused = _open(model.dtype)
     said = _fuse(made, fused)
-    return _Compiled(_written(model, made, fused), f"{made.calls} operations, {said}")
+    return _Compiled(_written(model, made, fused), made, f"{made.calls} operations, {said}")
 
 
 def _on_device(model: Model) -> _Compiled | None:
@@ -110,7 +113,7 @@ def _on_device(model: Model) -> _Compiled | None:
     if operations is not None:
         said += f", {fuse_attention(made, operations)} rotating attentions"
     flat = replace(model, flat=write_forward(made))
-    return _Compiled(flat, f"{made.calls} operations, {merged} merged products, {said}")
+    return _Compiled(flat, made, f"{made.calls} operations, {merged} merged products, {said}")
 
 
 def _device_operations(model: Model) -> Operations | None:

@@ -60,10 +60,11 @@ def merge_graph(made: Captured, model: torch.nn.Module) -> int:
 
 def _call_product(made: Captured, nodes: Sequence[Node], product: _Product) -> None:
     first, start = nodes[0], 0
-    weights = [made.add_constant(one, first) for one in (product.weight, product.bias)]
+    linear = product.linear
+    weights = [made.add_constant(one, first) for one in (linear.weight, linear.bias)]
     with made.graph.inserting_before(first):
         whole = made.graph.call_function(torch.nn.functional.linear, (first.args[0], *weights))
-    whole.meta["kind"] = kind(first).wide(product.weight.shape[0])
+    whole.meta["kind"] = kind(first).wide(product.width)
     for node in nodes:
         width = kind(node).shape[-1]
         assert isinstance(width, int)
@@ -152,18 +153,14 @@ def _release(made: Captured, nodes: Sequence[Node]) -> None:
 class _Product(torch.nn.Module):
     """The product of all parts' weights. A result is kept until its last part is taken."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(weight, requires_grad=False)
-        self.bias = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)
+        self.linear, self.width = linear, linear.out_features
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def take(self, x: torch.Tensor, *, is_last: bool) -> torch.Tensor:
         last = self._last
-        if last is not None and last[0] is x:
-            product = last[1]
-        else:
-            product = torch.nn.functional.linear(x, self.weight, self.bias)
+        product = last[1] if last is not None and last[0] is x else self.linear(x)
         self._last = None if is_last else (x, product)
         return product
 
@@ -176,11 +173,11 @@ class MergedLinear(torch.nn.Module):
         self.product, self.start, self.stop = product, start, stop
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        is_last = self.stop == self.product.weight.shape[0]
+        is_last = self.stop == self.product.width
         return self.product.take(x, is_last=is_last)[..., self.start : self.stop]
 
     def extra_repr(self) -> str:
-        return f"{self.start} to {self.stop} of {self.product.weight.shape[0]}"
+        return f"{self.start} to {self.stop} of {self.product.width}"
 
 
 def merge_projections(module: torch.nn.Module, run: Callable[[], object]) -> int:
@@ -237,13 +234,23 @@ def _seen(module: torch.nn.Module, run: Callable[[], object]) -> Iterator[list[L
         yield [place for place in places if id(place.module) not in calls.again]
 
 
+def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Linear:
+    outputs, inputs = weight.shape
+    made = torch.nn.Linear(inputs, outputs, bias=False, device="meta")
+    made.weight = torch.nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        made.bias = torch.nn.Parameter(bias, requires_grad=False)
+    return made
+
+
 def _merge_places(places: Sequence[LinearPlace]) -> _Product:
     layers = [place.module for place in places]
     weights = [layer.weight.detach() for layer in layers]
     ends = [0]
     for layer in layers:
         ends.append(ends[-1] + layer.out_features)
-    product = _Product(torch.cat(weights), join_biases(weights, [one.bias for one in layers]))
+    biases = join_biases(weights, [one.bias for one in layers])
+    product = _Product(_linear(torch.cat(weights), biases))
     for place, (start, stop) in zip(places, pairwise(ends), strict=True):
         setattr(place.parent, place.name, MergedLinear(product, start, stop))
     return product

@@ -46,6 +46,8 @@ class Model:
     """The forward pass as a graph, if there is one."""
     own_tokens: int = 0
     """Steps of up to this many tokens use no product of oneDNN."""
+    in_fp8: bool = False
+    """Its linear layers multiply in FP8, which loses precision."""
     group: Group | None = None
     """The ranks that share the model, of which this one holds a part; None: the model is whole
     here."""

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.compiled import build
+from engine.compiled import build, fp8
+from engine.compiled.triton.fp8 import rows_to_fp8
 from engine.compiled.triton.operations import TritonOperations
 from engine.model.model import Model
 from tests.unit.test_compiled import assert_near, cache, logits, plain_model, shared_cache
@@ -40,3 +41,16 @@ def test_a_device_s_graph_is_the_model(
     assert_near([logits(compiled, 7)], expected, 1e-5)
     assert_near([logits(model, 7)], expected, 1e-5)
     assert compiled.weight_bytes == nbytes
+
+
+@pytest.mark.parametrize("width", [16, 100, 20_000])
+def test_rows_become_fp8_as_on_the_cpu(width: int) -> None:
+    rows = torch.randn(3, width, generator=torch.Generator().manual_seed(1))
+    rows = torch.cat([rows * torch.tensor([[1e-3], [1.0], [1e4]]), torch.zeros(1, width)])
+    (values, scales), (own, own_scales) = rows_to_fp8(rows), fp8.to_fp8(rows)
+    assert torch.equal(scales, own_scales)
+    has_fraction = torch.frexp(own.float()).mantissa.abs() != 0.5
+    same = values.float() == own.float()
+    share = float(same[has_fraction].float().mean())
+    assert share > 0.99, "the interpreter errs at powers of two, and at ties"
+    assert float(has_fraction.float().mean()) > 0.5

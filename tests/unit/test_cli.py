@@ -282,6 +282,7 @@ SAMPLES: dict[str, object] = {
     "model.revision": "v2",
     "model.served_name": "other",
     "model.dtype": "float16",
+    "model.quantization": "fp8",
     "model.max_model_len": 99,
     "model.tool_format": "hermes",
     "model.reasoning_format": "none",

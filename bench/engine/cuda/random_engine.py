@@ -37,10 +37,10 @@ _SAMPLING = Sampling(max_tokens=1, seed=0)
 
 
 def random_engine(
-    device: str, *, tokens: int, batch: int, backend: str, graphs: bool
+    device: str, *, tokens: int, batch: int, backend: str, graphs: bool, fp8: bool = False
 ) -> tuple[Engine, str]:
-    """Room for `tokens` tokens of KV together; decode steps of up to `batch` are recorded. And the
-    attention backend's name."""
+    """Room for `tokens` tokens of KV together; decode steps of up to `batch` are recorded. `fp8`:
+    linear layers multiply in FP8. And the attention backend's name."""
     interface.register()
     torch.manual_seed(0)
     with torch.device(device):
@@ -48,7 +48,7 @@ def random_engine(
             LLAMA_8B, dtype=torch.bfloat16, attn_implementation=interface.NAME
         )
     module = module.eval().requires_grad_(False)
-    model = compile_model(Model(module, LLAMA_8B, torch.device(device), torch.bfloat16))
+    model = compile_model(Model(module, LLAMA_8B, torch.device(device), torch.bfloat16), fp8=fp8)
     shapes = probe(model)
     layout = derive_layout(shapes, dtype=model.dtype_name, block_size=_BLOCK_SIZE)
     chosen = choose_backend(backend, model, layout, shapes)

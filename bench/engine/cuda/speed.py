@@ -109,7 +109,11 @@ def python_row(engine: Engine, method: str) -> Row:
 
 
 def ahead_rows(engine: Engine, method: str) -> list[Row]:
-    shapes = {"64 x 2,048 tokens": (2048,) * 64, "256 x 512 tokens": (512,) * 256}
+    shapes = {
+        "1 x 2,048 tokens": (2048,),
+        "64 x 2,048 tokens": (2048,) * 64,
+        "256 x 512 tokens": (512,) * 256,
+    }
     return [
         ahead_row(engine, decode_batch(engine.layout, contexts), name, method)
         for name, contexts in shapes.items()
@@ -129,7 +133,7 @@ def prefill_row(engine: Engine, device: Device, method: str) -> Row:
     found = _time_steps(engine, StepBatch(slices=(whole,)))
     return Row(
         name="prefill of 8,192 tokens",
-        value=prefill_flops(engine, tokens) / found.median / 1e12,
+        value=prefill_flops(tokens) / found.median / 1e12,
         unit="TFLOP/s",
         against="matrix product of 8,192 x 8,192 x 8,192",
         against_value=device.matmul_flops / 1e12,
@@ -139,11 +143,12 @@ def prefill_row(engine: Engine, device: Device, method: str) -> Row:
     )
 
 
-def prefill_flops(engine: Engine, tokens: int) -> float:
+def prefill_flops(tokens: int) -> float:
     """Of the layers; only the last token's logits are computed."""
-    module, config = engine.model.module, LLAMA_8B
-    tables = (module.get_input_embeddings().weight, module.get_output_embeddings().weight)
-    layers = sum(p.numel() for p in module.parameters()) - sum(t.numel() for t in tables)
+    config = LLAMA_8B
+    width, kv_width = config.hidden_size, config.num_key_value_heads * config.head_dim
+    weights = width * (2 * width + 2 * kv_width + 3 * config.intermediate_size)
+    layers = config.num_hidden_layers * weights
     heads = config.num_hidden_layers * config.hidden_size
     return 2.0 * layers * tokens + 4.0 * heads * tokens**2 / 2
 
@@ -220,26 +225,33 @@ def backend_rows(engine: Engine, method: str) -> list[Row]:
     ]
 
 
-def measure_engine(device: str, backend: str, *, graphs: bool = True) -> list[Row]:
+def measure_engine(
+    device: str, backend: str, *, graphs: bool = True, fp8: bool = False
+) -> list[Row]:
+    """`fp8`: of an engine whose linear layers multiply in FP8, steps alone."""
     limits = measure_device(device)
     engine, chosen = random_engine(
-        device, tokens=64 * 2048 + 256, batch=256, backend=backend, graphs=graphs
+        device, tokens=64 * 2048 + 256, batch=256, backend=backend, graphs=graphs, fp8=fp8
     )
     method = (
-        f"random Llama-3.1-8B, bf16, {torch.cuda.get_device_name(device)}, "
+        f"random Llama-3.1-8B, {'FP8 products' if fp8 else 'bf16'}, "
+        f"{torch.cuda.get_device_name(device)}, "
         f"torch {torch.__version__}, attention {chosen}, "
         f"CUDA graphs {'on' if engine.graphs is not None else 'off'}"
     )
-    parts: tuple[Callable[[], list[Row]], ...] = (
+    steps: tuple[Callable[[], list[Row]], ...] = (
         lambda: decode_rows(engine, limits, method),
-        lambda: [python_row(engine, method)],
         lambda: ahead_rows(engine, method),
         lambda: [prefill_row(engine, limits, method)],
+    )
+    others: tuple[Callable[[], list[Row]], ...] = (
+        lambda: [python_row(engine, method)],
         lambda: attention_rows(engine, chosen, limits, method),
         lambda: shared_rows(engine, decode_batch(engine.layout, (2048,) * 64), method),
         lambda: backend_rows(engine, method),
         lambda: [batch_row(engine, method)],
     )
+    parts = steps if fp8 else (*steps, *others)
     return [row for part in parts for row in _tried(part)]
 
 

@@ -82,3 +82,20 @@ def _sigmoid(x):
     """Without a power that overflows."""
     power = tl.exp(-tl.abs(x))
     return tl.where(x >= 0.0, 1.0, power) / (1.0 + power)
+
+
+@triton.jit
+def scale_rows(rows, values, scales, row_stride, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """A row as e4m3, its largest number as 448, and the scale that undoes this."""
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.full([TILE], 0.0, tl.float32)
+    for start in range(0, WIDTH, TILE):
+        at = start + tl.arange(0, TILE)
+        held = tl.load(rows + row * row_stride + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(held))
+    scale = tl.maximum(tl.max(largest, axis=0), 1e-12) / 448.0
+    tl.store(scales + row, scale)
+    for start in range(0, WIDTH, TILE):
+        at = start + tl.arange(0, TILE)
+        held = tl.load(rows + row * row_stride + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+        tl.store(values + row * WIDTH + at, (held / scale).to(tl.float8e4nv), mask=at < WIDTH)
