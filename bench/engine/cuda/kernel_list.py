@@ -20,9 +20,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--attention", default="triton")
+    parser.add_argument("--quantization", choices=["none", "fp8"], default="none")
     args = parser.parse_args()
     engine, chosen = random_engine(
-        args.device, tokens=64 * 2048 + 256, batch=64, backend=args.attention, graphs=True
+        args.device,
+        tokens=64 * 2048 + 256,
+        batch=64,
+        backend=args.attention,
+        graphs=True,
+        fp8=args.quantization == "fp8",
     )
     print(torch.cuda.get_device_name(args.device), "torch", torch.__version__, "attention", chosen)
     steps = {

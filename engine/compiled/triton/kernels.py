@@ -93,9 +93,10 @@ def scale_rows(rows, values, scales, row_stride, WIDTH: tl.constexpr, TILE: tl.c
         at = start + tl.arange(0, TILE)
         held = tl.load(rows + row * row_stride + at, mask=at < WIDTH, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(held))
-    scale = tl.maximum(tl.max(largest, axis=0), 1e-12) / 448.0
+    scale = tl.math.div_rn(tl.maximum(tl.max(largest, axis=0), 1e-12), 448.0)
     tl.store(scales + row, scale)
     for start in range(0, WIDTH, TILE):
         at = start + tl.arange(0, TILE)
         held = tl.load(rows + row * row_stride + at, mask=at < WIDTH, other=0.0).to(tl.float32)
-        tl.store(values + row * WIDTH + at, (held / scale).to(tl.float8e4nv), mask=at < WIDTH)
+        scaled = tl.math.div_rn(held, tl.broadcast_to(scale, [TILE]))
+        tl.store(values + row * WIDTH + at, scaled.to(tl.float8e4nv), mask=at < WIDTH)
