@@ -1,0 +1,77 @@
+"""The traces, fleets and objectives of the study. They were written before the policy.
+
+The swing: prompts of 4,096 tokens with 512 of output, and 512 with 4,096, ten minutes each, at one
+rate of Poisson arrivals; lengths are log-normal around these. The steady trace is Mooncake's
+conversation trace (https://github.com/kvcache-ai/Mooncake, FAST25-release), cut to its first part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+from math import exp
+from pathlib import Path
+from random import Random
+
+from cluster.sim.readers import read_trace
+from cluster.sim.trace import TraceRequest
+
+SEEDS = (1, 2, 3)
+PHASE_S = 600.0
+LONG, SHORT = 4096, 512
+SIGMA = 0.3
+"""Of the logarithm of lengths."""
+MOST_REQUESTS = 25_000
+TTFT, TPOT = "2s", "50ms"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """`pools` workers of a kind; `profile` is theirs in the simulator."""
+
+    workers: int
+    blocks: int
+    kv_layers: int
+    profile: dict[str, object]
+
+
+H200_70B = Fleet(
+    workers=16,
+    blocks=690,  # of 512 tokens: what two H200 have left beside the weights
+    kv_layers=80,
+    profile={
+        "kind": "roofline",
+        "device": "h200-sxm",
+        "model": "llama-3.1-70b",
+        "tensor_parallel": 2,
+    },
+)
+
+
+def swing(rate_per_s: float, minutes: float, seed: int) -> list[TraceRequest]:
+    """Begins with long prompts."""
+    rng = Random(seed)
+    return [
+        TraceRequest(
+            arrival_s=at_s,
+            input_tokens=_length(rng, SHORT if at_s // PHASE_S % 2 else LONG),
+            output_tokens=_length(rng, LONG if at_s // PHASE_S % 2 else SHORT),
+        )
+        for at_s in takewhile(lambda at: at < 60 * minutes, _poisson(rng, rate_per_s))
+    ]
+
+
+def _poisson(rng: Random, rate_per_s: float) -> Iterator[float]:
+    now_s = 0.0
+    while True:
+        yield now_s
+        now_s += rng.expovariate(rate_per_s)
+
+
+def _length(rng: Random, usual: int) -> int:
+    return max(1, round(usual * exp(rng.gauss(0.0, SIGMA))))
+
+
+def conversation(path: Path) -> list[TraceRequest]:
+    return [*read_trace(path, None)]
