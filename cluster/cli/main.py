@@ -98,6 +98,7 @@ app.command("plan")(cli_plan.plan)
 app.command("router", rich_help_panel="Single processes, without Ray")(cli_process.router)
 app.command("worker", rich_help_panel="Single processes, without Ray")(cli_process.worker)
 app.command("pool-node", rich_help_panel="Single processes, without Ray")(cli_process.pool_node)
+app.command("controller", rich_help_panel="Single processes, without Ray")(cli_process.controller)
 app.add_typer(cli_keys.app, name="keys")
 app.add_typer(config_app, name="config")
 

@@ -23,7 +23,8 @@ from cluster.cli.options import (
     only,
     parsed,
 )
-from cluster.config.keys import POOL_KEYS, ROUTER_KEYS, WORKER_KEYS
+from cluster.config.keys import ELASTIC_KEYS, POOL_KEYS, ROUTER_KEYS, WORKER_KEYS
+from kvrelay.errors import ConfigError
 from kvrelay.types import Role
 
 
@@ -201,10 +202,46 @@ def pool_node(
     asyncio.run(run_pool_node(settings, join=join or (), drain_s=config.drain_timeout))
 
 
+def controller(
+    join: Annotated[
+        list[str],
+        typer.Option(
+            metavar="HOST:PORT",
+            help="A router's internal gRPC address; name all. dns:NAME:PORT: one at each of "
+            "its addresses.",
+        ),
+    ],
+    token_file: TokenFile = None,
+    name: NameOption = None,
+    set_: SetOption = None,
+) -> None:
+    """Keep the roles of workers as the offered work asks. On Ray the cluster does it itself, with
+    elastic.roles: auto."""
+    overrides = [
+        *given(name=name, network__token_file=token_file, elastic__roles="auto"),
+        *only(parsed(set_), ELASTIC_KEYS),
+    ]
+
+    from cluster.access.chosen import token_of
+    from cluster.config.load import load_config
+    from cluster.core.plan import access_of, role_rules
+    from cluster.process.logs import configure_logging
+    from cluster.process.net import split_address
+
+    for address in join:
+        split_address(address.removeprefix("dns:"), "--join")
+    config = load_config(None, overrides)
+    rules = role_rules(config.elastic)
+    if rules is None:
+        raise ConfigError("elastic.roles: fixed leaves a controller nothing to do")
+    configure_logging("controller")
+    from cluster.cli.plain.run import run_controller
+
+    run_controller(join, rules, access_of(config, token_of(config)))
+
+
 def _no_node(internal_host: str | None) -> None:
     """Raises ConfigError."""
-    from kvrelay.errors import ConfigError
-
     if internal_host == "node":
         raise ConfigError("router.internal_host: node is for routers on Ray, give an address")
 

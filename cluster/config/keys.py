@@ -96,6 +96,7 @@ ROUTER_KEYS = (
     "network.tls.internal",
     "drain_timeout",
 )
+ELASTIC_KEYS = ("elastic", "name", "network.token_file", "network.tls.internal")
 POOL_KEYS = (
     "name",
     "pool.host_memory",

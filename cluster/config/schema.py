@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from cluster.config.elastic import ElasticSection
 from cluster.config.network import NetworkSection
 from cluster.config.qos import Qos
 from cluster.config.router import RouterSection
@@ -279,6 +280,7 @@ class Config(Section):
     failure: FailureSection = FailureSection()
     observability: Observability = Observability()
     ray: RaySection = RaySection()
+    elastic: ElasticSection = ElasticSection()
     simulation: Simulation = Simulation()
     """Stands for the machines in `kvrelay simulate`."""
     drain_timeout: Seconds = 30.0

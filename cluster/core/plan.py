@@ -11,11 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
 from typing import get_args
 
+from cluster.config.elastic import ElasticSection
 from cluster.config.router import RouterSection
 from cluster.config.schema import Config, PreloadSection, Ucx
 from cluster.config.types import FarTransport
 from cluster.config.workers import WorkerPool
 from cluster.core.desired import Desired, process_name
+from cluster.core.elastic.rules import RoleRules
 from cluster.core.qos import qos_tiers, router_tiers, tier_match
 from cluster.core.resolve import ROUTERS, device_share, router_names
 from cluster.core.revision import router_revision, worker_revision
@@ -126,6 +128,7 @@ class ClusterPlan:
     startup_timeout_s: float
     hang_timeout_s: float
     drain_s: float
+    roles: RoleRules | None = None  # by which they follow the offered work
 
     @property
     def workers(self) -> tuple[WorkerPlan, ...]:
@@ -177,6 +180,20 @@ def plan_cluster(
         startup_timeout_s=config.ray.startup_timeout,
         hang_timeout_s=config.ray.hang_timeout,
         drain_s=config.drain_timeout,
+        roles=role_rules(config.elastic),
+    )
+
+
+def role_rules(section: ElasticSection) -> RoleRules | None:
+    """None: roles stay."""
+    if section.roles == "fixed":
+        return None
+    return RoleRules(
+        least_prefill=section.least_prefill,
+        least_decode=section.least_decode,
+        gain=section.gain,
+        dwell_s=section.dwell,
+        window_s=section.window,
     )
 
 

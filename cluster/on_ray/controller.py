@@ -51,6 +51,7 @@ from cluster.core.supervision import (
     Withdraw,
 )
 from cluster.core.supervisor import Limits, Supervisor
+from cluster.elastic.keeper import EVERY_S, RoleKeeper
 from cluster.on_ray.actor import Doing, RouterAt, StartFailed
 from cluster.on_ray.driver import DriverAt, DriverState, state_of
 from cluster.on_ray.fleet import Fleet, Handle, draining_nodes, pending_requests
@@ -205,6 +206,7 @@ class Controller:
             self._notes.append(f"the controller was restarted; the cluster was {record.phase}")
         self._begun.set()
         self._spawn("the watch of the nodes", self._watch_nodes)
+        self._spawn("the keeping of the roles", self._keep_roles)
         if record.driver is not None:
             self._spawn("the watch of the driver", partial(self._watch_driver, record.driver))
 
@@ -245,6 +247,25 @@ class Controller:
             await asyncio.sleep(NODES_LOOK_S)
             if nodes := await asyncio.to_thread(draining_nodes):
                 self._events.put_nowait(NodesDrain(nodes))
+
+    async def _keep_roles(self) -> None:
+        """As the plan says by now."""
+        keeper: RoleKeeper | None = None
+        while self._core.phase is not Phase.STOPPED:
+            await asyncio.sleep(EVERY_S)
+            rules = self._fleet.plan.roles
+            if rules is None or self._core.phase is not Phase.READY:
+                keeper = None
+                continue
+            if keeper is None or keeper.rules != rules:
+                keeper = RoleKeeper(
+                    routers=self._internal_addresses, rules=rules, access=await self.access()
+                )
+            for name, role in await asyncio.to_thread(keeper.turn):
+                self._notes.append(f"{name} is a {role} worker now: the offered work asks for it")
+
+    def _internal_addresses(self) -> list[str]:
+        return [router.internal_grpc for router in self._routers()]
 
     async def _watch_driver(self, driver: DriverAt) -> None:
         while (state := await asyncio.to_thread(state_of, driver)) is DriverState.RUNS:

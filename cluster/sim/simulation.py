@@ -13,7 +13,7 @@ from cluster.config.schema import Config
 from cluster.config.simulation import SimulatedPool, Simulation
 from cluster.core.plan import router_settings, worker_settings
 from cluster.core.resolve import Site, resolve, worker_names
-from cluster.sim.failures import Failures, check_failures
+from cluster.sim.changes import Failures, Flip, SimElastic, check_failures
 from cluster.sim.machines.clock import Clock
 from cluster.sim.machines.links import Fabric, Post
 from cluster.sim.machines.noise import DrawnNoise, ReplayedNoise, StepNoise
@@ -67,6 +67,7 @@ class Simulated:
     moved_bytes: int
     level_changes: int
     ahead_tokens: int
+    flips: Sequence[Flip]
     pools: SimPools | None
 
 
@@ -77,7 +78,7 @@ class ClusterSimulation:
         """Raises ConfigError."""
         config = settle_pool(config)
         check(config)
-        self._config = resolve(config, NOWHERE)
+        self.config = resolve(config, NOWHERE)
         self._scale = scale
         simulation = config.simulation
         self.clock = Clock()
@@ -91,8 +92,8 @@ class ClusterSimulation:
         self._fabric = Fabric(simulation.fabric)
         self._noises = count()
         self._posts: dict[Incarnation, Post] = {}
-        self.routers = [self._router(n) for n in range(self._config.router.replicas)]
-        self.pools = self._pools() if self._config.pool.enabled == "on" else None
+        self.routers = [self._router(n) for n in range(self.config.router.replicas)]
+        self.pools = self._pools() if self.config.pool.enabled == "on" else None
         self._around = Surroundings(
             clock=self.clock,
             fabric=self._fabric,
@@ -102,7 +103,7 @@ class ClusterSimulation:
         )
         self.fleet = self._fleet()
         draw = Random(simulation.seed).random
-        block_size = simulation.block_size or self._config.engine.block_size
+        block_size = simulation.block_size or self.config.engine.block_size
         self.clients = Clients(
             self.routers, self.clock, timed, answers, simulation, draw, block_size
         )
@@ -113,24 +114,32 @@ class ClusterSimulation:
             self.clock, self.fleet.workers.values(), span_s / LOOKS, self.clients.is_waiting
         )
 
+        self.elastic = SimElastic(
+            clock=self.clock,
+            section=self.config.elastic,
+            routers=self.routers,
+            workers=self.fleet.workers,
+            goes_on=self.clients.is_waiting,
+        )
+
     def _router(self, number: int) -> SimRouter:
-        simulation = self._config.simulation
-        core = begin(_beginning(self._config, number))
+        simulation = self.config.simulation
+        core = begin(_beginning(self.config, number))
         return SimRouter(core, self.clock, simulation.fabric.router_latency, simulation.service)
 
     def _pools(self) -> SimPools:
-        config = self._config
+        config = self.config
         block_bytes = kv_layout(config.simulation, config.engine.block_size).bytes_per_block
         return SimPools(self.clock, config, block_bytes, [router.hear for router in self.routers])
 
     def _fleet(self) -> SimFleet:
         workers: dict[Incarnation, SimWorker] = {}
         profiles: dict[Incarnation, HardwareProfile] = {}
-        names = worker_names(self._config.workers)
-        for index, pool in enumerate(self._config.workers):
+        names = worker_names(self.config.workers)
+        for index, pool in enumerate(self.config.workers):
             profile, hardware = self._hardware(index)
             for name in names[index]:
-                settings = worker_settings(self._config, pool, name)
+                settings = worker_settings(self.config, pool, name)
                 worker = SimWorker(settings, hardware, self._around)
                 workers[worker.incarnation] = worker
                 profiles[worker.incarnation] = profile
@@ -149,7 +158,7 @@ class ClusterSimulation:
             clock=self.clock,
             routers=self.routers,
             workers=self.fleet.workers,
-            peer_latency_s=self._config.simulation.fabric.latency,
+            peer_latency_s=self.config.simulation.fabric.latency,
             again=self._again,
             pools=self.pools,
         )
@@ -163,17 +172,17 @@ class ClusterSimulation:
         return worker
 
     def _hardware(self, index: int) -> tuple[HardwareProfile, Hardware]:
-        simulation, scheduler = self._config.simulation, self._config.scheduler
+        simulation, scheduler = self.config.simulation, self.config.scheduler
         pools = simulation.pools
         own = pools[index] if index < len(pools) else SimulatedPool()
         key = "simulation.profile" if own.profile is None else f"simulation.pools.{index}.profile"
         profile = read_profile(own.profile or simulation.profile, key)
-        layout = kv_layout(simulation, self._config.engine.block_size)
+        layout = kv_layout(simulation, self.config.engine.block_size)
         blocks = own.blocks or simulation.blocks
-        max_model_len = self._config.model.max_model_len or simulation.max_model_len
+        max_model_len = self.config.model.max_model_len or simulation.max_model_len
         told = told_times(
             profile.times,
-            chunk_tokens=scheduler.chunk_tokens(on_gpu=self._config.workers[index].on_gpu),
+            chunk_tokens=scheduler.chunk_tokens(on_gpu=self.config.workers[index].on_gpu),
             most_sequences=scheduler.max_running_requests,
             max_model_len=max_model_len,
             tokens=blocks * layout.block_size,
@@ -192,7 +201,7 @@ class ClusterSimulation:
 
     def _noise(self) -> Callable[[], StepNoise]:
         """Each worker, and each of its lives, has a generator of its own."""
-        noise, seed = self._config.simulation.noise, self._config.simulation.seed
+        noise, seed = self.config.simulation.noise, self.config.simulation.seed
         recorded = None if noise.recorded is None else read_recorded(Path(noise.recorded))
 
         def one() -> StepNoise:
@@ -206,13 +215,14 @@ class ClusterSimulation:
 
     def run(self) -> Simulated:
         """Until every request has ended and nothing is held."""
-        self._failures().begin(self._config.simulation.failures)
+        self._failures().begin(self.config.simulation.failures)
         self.clients.begin()
         self._timeline.begin()
+        self.elastic.begin()
         events = self.clock.run()
         self._check_end()
         return Simulated(
-            config=self._config,
+            config=self.config,
             scale=self._scale,
             outcomes=self.clients.outcomes,
             fleet=self.fleet,
@@ -221,6 +231,7 @@ class ClusterSimulation:
             events=events,
             moved_bytes=self._fabric.moved_bytes,
             ahead_tokens=self.clients.parts.computed_tokens,
+            flips=self.elastic.flips,
             level_changes=sum(router.level_changes for router in self.routers),
             pools=self.pools,
         )

@@ -52,6 +52,7 @@ from router.core.router_state import Move, RouterState
 from router.core.state.candidate import Candidate
 from router.core.state.demand import Demand
 from router.core.state.generation import GenerationRequest
+from router.core.state.offered import most_cached
 from router.core.state.story import Moment, choice_end, held, plain, why
 from router.core.state.waiting import WaitingLine
 from router.core.state.worker_view import WorkerView
@@ -70,6 +71,7 @@ def submit(state: RouterState, submitted: GenerationRequest, now_s: float) -> li
         request.promise = state.promises.claim(request.digest, now_s, submitted.promise)
     if request.promise is None and submitted.promise is not None:
         request.early = state.promises.early(submitted.promise, now_s)
+    request.is_counted = request.admitted or bool(request.promise or request.early)
     state.requests[request.request_id] = request
     told = [_admit(state, request, now_s)] if request.admitted else []
     return [*told, *seek(state, request, NO_CAPACITY, now_s)]
@@ -83,6 +85,9 @@ def seek(state: RouterState, request: Request, otherwise: Refusal, now_s: float)
     if not request.admitted:
         request.capped_tokens = None
     demand, verdict = decide(state, request, otherwise, now_s)
+    if not request.is_counted:
+        request.is_counted = True
+        state.offered.add(demand, most_cached(demand, state.workers.first))
     match verdict:
         case Admitted():
             return ask(state, request, demand, verdict, now_s)

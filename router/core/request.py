@@ -255,6 +255,7 @@ class Request:
     predicted: Prediction | None = None  # when its first attempt was placed
     promise: Promise | None = None  # claimed by it, and neither kept nor broken yet
     early: Promise | None = None  # it was brought back before its time
+    is_counted: bool = False  # as offered: once, however often it comes back
     capped_tokens: int | None = None  # its max_tokens were cut to that
     found_tokens: int | None = None  # in a cache, by the first prefill that began
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)

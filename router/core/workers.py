@@ -84,6 +84,10 @@ class Workers(dict[Incarnation, WorkerView]):
         return self._by_role
 
     @property
+    def first(self) -> WorkerView | None:
+        return next(iter(self.values()), None)
+
+    @property
     def longest_tokens(self) -> int:
         """The longest sequence that some pair of workers, or one worker alone, can hold; 0 where
         none can serve."""

@@ -24,6 +24,7 @@ from typing import TypeVar
 import grpc
 
 from kvpool.core.layout.hashes import tenant_label
+from kvrelay.codec import MessageCodec
 from kvrelay.gc_pauses import PAUSES
 from kvrelay.messages import (
     NO_ACTIVITY,
@@ -38,6 +39,7 @@ from kvrelay.v1 import admin_pb2 as pb
 from kvrelay.v1.admin_pb2 import GetKvResponse, TraceRequestResponse
 from kvrelay.v1.pool_node_pb2 import PoolReport
 from kvrelay.v1.worker_pb2 import DebugKvResponse, SetStateRequest, SetStateResponse
+from kvrelay.wire import encode_hello
 from router.core.core import RouterCore
 from router.core.events import LadderStepped, PairQuarantined, PairTrusted
 from router.core.faults.poison import Ending
@@ -51,6 +53,7 @@ from router.core.state.generation import (
     WorkerStatus,
 )
 from router.core.state.ladder import Ladder, Ladders, LadderStep
+from router.core.state.offered import OfferedWork
 from router.core.state.quarantine import Quarantine
 from router.core.state.story import MOST_TOLD, Story
 from router.core.state.worker_view import WorkerView, check_joins
@@ -320,6 +323,16 @@ class ClusterViews:
         stories = [story_told(story, now_s) for story in told]
         return TraceRequestResponse(stories=stories, left_out=len(found) - len(told))
 
+    def demand(self) -> pb.GetDemandResponse:
+        state = self.core.state
+        return pb.GetDemandResponse(
+            tiers=[
+                pb.TierDemand(tier=tier, offered=_OFFERED.encode(work))
+                for tier, work in state.offered.tiers.items()
+            ],
+            workers=[_worker_demand(view) for view in state.workers.values()],
+        )
+
     async def set_worker(self, name: str, wanted: SetStateRequest) -> SetStateResponse:
         """Raises LookupError where no worker has this name, PeerError for a role that it can't have
         beside the others."""
@@ -341,3 +354,17 @@ class ClusterViews:
     def _tenant_of(self, request_id: str) -> str:
         request = self.core.state.requests.get(request_id)
         return tenant_label(request.submitted.tenant) if request is not None else ""
+
+
+_OFFERED = MessageCodec(OfferedWork, pb.OfferedWork, "a router")
+
+
+def _worker_demand(view: WorkerView) -> pb.WorkerDemand:
+    counters = view.counters
+    return pb.WorkerDemand(
+        hello=encode_hello(view.hello),
+        role=view.own_role,
+        draining=view.draining,
+        running=max(counters.running, view.outlook.sequences),
+        waiting_tokens=counters.prefill_waiting_tokens,
+    )

@@ -10,7 +10,7 @@ from kvrelay.errors import KvrelayError, Refused
 from kvrelay.gc_pauses import GcPauses
 from kvrelay.messages import Counters
 from kvrelay.types import FinishReason, PromptLogprob, TokenLogprobs
-from kvrelay.v1.admin_pb2 import GetKvResponse, TraceRequestResponse
+from kvrelay.v1.admin_pb2 import GetDemandResponse, GetKvResponse, TraceRequestResponse
 from kvrelay.v1.worker_pb2 import DebugKvResponse, SetStateRequest, SetStateResponse
 from router.core.state.generation import (
     ChoiceTokens,
@@ -247,6 +247,9 @@ class FakeDispatcher:
 
     def trace(self, request_id: str) -> TraceRequestResponse:
         return TraceRequestResponse()
+
+    def demand(self) -> GetDemandResponse:
+        return GetDemandResponse()
 
     async def set_worker(self, name: str, wanted: SetStateRequest) -> SetStateResponse:
         if all(worker.name != name for worker in self.statuses):

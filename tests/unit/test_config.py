@@ -591,6 +591,10 @@ CHANGES = {
     "ray.startup_timeout": "9s",
     "ray.hang_timeout": "9s",
     "drain_timeout": "9s",
+    "elastic.roles": "auto",
+}
+USED_WITH_ROLES = {
+    f"elastic.{key}" for key in ("least_prefill", "least_decode", "gain", "dwell", "window")
 }
 USED_BY_SEVERAL_ROUTERS = {"router.same_ports"}
 USED_BEFORE_THE_PLAN = {"ray.address"}
@@ -619,6 +623,14 @@ def test_every_key_changes_the_plan(key: str, value: object) -> None:
     assert planned(changed) != planned(default)
 
 
+@pytest.mark.parametrize("key", sorted(USED_WITH_ROLES))
+def test_how_roles_follow_the_work_is_planned(key: str) -> None:
+    auto = [*EVERYTHING, Override(("elastic", "roles"), "auto")]
+    value = "9s" if key in ("elastic.dwell", "elastic.window") else 1 if "gain" in key else 7
+    changed = load_config(None, [*auto, Override(tuple(key.split(".")), value)])
+    assert planned(changed).roles != planned(load_config(None, auto)).roles
+
+
 REPLACE_NOBODY = ("workers.0.replicas", "workers.0.name", "router.replicas")
 
 
@@ -639,7 +651,7 @@ def test_who_gets_other_settings_is_replaced(key: str, value: object) -> None:
 
 
 def test_no_key_is_missing_from_the_test_above() -> None:
-    known = {*CHANGES, *USED_BY_SEVERAL_ROUTERS, *USED_BEFORE_THE_PLAN}
+    known = {*CHANGES, *USED_BY_SEVERAL_ROUTERS, *USED_BEFORE_THE_PLAN, *USED_WITH_ROLES}
     dumped = Config().model_dump(mode="json", exclude={"simulation"})
     dumped["workers"] = {"0": dumped["workers"][0]}
     assert set(_paths(dumped)) == known

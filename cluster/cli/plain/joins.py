@@ -84,6 +84,22 @@ def _forget_done(joined: dict[str, asyncio.Task[None]]) -> None:
         joined.pop(address).result()
 
 
+def addresses_of(join: Iterable[str]) -> list[str]:
+    """HOST:PORT of all routers, now. Raises ConfigError for a name that nobody knows."""
+    found: list[str] = []
+    for address in join:
+        if not address.startswith(DNS):
+            found.append(address)
+            continue
+        host, port = split_address(address.removeprefix(DNS), "--join")
+        try:
+            known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise ConfigError(f"--join {address}: {error}") from None
+        found += sorted({_text(one) for *_, one in known})
+    return found
+
+
 async def _addresses(name: str) -> frozenset[str]:
     """HOST:PORT of each address; none where the name is not known, at present."""
     host, port = split_address(name, "--join")

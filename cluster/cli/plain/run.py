@@ -1,4 +1,4 @@
-"""`kvrelay router`, `kvrelay worker` and `kvrelay pool-node` as ordinary processes, without Ray.
+"""`kvrelay router`, `worker`, `pool-node` and `controller` as ordinary processes, without Ray.
 
 A worker or pool node registers with each router by a call that stays open. When a router goes away,
 it tries again. SIGTERM or SIGINT drains and exits; after SIGTERM a router first tells load
@@ -13,15 +13,18 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 
-from cluster.cli.plain.joins import registrations
+from cluster.cli.plain.joins import addresses_of, registrations
+from cluster.core.elastic.rules import RoleRules
 from cluster.core.settings import PoolNodeSettings, RouterSettings, WorkerSettings
 from cluster.process.bars import DownloadBars
 from engine.core.activity import Stage, StartActivity
+from kvrelay.access.values import Access
 from kvrelay.gc_pauses import freeze
 from kvrelay.v1 import worker_pb2
 
@@ -105,6 +108,17 @@ async def run_pool_node(settings: PoolNodeSettings, *, join: Sequence[str], drai
     registered = registrations(join, request, settings.access)
     with _shown_by(None) as shown:
         await _first_of([stopping.wait(), node.wait_closed(), *registered], node, drain_s, shown)
+
+
+def run_controller(join: Sequence[str], rules: RoleRules, access: Access) -> None:
+    """Keep the roles of the workers of these routers until SIGTERM or SIGINT."""
+    from cluster.elastic.keeper import RoleKeeper
+
+    keeper = RoleKeeper(routers=partial(addresses_of, join), rules=rules, access=access)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: keeper.stop())
+    print(f"roles follow the offered work at {', '.join(join)}", flush=True)
+    keeper.run()
 
 
 @asynccontextmanager

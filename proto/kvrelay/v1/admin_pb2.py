@@ -27,29 +27,39 @@ from kvrelay.v1 import pool_node_pb2 as kvrelay_dot_v1_dot_pool__node__pb2
 from kvrelay.v1 import worker_pb2 as kvrelay_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvrelay/v1/admin.proto\x12\nkvrelay.v1\x1a\x1akvrelay/v1/inference.proto\x1a\x1akvrelay/v1/pool_node.proto\x1a\x17kvrelay/v1/worker.proto\"N\n\x10SetWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12*\n\x05state\x18\x02 \x01(\x0b\x32\x1b.kvrelay.v1.SetStateRequest\")\n\x13TraceRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"S\n\x14TraceRequestResponse\x12)\n\x07stories\x18\x01 \x03(\x0b\x32\x18.kvrelay.v1.RequestStory\x12\x10\n\x08left_out\x18\x02 \x01(\r\"k\n\x0cRequestStory\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x61ge_s\x18\x02 \x01(\x01\x12\x10\n\x08left_out\x18\x03 \x01(\r\x12&\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x16.kvrelay.v1.StoryEvent\"j\n\nStoryEvent\x12\x0c\n\x04\x61t_s\x18\x01 \x01(\x01\x12\x0e\n\x06moment\x18\x02 \x01(\t\x12\x0f\n\x07workers\x18\x03 \x03(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\r\n\x05times\x18\x05 \x01(\r\x12\x0e\n\x06last_s\x18\x06 \x01(\x01\"\x0e\n\x0cGetKvRequest\"\x94\x01\n\rGetKvResponse\x12,\n\x07workers\x18\x01 \x03(\x0b\x32\x1b.kvrelay.v1.DebugKvResponse\x12*\n\npool_nodes\x18\x02 \x03(\x0b\x32\x16.kvrelay.v1.PoolReport\x12)\n\x06silent\x18\x03 \x03(\x0b\x32\x19.kvrelay.v1.SilentProcess\"/\n\rSilentProcess\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t2\xb7\x02\n\x05\x41\x64min\x12<\n\x05GetKv\x12\x18.kvrelay.v1.GetKvRequest\x1a\x19.kvrelay.v1.GetKvResponse\x12T\n\rGetServerInfo\x12 .kvrelay.v1.GetServerInfoRequest\x1a!.kvrelay.v1.GetServerInfoResponse\x12Q\n\x0cTraceRequest\x12\x1f.kvrelay.v1.TraceRequestRequest\x1a .kvrelay.v1.TraceRequestResponse\x12G\n\tSetWorker\x12\x1c.kvrelay.v1.SetWorkerRequest\x1a\x1c.kvrelay.v1.SetStateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvrelay/v1/admin.proto\x12\nkvrelay.v1\x1a\x1akvrelay/v1/inference.proto\x1a\x1akvrelay/v1/pool_node.proto\x1a\x17kvrelay/v1/worker.proto\"\x12\n\x10GetDemandRequest\"e\n\x11GetDemandResponse\x12%\n\x05tiers\x18\x01 \x03(\x0b\x32\x16.kvrelay.v1.TierDemand\x12)\n\x07workers\x18\x02 \x03(\x0b\x32\x18.kvrelay.v1.WorkerDemand\"D\n\nTierDemand\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12(\n\x07offered\x18\x02 \x01(\x0b\x32\x17.kvrelay.v1.OfferedWork\"\xd9\x01\n\x0bOfferedWork\x12\x10\n\x08requests\x18\x01 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x01\x12\x16\n\x0eprompt_squares\x18\x03 \x01(\x01\x12\x14\n\x0cprompt_pairs\x18\x04 \x01(\x01\x12\x15\n\routput_tokens\x18\x05 \x01(\x01\x12\x16\n\x0e\x63ontext_tokens\x18\x06 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x07 \x01(\x01\x12\x11\n\twith_ttft\x18\x08 \x01(\x01\x12\x0e\n\x06tpot_s\x18\t \x01(\x01\x12\x11\n\twith_tpot\x18\n \x01(\x01\"\x7f\n\x0cWorkerDemand\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x17.kvrelay.v1.WorkerHello\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x05 \x01(\x04\"N\n\x10SetWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12*\n\x05state\x18\x02 \x01(\x0b\x32\x1b.kvrelay.v1.SetStateRequest\")\n\x13TraceRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"S\n\x14TraceRequestResponse\x12)\n\x07stories\x18\x01 \x03(\x0b\x32\x18.kvrelay.v1.RequestStory\x12\x10\n\x08left_out\x18\x02 \x01(\r\"k\n\x0cRequestStory\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x61ge_s\x18\x02 \x01(\x01\x12\x10\n\x08left_out\x18\x03 \x01(\r\x12&\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x16.kvrelay.v1.StoryEvent\"j\n\nStoryEvent\x12\x0c\n\x04\x61t_s\x18\x01 \x01(\x01\x12\x0e\n\x06moment\x18\x02 \x01(\t\x12\x0f\n\x07workers\x18\x03 \x03(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\r\n\x05times\x18\x05 \x01(\r\x12\x0e\n\x06last_s\x18\x06 \x01(\x01\"\x0e\n\x0cGetKvRequest\"\x94\x01\n\rGetKvResponse\x12,\n\x07workers\x18\x01 \x03(\x0b\x32\x1b.kvrelay.v1.DebugKvResponse\x12*\n\npool_nodes\x18\x02 \x03(\x0b\x32\x16.kvrelay.v1.PoolReport\x12)\n\x06silent\x18\x03 \x03(\x0b\x32\x19.kvrelay.v1.SilentProcess\"/\n\rSilentProcess\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t2\x81\x03\n\x05\x41\x64min\x12<\n\x05GetKv\x12\x18.kvrelay.v1.GetKvRequest\x1a\x19.kvrelay.v1.GetKvResponse\x12T\n\rGetServerInfo\x12 .kvrelay.v1.GetServerInfoRequest\x1a!.kvrelay.v1.GetServerInfoResponse\x12Q\n\x0cTraceRequest\x12\x1f.kvrelay.v1.TraceRequestRequest\x1a .kvrelay.v1.TraceRequestResponse\x12G\n\tSetWorker\x12\x1c.kvrelay.v1.SetWorkerRequest\x1a\x1c.kvrelay.v1.SetStateResponse\x12H\n\tGetDemand\x12\x1c.kvrelay.v1.GetDemandRequest\x1a\x1d.kvrelay.v1.GetDemandResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SETWORKERREQUEST']._serialized_start=119
-  _globals['_SETWORKERREQUEST']._serialized_end=197
-  _globals['_TRACEREQUESTREQUEST']._serialized_start=199
-  _globals['_TRACEREQUESTREQUEST']._serialized_end=240
-  _globals['_TRACEREQUESTRESPONSE']._serialized_start=242
-  _globals['_TRACEREQUESTRESPONSE']._serialized_end=325
-  _globals['_REQUESTSTORY']._serialized_start=327
-  _globals['_REQUESTSTORY']._serialized_end=434
-  _globals['_STORYEVENT']._serialized_start=436
-  _globals['_STORYEVENT']._serialized_end=542
-  _globals['_GETKVREQUEST']._serialized_start=544
-  _globals['_GETKVREQUEST']._serialized_end=558
-  _globals['_GETKVRESPONSE']._serialized_start=561
-  _globals['_GETKVRESPONSE']._serialized_end=709
-  _globals['_SILENTPROCESS']._serialized_start=711
-  _globals['_SILENTPROCESS']._serialized_end=758
-  _globals['_ADMIN']._serialized_start=761
-  _globals['_ADMIN']._serialized_end=1072
+  _globals['_GETDEMANDREQUEST']._serialized_start=119
+  _globals['_GETDEMANDREQUEST']._serialized_end=137
+  _globals['_GETDEMANDRESPONSE']._serialized_start=139
+  _globals['_GETDEMANDRESPONSE']._serialized_end=240
+  _globals['_TIERDEMAND']._serialized_start=242
+  _globals['_TIERDEMAND']._serialized_end=310
+  _globals['_OFFEREDWORK']._serialized_start=313
+  _globals['_OFFEREDWORK']._serialized_end=530
+  _globals['_WORKERDEMAND']._serialized_start=532
+  _globals['_WORKERDEMAND']._serialized_end=659
+  _globals['_SETWORKERREQUEST']._serialized_start=661
+  _globals['_SETWORKERREQUEST']._serialized_end=739
+  _globals['_TRACEREQUESTREQUEST']._serialized_start=741
+  _globals['_TRACEREQUESTREQUEST']._serialized_end=782
+  _globals['_TRACEREQUESTRESPONSE']._serialized_start=784
+  _globals['_TRACEREQUESTRESPONSE']._serialized_end=867
+  _globals['_REQUESTSTORY']._serialized_start=869
+  _globals['_REQUESTSTORY']._serialized_end=976
+  _globals['_STORYEVENT']._serialized_start=978
+  _globals['_STORYEVENT']._serialized_end=1084
+  _globals['_GETKVREQUEST']._serialized_start=1086
+  _globals['_GETKVREQUEST']._serialized_end=1100
+  _globals['_GETKVRESPONSE']._serialized_start=1103
+  _globals['_GETKVRESPONSE']._serialized_end=1251
+  _globals['_SILENTPROCESS']._serialized_start=1253
+  _globals['_SILENTPROCESS']._serialized_end=1300
+  _globals['_ADMIN']._serialized_start=1303
+  _globals['_ADMIN']._serialized_end=1688
 # @@protoc_insertion_point(module_scope)

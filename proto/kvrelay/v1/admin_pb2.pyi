@@ -9,6 +9,64 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class GetDemandRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetDemandResponse(_message.Message):
+    __slots__ = ("tiers", "workers")
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    tiers: _containers.RepeatedCompositeFieldContainer[TierDemand]
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerDemand]
+    def __init__(self, tiers: _Optional[_Iterable[_Union[TierDemand, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerDemand, _Mapping]]] = ...) -> None: ...
+
+class TierDemand(_message.Message):
+    __slots__ = ("tier", "offered")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    OFFERED_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    offered: OfferedWork
+    def __init__(self, tier: _Optional[str] = ..., offered: _Optional[_Union[OfferedWork, _Mapping]] = ...) -> None: ...
+
+class OfferedWork(_message.Message):
+    __slots__ = ("requests", "prompt_tokens", "prompt_squares", "prompt_pairs", "output_tokens", "context_tokens", "ttft_s", "with_ttft", "tpot_s", "with_tpot")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_SQUARES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_PAIRS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    WITH_TTFT_FIELD_NUMBER: _ClassVar[int]
+    TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    WITH_TPOT_FIELD_NUMBER: _ClassVar[int]
+    requests: float
+    prompt_tokens: float
+    prompt_squares: float
+    prompt_pairs: float
+    output_tokens: float
+    context_tokens: float
+    ttft_s: float
+    with_ttft: float
+    tpot_s: float
+    with_tpot: float
+    def __init__(self, requests: _Optional[float] = ..., prompt_tokens: _Optional[float] = ..., prompt_squares: _Optional[float] = ..., prompt_pairs: _Optional[float] = ..., output_tokens: _Optional[float] = ..., context_tokens: _Optional[float] = ..., ttft_s: _Optional[float] = ..., with_ttft: _Optional[float] = ..., tpot_s: _Optional[float] = ..., with_tpot: _Optional[float] = ...) -> None: ...
+
+class WorkerDemand(_message.Message):
+    __slots__ = ("hello", "role", "draining", "running", "waiting_tokens")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    hello: _worker_pb2.WorkerHello
+    role: str
+    draining: bool
+    running: int
+    waiting_tokens: int
+    def __init__(self, hello: _Optional[_Union[_worker_pb2.WorkerHello, _Mapping]] = ..., role: _Optional[str] = ..., draining: _Optional[bool] = ..., running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ...) -> None: ...
+
 class SetWorkerRequest(_message.Message):
     __slots__ = ("worker", "state")
     WORKER_FIELD_NUMBER: _ClassVar[int]

@@ -57,6 +57,11 @@ class AdminStub:
                 request_serializer=kvrelay_dot_v1_dot_admin__pb2.SetWorkerRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_worker__pb2.SetStateResponse.FromString,
                 _registered_method=True)
+        self.GetDemand = channel.unary_unary(
+                '/kvrelay.v1.Admin/GetDemand',
+                request_serializer=kvrelay_dot_v1_dot_admin__pb2.GetDemandRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_admin__pb2.GetDemandResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -92,6 +97,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetDemand(self, request, context):
+        """What clients have asked for since the router began, and the workers that could do it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -114,6 +126,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.SetWorker,
                     request_deserializer=kvrelay_dot_v1_dot_admin__pb2.SetWorkerRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_worker__pb2.SetStateResponse.SerializeToString,
+            ),
+            'GetDemand': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetDemand,
+                    request_deserializer=kvrelay_dot_v1_dot_admin__pb2.GetDemandRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_admin__pb2.GetDemandResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -225,6 +242,33 @@ class Admin:
             '/kvrelay.v1.Admin/SetWorker',
             kvrelay_dot_v1_dot_admin__pb2.SetWorkerRequest.SerializeToString,
             kvrelay_dot_v1_dot_worker__pb2.SetStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetDemand(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Admin/GetDemand',
+            kvrelay_dot_v1_dot_admin__pb2.GetDemandRequest.SerializeToString,
+            kvrelay_dot_v1_dot_admin__pb2.GetDemandResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,145 @@
+"""How many workers' time the offered work takes, by the latency model of the workers. Pure.
+
+Prefill: the seconds of compute that prompts need. A prompt also waits, the longer the busier the
+workers are: so busy may they be that nine of ten prompts keep their time to first token (waiting
+time of a queue with several servers: Sakasegawa 1977, with the spread of prompts' lengths).
+Decode: output tokens, by the largest batch whose step keeps the time per output token and whose
+KV fits; some places stay free for how the number of sequences swings (its square root).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+from engine.core.step_times import LinearTimes
+from router.core.state.offered import OfferedWork
+
+NOTHING = 1e-6
+"""Requests per second."""
+WAITS_LONG = 2.3
+"""Nine of ten wait less than so many mean waiting times, if these are spread exponentially."""
+_BISECTIONS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerModel:
+    """One worker: its step times, and what fits into its steps and its KV pool."""
+
+    times: LinearTimes
+    chunk_tokens: int
+    most_sequences: int
+    kv_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """`prefill`, `decode`: workers that would be busy all the time. `prompt_s`: of a prompt alone;
+    `variation`: squared, of prompts' times; `batch`: sequences of a decode worker at most."""
+
+    prefill: float
+    decode: float
+    prompt_s: float
+    variation: float
+    ttft_s: float | None
+    batch: int
+
+    @staticmethod
+    def of(rate: OfferedWork, model: WorkerModel) -> Needs:
+        """`rate`: per second."""
+        rate = rate if rate.requests > NOTHING else OfferedWork()
+        prefill = _prefill_s(rate, model)
+        requests = max(rate.requests, 1e-9)
+        mean = rate.prompt_tokens / requests
+        squared = rate.prompt_squares / requests / mean**2 - 1 if mean else 0.0
+        batch = decode_batch(rate, model)
+        return Needs(
+            prefill=prefill,
+            decode=_decode_s(rate, model, batch),
+            prompt_s=prefill / requests,
+            variation=max(0.0, squared),
+            ttft_s=rate.ttft_s / rate.with_ttft if rate.with_ttft > requests / 2 else None,
+            batch=batch,
+        )
+
+    # --- what so many workers can do --------------------------------------------------------------
+
+    def prefill_capacity(self, workers: int) -> float:
+        """Of `prefill`, in time. A prompt that takes longer than its objective adds nobody: no
+        number of workers would help it."""
+        if self.ttft_s is None or self.prompt_s >= self.ttft_s or not self.prompt_s:
+            return float(workers)
+        allowed = (self.ttft_s - self.prompt_s) / self.prompt_s / WAITS_LONG
+        low, high = 0.0, 1.0
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            keeps = _waiting(middle, workers, self.variation) <= allowed
+            low, high = (middle, high) if keeps else (low, middle)
+        return workers * low
+
+    def decode_capacity(self, workers: int) -> float:
+        """Of `decode`, with places left for chance."""
+        places = workers * self.batch
+        return workers * max(0.5, 1 - 1 / sqrt(places)) if places else 0.0
+
+    def served(self, prefill: int, decode: int) -> float:
+        """The share of the offered work that so many workers could do; above 1 what is left."""
+        shares = [
+            self.prefill_capacity(prefill) / self.prefill if self.prefill else 10.0,
+            self.decode_capacity(decode) / self.decode if self.decode else 10.0,
+        ]
+        return min(shares)
+
+
+def _waiting(busy: float, workers: int, variation: float) -> float:
+    """Mean waiting time, in service times."""
+    if busy >= 1.0:
+        return float("inf")
+    queued = busy ** (sqrt(2 * (workers + 1)) - 1) / (workers * (1 - busy))
+    return queued * (1 + variation) / 2
+
+
+def _prefill_s(rate: OfferedWork, model: WorkerModel) -> float:
+    """Prompts share steps when they queue: half of them are taken to begin one."""
+    times = model.times
+    chunks = rate.prompt_tokens / model.chunk_tokens + rate.requests / 2
+    return (
+        (times.prefill_overhead_s + times.prefill_sequence_s) * chunks
+        + times.prefill_token_s * rate.prompt_tokens
+        + times.prefill_pair_s * rate.prompt_pairs
+    )
+
+
+def decode_batch(rate: OfferedWork, model: WorkerModel) -> int:
+    """The largest batch within the time per output token and the KV pool. An objective that not
+    even one sequence alone could keep bounds nothing."""
+    context = rate.context_tokens / rate.output_tokens if rate.output_tokens else 0.0
+    known = model.times.decode_knots[-1][0] if model.times.decode_knots else model.most_sequences
+    most = min(model.most_sequences, known)
+    if context:
+        most = max(1, min(most, int(model.kv_tokens / context)))
+    if rate.with_tpot <= rate.requests / 2:
+        return most
+    tpot_s = rate.tpot_s / rate.with_tpot
+    fits = [n for n in (1, most) if _step_s(model, n, context) <= tpot_s]
+    return most if not fits or most in fits else _between(model, context, tpot_s, most)
+
+
+def _between(model: WorkerModel, context: float, tpot_s: float, most: int) -> int:
+    low, high = 1, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        keeps = _step_s(model, middle, context) <= tpot_s
+        low, high = (middle, high) if keeps else (low, middle)
+    return low
+
+
+def _step_s(model: WorkerModel, sequences: int, context: float) -> float:
+    return model.times.decode_s(sequences, round(sequences * context))
+
+
+def _decode_s(rate: OfferedWork, model: WorkerModel, batch: int) -> float:
+    if not rate.output_tokens:
+        return 0.0
+    context = rate.context_tokens / rate.output_tokens
+    return rate.output_tokens * _step_s(model, batch, context) / batch

@@ -1,0 +1,17 @@
+"""How roles follow the offered work. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleRules:
+    """At least so many workers keep each role. A change serves at least `gain` more of the offered
+    work, and comes `dwell_s` after the one before. What is offered is looked at over `window_s`."""
+
+    least_prefill: int = 1
+    least_decode: int = 1
+    gain: float = 0.05
+    dwell_s: float = 15.0
+    window_s: float = 20.0

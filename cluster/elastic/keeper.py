@@ -1,0 +1,134 @@
+"""Keeps the roles of a cluster's workers as the offered work asks: the shell of RoleController.
+
+It asks all routers each second, on a thread of its own. Where one does not answer, less is known
+than was offered: nothing changes then. It keeps nothing that matters: one that begins anew looks
+for a window's time, and goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from cluster.core.elastic.needs import WorkerModel
+from cluster.core.elastic.roles import Fleet, RoleController
+from cluster.core.elastic.rules import RoleRules
+from cluster.process.admin import NotKnown, NotPossible, ask, flip
+from engine.core.step_times import LinearTimes
+from kvrelay.access.values import Access
+from kvrelay.codec import MessageCodec
+from kvrelay.errors import ConfigError, PeerError
+from kvrelay.types import Role
+from kvrelay.v1 import admin_pb2 as pb
+from kvrelay.wire import decode_hello
+from router.core.state.offered import OfferedWork
+
+log = logging.getLogger(__name__)
+EVERY_S = 1.0
+ANSWER_S = 2.0
+_OFFERED = MessageCodec(OfferedWork, pb.OfferedWork, "a router")
+
+
+@dataclass(slots=True, kw_only=True)
+class RoleKeeper:
+    """`routers`: internal gRPC addresses, asked for at each look."""
+
+    routers: Callable[[], Sequence[str]]
+    rules: RoleRules
+    access: Access
+    _controller: RoleController | None = None
+    _stopping: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        """Until `stop`."""
+        while not self._stopping.wait(EVERY_S):
+            self.turn()
+
+    def turn(self) -> list[tuple[str, Role]]:
+        """The workers that got another role. What fails is logged, and tried again."""
+        try:
+            return self.look(time.monotonic())
+        except (ConfigError, NotKnown, NotPossible, PeerError) as error:
+            log.warning("roles stay as they are: %s", error)
+            return []
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def look(self, now_s: float) -> list[tuple[str, Role]]:
+        """As `turn`. Raises ConfigError where a router doesn't answer."""
+        found = [self._asked(router) for router in self.routers()]
+        workers = _workers(found)
+        if not workers:
+            return []
+        if self._controller is None:
+            self._controller = RoleController(model=model_of(workers), rules=self.rules)
+        fleet = Fleet(
+            prefill=len(_of(workers, Role.PREFILL)),
+            decode=len(_of(workers, Role.DECODE)),
+            running=sum(one.running for one in _of(workers, Role.DECODE)),
+        )
+        offered = sum((_offered(one) for one in found), OfferedWork())
+        wanted = self._controller.look(offered, fleet, now_s)
+        if wanted is None:
+            return []
+        log.info("%s", said(self._controller, fleet, wanted))
+        return self._change(workers, wanted - fleet.prefill)
+
+    def _asked(self, router: str) -> pb.GetDemandResponse:
+        request = pb.GetDemandRequest()
+        return ask(router, lambda stub: stub.GetDemand, request, self.access, timeout_s=ANSWER_S)
+
+    def _change(
+        self, workers: Sequence[pb.WorkerDemand], more_prefill: int
+    ) -> list[tuple[str, Role]]:
+        """Those with the least to do."""
+        if more_prefill > 0:
+            idlest = sorted(_of(workers, Role.DECODE), key=lambda one: one.running)
+            role = Role.PREFILL
+        else:
+            idlest = sorted(_of(workers, Role.PREFILL), key=lambda one: one.waiting_tokens)
+            role = Role.DECODE
+        chosen = [one.hello.name for one in idlest[: abs(more_prefill)]]
+        for name in chosen:
+            flip(name, role, self.routers()[0], self.access)
+        return [(name, role) for name in chosen]
+
+
+def said(controller: RoleController, fleet: Fleet, prefill: int) -> str:
+    needs = controller.needs
+    assert needs is not None, "it has decided"
+    return (
+        f"offered work keeps {needs.prefill:.1f} prefill and {needs.decode:.1f} decode workers "
+        f"busy: {prefill} + {fleet.workers - prefill} instead of {fleet.prefill} + {fleet.decode}"
+    )
+
+
+def model_of(workers: Sequence[pb.WorkerDemand]) -> WorkerModel:
+    """Workers are taken to be alike. Raises PeerError for another version of kvrelay."""
+    hello = decode_hello(workers[0].hello)
+    return WorkerModel(
+        times=LinearTimes.of(hello.step_times),
+        chunk_tokens=max(one.hello.prefill_chunk_tokens for one in workers),
+        most_sequences=hello.max_running_requests,
+        kv_tokens=hello.total_blocks * hello.block_size,
+    )
+
+
+def _workers(found: Iterable[pb.GetDemandResponse]) -> list[pb.WorkerDemand]:
+    """Each once, in the order of their names; those that drain are as good as gone."""
+    known = {one.hello.incarnation: one for response in found for one in response.workers}
+    return sorted(
+        (one for one in known.values() if not one.draining), key=lambda one: one.hello.name
+    )
+
+
+def _of(workers: Sequence[pb.WorkerDemand], role: Role) -> list[pb.WorkerDemand]:
+    return [one for one in workers if one.role == role]
+
+
+def _offered(response: pb.GetDemandResponse) -> OfferedWork:
+    return sum((_OFFERED.decode(one.offered) for one in response.tiers), OfferedWork())

@@ -1,0 +1,173 @@
+"""What changes in a simulated cluster while it runs. Pure.
+
+Workers and pool nodes that die, and others that come in their place: routers hear of it as live
+ones do whose connection breaks, and so do a worker's peers and the workers of a pool node. What is
+on its way to a dead worker is lost; so is what it had on its way when it comes to somebody who
+knows.
+
+Workers that change their role as the offered work asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from cluster.config.elastic import ElasticSection
+from cluster.config.simulation import FailureSection
+from cluster.core.elastic.needs import WorkerModel
+from cluster.core.elastic.roles import Fleet, RoleController, RolePolicy
+from cluster.core.plan import role_rules
+from cluster.sim.machines.clock import Clock
+from cluster.sim.pools import SimPools
+from cluster.sim.router import SimRouter
+from cluster.sim.worker import SimWorker
+from engine.core.step_times import LinearTimes
+from kvpool.core.transfer.commands import PeerLost
+from kvrelay.errors import ConfigError
+from kvrelay.types import Incarnation, Role
+from router.core.state.offered import OfferedWork
+
+REASON = "its process died"
+
+
+@dataclass(slots=True, kw_only=True)
+class Failures:
+    """`again` makes the n-th life of the worker of that name, and connects it."""
+
+    clock: Clock
+    routers: Sequence[SimRouter]
+    workers: Mapping[Incarnation, SimWorker]  # of all lives
+    peer_latency_s: float
+    again: Callable[[str, int], SimWorker]
+    pools: SimPools | None
+    _lives: dict[str, SimWorker] = field(default_factory=dict)  # name |-> its latest
+    _count: dict[str, int] = field(default_factory=dict)
+
+    def begin(self, failures: Sequence[FailureSection]) -> None:
+        self._lives = {worker.name: worker for worker in self.workers.values()}
+        for one in failures:
+            self.clock.at(one.at, self._die if one.pool_node is None else self._node_dies, one)
+
+    def _node_dies(self, failure: FailureSection) -> None:
+        assert self.pools is not None and failure.pool_node is not None, "checked"
+        was_there = self.pools.kill(failure.pool_node)
+        if was_there and failure.back_after is not None:
+            self.clock.after(failure.back_after, self.pools.start, failure.pool_node)
+
+    def _die(self, failure: FailureSection) -> None:
+        assert failure.worker is not None, "checked"
+        worker = self._lives[failure.worker]
+        if worker.is_dead:
+            return
+        worker.die()
+        for router in self.routers:
+            router.later_lost(worker.incarnation)
+        lost = PeerLost(peer=worker.incarnation, reason=REASON)
+        for other in self.workers.values():
+            self.clock.after(self.peer_latency_s, other.hear, (lost,))
+        if failure.back_after is not None:
+            self.clock.after(failure.back_after, self._return, failure.worker)
+
+    def _return(self, name: str) -> None:
+        life = self._count[name] = self._count.get(name, 0) + 1
+        self._lives[name] = self.again(name, life)
+
+
+def check_failures(
+    failures: Sequence[FailureSection], names: Sequence[Sequence[str]], nodes: Sequence[str]
+) -> None:
+    """`nodes` are the names of the pool nodes. Raises ConfigError."""
+    workers = [name for pool in names for name in pool]
+    for index, one in enumerate(failures):
+        if one.worker is not None:
+            _check_name(f"{index}.worker", one.worker, workers)
+        elif one.pool_node is not None:
+            _check_name(f"{index}.pool_node", one.pool_node, nodes)
+
+
+def _check_name(key: str, name: str, known: Sequence[str]) -> None:
+    if name not in known:
+        expected = f"expected one of {', '.join(known)}" if known else "but the cluster has no pool"
+        raise ConfigError(f"simulation.failures.{key}: got {name}, {expected}")
+
+
+EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flip:
+    at_s: float
+    worker: str
+    role: Role
+
+
+@dataclass(slots=True, kw_only=True)
+class SimElastic:
+    """`goes_on`: there is still something to serve."""
+
+    clock: Clock
+    section: ElasticSection
+    routers: Sequence[SimRouter]
+    workers: Mapping[Incarnation, SimWorker]
+    goes_on: Callable[[], bool]
+    policy: RolePolicy | None = None
+    flips: list[Flip] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """`policy` decides, else a cluster's own if the file says so."""
+        rules = role_rules(self.section)
+        if self.policy is None and rules is not None:
+            model = _model(next(iter(self.workers.values())))
+            self.policy = RoleController(model=model, rules=rules)
+        if self.policy is not None:
+            self.clock.at(0.0, self._look)
+
+    def _look(self, _: None) -> None:
+        assert self.policy is not None
+        offered = sum((one.core.state.offered.total for one in self.routers), OfferedWork())
+        fleet = Fleet(
+            prefill=len(self._of(Role.PREFILL)),
+            decode=len(self._of(Role.DECODE)),
+            running=sum(map(_running, self._of(Role.DECODE))),
+        )
+        wanted = self.policy.look(offered, fleet, self.clock.now_s)
+        if wanted is not None:
+            self._change(wanted - fleet.prefill)
+        if self.goes_on():
+            self.clock.after(EVERY_S, self._look)
+
+    def _of(self, role: Role) -> list[SimWorker]:
+        living = (worker for worker in self.workers.values() if not worker.is_dead)
+        return [worker for worker in living if worker.core.role is role]
+
+    def _change(self, more_prefill: int) -> None:
+        """Those with the least to do change."""
+        if more_prefill > 0:
+            idlest = sorted(self._of(Role.DECODE), key=_running)[:more_prefill]
+            role = Role.PREFILL
+        else:
+            idlest = sorted(self._of(Role.PREFILL), key=_queued)[:-more_prefill]
+            role = Role.DECODE
+        for worker in idlest:
+            self.flips.append(Flip(at_s=self.clock.now_s, worker=worker.name, role=role))
+            worker.core.take_role(role)
+            worker.hear(())
+
+
+def _running(worker: SimWorker) -> int:
+    return len(worker.core.decode.batch.running_set.running)
+
+
+def _queued(worker: SimWorker) -> int:
+    return worker.core.prefill.queue.tokens
+
+
+def _model(worker: SimWorker) -> WorkerModel:
+    hello, layout = worker.hello, worker.hardware.layout
+    return WorkerModel(
+        times=LinearTimes.of(hello.step_times),
+        chunk_tokens=hello.prefill_chunk_tokens,
+        most_sequences=hello.max_running_requests,
+        kv_tokens=hello.total_blocks * layout.block_size,
+    )

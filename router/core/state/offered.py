@@ -1,0 +1,89 @@
+"""How much work clients have asked for: what the number of workers and their roles follow. Pure.
+
+Admission keeps queues and latencies low by refusing, so they say nothing about need. What is
+offered does: the work of admitted and of refused requests. A client that was refused and comes
+back when it was told to is the same work, counted once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from engine.core.step_times import pairs_of
+from router.core.state.demand import Demand
+from router.core.state.worker_view import WorkerView
+
+
+@dataclass(slots=True, kw_only=True)
+class OfferedWork:
+    """Sums since the start; of prompts only what no worker has cached. `prompt_pairs`: of a new
+    token and one that it sees; `prompt_squares`: of each prompt's new tokens, for their spread;
+    `context_tokens`: an output token's context, summed over all output tokens. Objectives are
+    summed over the `with_` requests that have them."""
+
+    requests: float = 0
+    prompt_tokens: float = 0
+    prompt_squares: float = 0
+    prompt_pairs: float = 0
+    output_tokens: float = 0
+    context_tokens: float = 0
+    ttft_s: float = 0.0
+    with_ttft: float = 0
+    tpot_s: float = 0.0
+    with_tpot: float = 0
+
+    def __add__(self, other: OfferedWork) -> OfferedWork:
+        return self._with(other, 1.0)
+
+    def __sub__(self, other: OfferedWork) -> OfferedWork:
+        return self._with(other, -1.0)
+
+    def scaled(self, by: float) -> OfferedWork:
+        return OfferedWork(**{one: getattr(self, one) * by for one in _SUMS})
+
+    def _with(self, other: OfferedWork, share: float) -> OfferedWork:
+        sums = {one: getattr(self, one) + share * getattr(other, one) for one in _SUMS}
+        return OfferedWork(**sums)
+
+
+_SUMS = tuple(one.name for one in fields(OfferedWork))
+
+
+@dataclass(slots=True)
+class OfferedLoad:
+    """`tiers`: # tier |-> its work"""
+
+    tiers: dict[str, OfferedWork] = field(default_factory=dict)
+
+    def add(self, demand: Demand, cached: int) -> None:
+        """`cached`: prompt tokens that some worker has."""
+        work = self.tiers.get(demand.tier.name)
+        if work is None:
+            work = self.tiers[demand.tier.name] = OfferedWork()
+        new = max(1, demand.prompt_tokens - cached)
+        work.requests += 1
+        work.prompt_tokens += new
+        work.prompt_squares += new * new
+        work.prompt_pairs += pairs_of(new, cached)
+        if demand.decodes:
+            out = demand.output_tokens * demand.choices
+            work.output_tokens += out
+            work.context_tokens += out * demand.mean_tokens
+        ttft_s, tpot_s = demand.objectives.ttft_s, demand.objectives.tpot_s
+        if ttft_s is not None:
+            work.ttft_s += ttft_s
+            work.with_ttft += 1
+        if tpot_s is not None:
+            work.tpot_s += tpot_s
+            work.with_tpot += 1
+
+    @property
+    def total(self) -> OfferedWork:
+        return sum(self.tiers.values(), OfferedWork())
+
+
+def most_cached(demand: Demand, worker: WorkerView | None) -> int:
+    """Tokens of the prompt that any worker or pool node has, under the names of `worker`."""
+    if worker is None:
+        return 0
+    return max(demand.held.blocks(worker).values(), default=0) * worker.hello.block_size

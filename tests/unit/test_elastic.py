@@ -1,0 +1,236 @@
+"""Roles follow what is offered: needs by the latency model; noise changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.core.elastic.flow import OfferedRate
+from cluster.core.elastic.needs import Needs, WorkerModel, decode_batch
+from cluster.core.elastic.roles import Fleet, RoleController
+from cluster.core.elastic.rules import RoleRules
+from engine.core.step_times import LinearTimes
+from kvrelay.types import Incarnation, Objectives, Role
+from router.core.core import RouterCore
+from router.core.events import Refuse, Submitted, WorkerJoined, WorkerLost
+from router.core.state.offered import OfferedWork
+from tests.unit.router_kit import PROMPT, core_with, hello, request, split, submit
+
+TIMES = LinearTimes(
+    prefill_overhead_s=0.002,
+    prefill_token_s=1e-4,
+    decode_knots=((1, 0.010), (100, 0.020)),
+    decode_kv_token_s=1e-7,
+)
+MODEL = WorkerModel(times=TIMES, chunk_tokens=2048, most_sequences=100, kv_tokens=200_000)
+
+
+def rate(
+    per_s: float, prompt: int, output: int, *, ttft_s: float | None = 2.0, tpot_s: float | None = 1
+) -> OfferedWork:
+    """All requests alike."""
+    return OfferedWork(
+        requests=per_s,
+        prompt_tokens=per_s * prompt,
+        prompt_squares=per_s * prompt**2,
+        prompt_pairs=per_s * prompt * (prompt + 1) / 2,
+        output_tokens=per_s * output,
+        context_tokens=per_s * output * (prompt + output / 2),
+        ttft_s=per_s * (ttft_s or 0.0),
+        with_ttft=per_s * (ttft_s is not None),
+        tpot_s=per_s * (tpot_s or 0.0),
+        with_tpot=per_s * (tpot_s is not None),
+    )
+
+
+# --- what is offered ------------------------------------------------------------------------------
+
+
+def test_admitted_and_refused_requests_are_offered_and_who_comes_back_is_not() -> None:
+    core = split(places=1)
+    submit(core, "one")
+    first = core.state.offered.total
+    assert (first.requests, first.prompt_tokens) == (1, len(PROMPT))
+    assert first.output_tokens == 8 and first.context_tokens == 8 * (len(PROMPT) + 4)
+    [refusal] = [c for c in submit(core, "two") if isinstance(c, Refuse)]
+    assert core.state.offered.total.requests == 2
+    promise = refusal.refusal.promise
+    again = replace(request("two"), promise=promise)
+    core.handle(Submitted(request=again), 1.5)
+    assert core.state.offered.total.requests == (2 if promise is not None else 3)
+
+
+def test_without_any_worker_work_is_offered_too() -> None:
+    core = RouterCore()
+    submit(core)
+    assert core.state.offered.total.requests == 1
+
+
+def test_objectives_are_summed_over_those_that_have_some() -> None:
+    core = split(places=4)
+    submit(core, "plain")
+    asked = replace(request("asked"), objectives=Objectives(ttft_s=0.5, tpot_s=0.1))
+    core.handle(Submitted(request=asked), 1)
+    found = core.state.offered.total
+    assert (found.ttft_s, found.with_ttft, found.tpot_s, found.with_tpot) == (0.5, 1, 0.1, 1)
+
+
+def test_a_request_that_is_tried_again_is_the_same_work() -> None:
+    core = core_with(places=4, p=Role.PREFILL, d=Role.DECODE)
+    submit(core)
+    core.handle(WorkerJoined(hello=hello("d2", Role.DECODE)), 2)
+    core.handle(WorkerLost(incarnation=Incarnation("d")), 3)
+    assert core.state.offered.total.requests == 1
+
+
+def test_rates_are_over_the_window_and_survive_a_router_that_begins_anew() -> None:
+    seen = OfferedRate(window_s=10)
+    assert seen.per_second == OfferedWork()
+    for second in range(30):
+        seen.note(
+            second, rate(1, 100, 10).scaled(second if second < 20 else 20 + 3 * (second - 20))
+        )
+    assert seen.per_second.requests == pytest.approx(3, abs=0.4)
+    seen.note(31, OfferedWork(requests=1))
+    assert seen.per_second == OfferedWork()
+
+
+# --- needs ----------------------------------------------------------------------------------------
+
+
+def test_needs_are_the_time_that_work_takes() -> None:
+    needs = Needs.of(rate(10, 2048, 200), MODEL)
+    assert needs.prefill == pytest.approx(10 * (2048e-4 + 0.002 * 1.5), rel=1e-6)
+    assert needs.batch == int(200_000 / 2148), "as many as fit into the KV pool"
+    step_s = TIMES.decode_s(needs.batch, needs.batch * 2148)
+    assert needs.decode == pytest.approx(10 * 200 * step_s / needs.batch, rel=1e-3)
+
+
+def test_a_batch_keeps_its_pace_unless_nothing_could() -> None:
+    tight = rate(1, 100, 100, tpot_s=0.0150)
+    batch = decode_batch(tight, MODEL)
+    assert 1 < batch < 100
+    assert (
+        TIMES.decode_s(batch, batch * 150) <= 0.0150 < TIMES.decode_s(batch + 1, (batch + 1) * 150)
+    )
+    assert decode_batch(rate(1, 100, 100, tpot_s=0.001), MODEL) == 100, "it adds nobody"
+    assert decode_batch(rate(1, 100, 100, tpot_s=None), MODEL) == 100
+
+
+def test_a_tight_time_to_first_token_leaves_workers_idle_and_an_impossible_one_adds_nobody() -> (
+    None
+):
+    loose, tight = (Needs.of(rate(10, 2048, 1, ttft_s=s), MODEL) for s in (20.0, 0.4))
+    assert loose.prefill_capacity(4) > tight.prefill_capacity(4) > 0
+    assert Needs.of(rate(10, 2048, 1, ttft_s=0.1), MODEL).prefill_capacity(4) == 4.0
+    assert Needs.of(rate(10, 2048, 1, ttft_s=None), MODEL).prefill_capacity(4) == 4.0
+    one, eight = tight.prefill_capacity(1), tight.prefill_capacity(8)
+    assert eight / 8 > one, "many servers share their queue"
+
+
+def test_nothing_offered_needs_nobody() -> None:
+    needs = Needs.of(OfferedWork(), MODEL)
+    assert (needs.prefill, needs.decode) == (0.0, 0.0)
+    assert needs.served(1, 1) > 1
+
+
+# --- changes --------------------------------------------------------------------------------------
+
+
+class Clients:
+    """Offer work at a rate, with noise."""
+
+    def __init__(self, noise: float = 0.0) -> None:
+        self.sums, self.now_s, self._noise = OfferedWork(), 0.0, Random(1)
+        self._sigma = noise
+
+    def second(self, of: OfferedWork) -> OfferedWork:
+        self.now_s += 1
+        self.sums = self.sums + of.scaled(max(0.0, self._noise.gauss(1, self._sigma)))
+        return self.sums
+
+
+def changes(
+    controller: RoleController, clients: Clients, of: OfferedWork, prefill: int, seconds: int
+) -> list[tuple[float, int]]:
+    """Of eight workers."""
+    found = []
+    for _ in range(seconds):
+        sums = clients.second(of)
+        fleet = Fleet(prefill=prefill, decode=8 - prefill, running=0)
+        wanted = controller.look(sums, fleet, clients.now_s)
+        if wanted is not None:
+            prefill = wanted
+            found.append((clients.now_s, wanted))
+    return found
+
+
+LONG, SHORT = rate(20, 2000, 20), rate(20, 50, 800)
+"""Mostly prefill, mostly decode: some split of eight serves each."""
+
+
+def test_roles_follow_the_work_and_then_stay() -> None:
+    controller, clients = RoleController(model=MODEL), Clients(noise=0.1)
+    begun = changes(controller, clients, LONG, 4, 100)
+    assert len(begun) == 1 and begun[0][1] > 4
+    turned = changes(controller, clients, SHORT, begun[0][1], 300)
+    assert 1 <= len(turned) <= 3 and turned[-1][1] < 4
+    assert turned[-1][0] - 100 <= 60, "within two windows and a dwell"
+
+
+def test_noise_changes_nothing() -> None:
+    for fitting in (4, 5, 6):
+        controller, clients = RoleController(model=MODEL), Clients(noise=0.3)
+        assert changes(controller, clients, LONG.scaled(0.6), fitting, 3600) == []
+
+
+def test_little_work_changes_nothing() -> None:
+    controller = RoleController(model=MODEL)
+    assert changes(controller, Clients(), LONG.scaled(0.01), 1, 300) == []
+
+
+def test_bounds_hold_and_what_decodes_keeps_its_workers() -> None:
+    rules = RoleRules(least_prefill=2, least_decode=3)
+    controller, clients = RoleController(model=MODEL, rules=rules), Clients()
+    assert [p for _, p in changes(controller, clients, LONG.scaled(3), 4, 60)] == [5]
+    controller, clients = RoleController(model=MODEL), Clients()
+    for _ in range(60):
+        fleet = Fleet(prefill=4, decode=4, running=4 * 100)
+        assert controller.look(clients.second(LONG.scaled(3)), fleet, clients.now_s) is None
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0, 200), st.integers(1, 20_000), st.integers(0, 5000), st.integers(1, 40)
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    st.integers(2, 20),
+    st.integers(0, 4000),
+)
+def test_any_load_leaves_each_role_a_worker_and_comes_to_rest(
+    loads: list[tuple[float, int, int, int]], workers: int, running: int
+) -> None:
+    controller, clients, prefill = RoleController(model=MODEL), Clients(), 1
+    for per_s, prompt, output, seconds in loads:
+        for _ in range(seconds):
+            fleet = Fleet(prefill=prefill, decode=workers - prefill, running=running)
+            offered = clients.second(rate(per_s, prompt, output))
+            prefill = controller.look(offered, fleet, clients.now_s) or prefill
+            assert 1 <= prefill < workers
+    last, late = loads[-1], 0
+    for second in range(200):
+        fleet = Fleet(prefill=prefill, decode=workers - prefill, running=0)
+        wanted = controller.look(clients.second(rate(*last[:3])), fleet, clients.now_s)
+        late += wanted is not None and second > 60
+        prefill = wanted or prefill
+    assert late == 0
+    assert controller.needs is not None and controller.needs.served(1, 1) < inf
