@@ -20,7 +20,7 @@ class ElasticSection(Section):
     least_decode: Count = 1
     """At least so many workers keep the role decode."""
     gain: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """A change of roles has to serve this share more of the offered work."""
+    """A change of roles has to serve so much more, as a share of what is served."""
     dwell: Seconds = 15.0
     """Time between two changes of roles, at least."""
     window: Seconds = 20.0

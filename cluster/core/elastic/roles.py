@@ -74,10 +74,10 @@ class RoleController:
         return min((p for p in holding if served[p] == most), key=lambda p: abs(p - fleet.prefill))
 
     def _gain(self, needs: Needs, fleet: Fleet, prefill: int) -> float:
-        """Of the share that is served."""
+        """How much more would be served, as a share of what is now."""
         now = min(1.0, needs.served(fleet.prefill, fleet.decode))
         then = min(1.0, needs.served(prefill, fleet.workers - prefill))
-        return then - now
+        return then / now - 1 if now else inf
 
 
 def _holds(needs: Needs, fleet: Fleet, decode: int) -> bool:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleRules:
-    """At least so many workers keep each role. A change serves at least `gain` more of the offered
-    work, and comes `dwell_s` after the one before. What is offered is looked at over `window_s`."""
+    """At least so many workers keep each role. A change serves at least `gain` more than is served
+    now, as a share of that, and comes `dwell_s` after the one before. What is offered is looked at
+    over `window_s`."""
 
     least_prefill: int = 1
     least_decode: int = 1
