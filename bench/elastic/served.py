@@ -9,7 +9,7 @@ from math import inf
 from cluster.core.elastic.roles import Fleet
 from cluster.sim.simulation import ClusterSimulation
 from cluster.sim.trace import Outcome
-from router.core.state.offered import OfferedWork
+from router.core.load.offered import OfferedWork
 
 WINDOW_S, DWELL_S = 20.0, 15.0
 

@@ -11,20 +11,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from cluster.core.elastic.needs import WorkerModel
 from cluster.core.elastic.roles import Fleet, RoleController
 from cluster.core.elastic.rules import RoleRules
 from cluster.process.admin import NotKnown, NotPossible, ask, flip
-from engine.core.step_times import LinearTimes
 from kvrelay.access.values import Access
 from kvrelay.codec import MessageCodec
 from kvrelay.errors import ConfigError, PeerError
 from kvrelay.types import Role
 from kvrelay.v1 import admin_pb2 as pb
 from kvrelay.wire import decode_hello
-from router.core.state.offered import OfferedWork
+from router.core.load.needs import WorkerModel, model_of
+from router.core.load.offered import OfferedWork
 
 log = logging.getLogger(__name__)
 EVERY_S = 1.0
@@ -65,7 +64,7 @@ class RoleKeeper:
         if not workers:
             return []
         if self._controller is None:
-            self._controller = RoleController(model=model_of(workers), rules=self.rules)
+            self._controller = RoleController(model=_model(workers), rules=self.rules)
         fleet = Fleet(
             prefill=len(_of(workers, Role.PREFILL)),
             decode=len(_of(workers, Role.DECODE)),
@@ -107,15 +106,10 @@ def said(controller: RoleController, fleet: Fleet, prefill: int) -> str:
     )
 
 
-def model_of(workers: Sequence[pb.WorkerDemand]) -> WorkerModel:
+def _model(workers: Sequence[pb.WorkerDemand]) -> WorkerModel:
     """Workers are taken to be alike. Raises PeerError for another version of kvrelay."""
-    hello = decode_hello(workers[0].hello)
-    return WorkerModel(
-        times=LinearTimes.of(hello.step_times),
-        chunk_tokens=max(one.hello.prefill_chunk_tokens for one in workers),
-        most_sequences=hello.max_running_requests,
-        kv_tokens=hello.total_blocks * hello.block_size,
-    )
+    chunk_tokens = max(one.hello.prefill_chunk_tokens for one in workers)
+    return replace(model_of(decode_hello(workers[0].hello)), chunk_tokens=chunk_tokens)
 
 
 def _workers(found: Iterable[pb.GetDemandResponse]) -> list[pb.WorkerDemand]:

@@ -15,18 +15,17 @@ from dataclasses import dataclass, field
 
 from cluster.config.elastic import ElasticSection
 from cluster.config.simulation import FailureSection
-from cluster.core.elastic.needs import WorkerModel
 from cluster.core.elastic.roles import Fleet, RoleController, RolePolicy
 from cluster.core.plan import role_rules
 from cluster.sim.machines.clock import Clock
 from cluster.sim.pools import SimPools
 from cluster.sim.router import SimRouter
 from cluster.sim.worker import SimWorker
-from engine.core.step_times import LinearTimes
 from kvpool.core.transfer.commands import PeerLost
 from kvrelay.errors import ConfigError
 from kvrelay.types import Incarnation, Role
-from router.core.state.offered import OfferedWork
+from router.core.load.needs import model_of
+from router.core.load.offered import OfferedWork
 
 REASON = "its process died"
 
@@ -118,7 +117,7 @@ class SimElastic:
         """`policy` decides, else a cluster's own if the file says so."""
         rules = role_rules(self.section)
         if self.policy is None and rules is not None:
-            model = _model(next(iter(self.workers.values())))
+            model = model_of(next(iter(self.workers.values())).hello)
             self.policy = RoleController(model=model, rules=rules)
         if self.policy is not None:
             self.clock.at(0.0, self._look)
@@ -161,13 +160,3 @@ def _running(worker: SimWorker) -> int:
 
 def _queued(worker: SimWorker) -> int:
     return worker.core.prefill.queue.tokens
-
-
-def _model(worker: SimWorker) -> WorkerModel:
-    hello, layout = worker.hello, worker.hardware.layout
-    return WorkerModel(
-        times=LinearTimes.of(hello.step_times),
-        chunk_tokens=hello.prefill_chunk_tokens,
-        most_sequences=hello.max_running_requests,
-        kv_tokens=hello.total_blocks * layout.block_size,
-    )

@@ -164,7 +164,37 @@ class ClusterGauges(Collector):
         yield self._orphaned(told.workers)
         yield self._pool_nodes()
         yield from self._tiers()
+        yield from self._offered()
+        yield from self._needs()
         yield from self._pauses()
+
+    def _offered(self) -> Iterable[Metric]:
+        """Admitted and refused requests, each once however often it comes back."""
+        sums = (
+            ("requests", "Requests that clients have asked for."),
+            ("prompt_tokens", "Tokens of their prompts that no worker has cached."),
+            ("output_tokens", "Tokens that they are expected to have as output."),
+        )
+        for name, text in sums:
+            labels = ("model_name", "tier")
+            counter = CounterMetricFamily(f"kvrelay:offered_{name}", text, labels=labels)
+            for tier, work in self._snapshot.offered.items():
+                counter.add_metric((self._model_name, tier), getattr(work, name))
+            yield counter
+
+    def _needs(self) -> Iterable[Metric]:
+        """By what was offered to this router over the last minute; sums over routers."""
+        gauges = (
+            ("busy", "busy_workers", "Workers that the offered work would keep busy all the time."),
+            ("desired", "desired_workers", "Workers that keep the objectives of that work."),
+            ("saturation", "saturation", "That work over what the workers there can do."),
+        )
+        for attribute, name, text in gauges:
+            labels = ("model_name", "role")
+            gauge = GaugeMetricFamily(f"kvrelay:{name}", text, labels=labels)
+            for role, need in self._snapshot.needs.items():
+                gauge.add_metric((self._model_name, role), getattr(need, attribute))
+            yield gauge
 
     def _pauses(self) -> Iterable[Metric]:
         """Of the router itself, of each worker and of each pool node."""

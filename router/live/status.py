@@ -43,17 +43,20 @@ from kvrelay.wire import encode_hello
 from router.core.core import RouterCore
 from router.core.events import LadderStepped, PairQuarantined, PairTrusted
 from router.core.faults.poison import Ending
+from router.core.load.flow import OfferedRate
+from router.core.load.needs import Needs, model_of
+from router.core.load.offered import OfferedWork
 from router.core.state.generation import (
     ClusterSnapshot,
     DirectoryStatus,
     LinkStatus,
     ModelFacts,
+    NeedStatus,
     QuarantinedPair,
     TierStatus,
     WorkerStatus,
 )
 from router.core.state.ladder import Ladder, Ladders, LadderStep
-from router.core.state.offered import OfferedWork
 from router.core.state.quarantine import Quarantine
 from router.core.state.story import MOST_TOLD, Story
 from router.core.state.worker_view import WorkerView, check_joins
@@ -228,6 +231,7 @@ class ClusterViews:
 
     def __init__(self, core: RouterCore, pools: PoolNodes) -> None:
         self.core = core
+        self.offered_rate = OfferedRate(window_s=RATE_S)
         self.pools = pools
         self.attached: dict[Incarnation, WorkerLink] = {}
         self.recent: dict[Incarnation, RecentActivity] = {}
@@ -272,7 +276,24 @@ class ClusterViews:
             pool_nodes=self.pools.statuses(),
             tiers=ladder_statuses(state.ladders, now_s),
             pauses=PAUSES,
+            offered={tier: replace(work) for tier, work in state.offered.tiers.items()},
+            needs=self._needs(now_s),
         )
+
+    def _needs(self, now_s: float) -> dict[Role, NeedStatus]:
+        """Nothing without workers, whose times say what work takes."""
+        state = self.core.state
+        self.offered_rate.note(now_s, state.offered.total)
+        first = state.workers.first
+        if first is None:
+            return {}
+        needs = Needs.of(self.offered_rate.per_second, model_of(first.hello))
+        roles = [view.own_role for view in state.workers.values()]
+        prefill, decode = (max(1, roles.count(role)) for role in (Role.PREFILL, Role.DECODE))
+        return {
+            Role.PREFILL: _need(needs.prefill, needs.prefill_capacity(prefill), prefill),
+            Role.DECODE: _need(needs.decode, needs.decode_capacity(decode), decode),
+        }
 
     def _status(self, view: WorkerView) -> WorkerStatus:
         """Without its links."""
@@ -354,6 +375,15 @@ class ClusterViews:
     def _tenant_of(self, request_id: str) -> str:
         request = self.core.state.requests.get(request_id)
         return tenant_label(request.submitted.tenant) if request is not None else ""
+
+
+RATE_S = 60.0
+"""`/metrics` tells what was offered in so long, or since the scrape before."""
+
+
+def _need(busy: float, capacity: float, workers: int) -> NeedStatus:
+    saturation = busy / capacity if capacity else 0.0
+    return NeedStatus(busy=busy, desired=saturation * workers, saturation=saturation)
 
 
 _OFFERED = MessageCodec(OfferedWork, pb.OfferedWork, "a router")

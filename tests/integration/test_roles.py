@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
 
+import httpx
 import yaml
 
 from cluster.core.elastic.rules import RoleRules
@@ -16,7 +17,7 @@ from cluster.elastic.keeper import RoleKeeper
 from kvrelay import Client, Slo
 from kvrelay.errors import Refused
 from kvrelay.types import Role
-from tests.access import ACCESS
+from tests.access import ACCESS, HEADERS
 from tests.integration.split_kit import Cluster, WorkerHost, running_cluster, worker_settings
 from tests.integration.test_cluster_life import ask_all, prompts
 
@@ -95,4 +96,6 @@ def test_roles_follow_what_is_asked_for(
                 wait_for(cluster, 3)
             with offered(cluster, tokens=2, max_tokens=250):
                 wait_for(cluster, 1)
+            metrics = httpx.get(f"{cluster.internal_url}/metrics", headers=HEADERS).text
+            assert "kvrelay:desired_workers{model_name" in metrics
             assert ask_all(cluster, asked) == expected

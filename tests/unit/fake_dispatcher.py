@@ -9,15 +9,17 @@ from dataclasses import dataclass, field
 from kvrelay.errors import KvrelayError, Refused
 from kvrelay.gc_pauses import GcPauses
 from kvrelay.messages import Counters
-from kvrelay.types import FinishReason, PromptLogprob, TokenLogprobs
+from kvrelay.types import FinishReason, PromptLogprob, Role, TokenLogprobs
 from kvrelay.v1.admin_pb2 import GetDemandResponse, GetKvResponse, TraceRequestResponse
 from kvrelay.v1.worker_pb2 import DebugKvResponse, SetStateRequest, SetStateResponse
+from router.core.load.offered import OfferedWork
 from router.core.state.generation import (
     ChoiceTokens,
     ClusterSnapshot,
     DirectoryStatus,
     GenerationRequest,
     ModelFacts,
+    NeedStatus,
     PoolNodeStatus,
     QuarantinedPair,
     TierStatus,
@@ -234,6 +236,8 @@ class FakeDispatcher:
             pool_nodes=self.pools,
             tiers=self.tier_statuses,
             pauses=self.pauses,
+            offered={"gold": OfferedWork(requests=5, prompt_tokens=700, output_tokens=90)},
+            needs={Role.DECODE: NeedStatus(busy=1.5, desired=2.0, saturation=0.5)},
         )
 
     def quarantined(self) -> tuple[QuarantinedPair, ...]:

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.core.elastic.flow import OfferedRate
-from cluster.core.elastic.needs import Needs, WorkerModel, decode_batch
 from cluster.core.elastic.roles import Fleet, RoleController
 from cluster.core.elastic.rules import RoleRules
 from engine.core.step_times import LinearTimes
 from kvrelay.types import Incarnation, Objectives, Role
 from router.core.core import RouterCore
 from router.core.events import Refuse, Submitted, WorkerJoined, WorkerLost
-from router.core.state.offered import OfferedWork
+from router.core.load.flow import OfferedRate
+from router.core.load.needs import Needs, WorkerModel, decode_batch
+from router.core.load.offered import OfferedWork
 from tests.unit.router_kit import PROMPT, core_with, hello, request, split, submit
 
 TIMES = LinearTimes(

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
-from cluster.core.elastic.flow import OfferedRate
-from cluster.core.elastic.needs import Needs, WorkerModel
 from cluster.core.elastic.rules import RoleRules
-from router.core.state.offered import OfferedWork
+from router.core.load.flow import OfferedRate
+from router.core.load.needs import Needs, WorkerModel
+from router.core.load.offered import OfferedWork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

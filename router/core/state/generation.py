@@ -18,12 +18,14 @@ from kvrelay.types import (
     FinishReason,
     Objectives,
     PromptLogprob,
+    Role,
     Sampling,
     StepCoefficients,
     TokenLogprobs,
 )
 from kvrelay.v1.admin_pb2 import GetDemandResponse, GetKvResponse, TraceRequestResponse
 from kvrelay.v1.worker_pb2 import SetStateRequest, SetStateResponse
+from router.core.load.offered import OfferedWork
 from router.core.promises.work import ToldPromise
 from router.core.state.quarantine import Pair
 
@@ -159,6 +161,17 @@ class TierStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NeedStatus:
+    """Of one role, by what was offered to this router lately: `busy` workers all the time, and
+    `desired` ones so that objectives are kept. `saturation`: the share of what the workers of this
+    role can do. All add up over routers."""
+
+    busy: float
+    desired: float
+    saturation: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """What the workers say about the model they serve."""
 
@@ -202,6 +215,9 @@ class ClusterSnapshot:
     pool_nodes: tuple[PoolNodeStatus, ...]
     tiers: tuple[TierStatus, ...]
     pauses: GcPauses
+    offered: Mapping[str, OfferedWork]
+    """# tier |-> its work"""
+    needs: Mapping[Role, NeedStatus]
 
 
 class Dispatcher(Protocol):

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from math import sqrt
 
 from engine.core.step_times import LinearTimes
-from router.core.state.offered import OfferedWork
+from kvrelay.messages import WorkerHello
+from router.core.load.offered import OfferedWork
 
 NOTHING = 1e-6
 """Requests per second."""
@@ -30,6 +31,15 @@ class WorkerModel:
     chunk_tokens: int
     most_sequences: int
     kv_tokens: int
+
+
+def model_of(hello: WorkerHello) -> WorkerModel:
+    return WorkerModel(
+        times=LinearTimes.of(hello.step_times),
+        chunk_tokens=hello.prefill_chunk_tokens,
+        most_sequences=hello.max_running_requests,
+        kv_tokens=hello.total_blocks * hello.block_size,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

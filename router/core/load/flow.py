@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from router.core.state.offered import OfferedWork
+from router.core.load.offered import OfferedWork
 
 
 @dataclass(slots=True, kw_only=True)
