@@ -11,10 +11,12 @@ import kubernetes_validate
 import pytest
 
 from kvrelay import Client
-from tests.integration.manifests import Manifest, one, render
+from router.live.metrics import RouterMetrics
+from tests.integration.manifests import Manifest, one, render, render_with
 from tests.integration.plain_kit import ADDRESSES, KVRELAY
 from tests.integration.ray_head import NOTHING_BUILT, Marked, free_ports, marked, until
 from tests.integration.test_kubernetes import KUBERNETES_VERSION
+from tests.unit.fake_dispatcher import FakeDispatcher
 
 OVERLAY = "plain"
 ROLES = ("router", "prefill", "decode")
@@ -99,7 +101,11 @@ def here() -> Iterator[Marked]:
 
 def command(role: str, tmp_path: Path, ports: dict[str, str]) -> list[str]:
     """That of the container, as the kubelet runs it, but on this machine's addresses and files."""
-    args = " ".join(container(role)["args"])
+    if role == "controller":
+        (made,) = controller()["spec"]["template"]["spec"]["containers"]
+    else:
+        made = container(role)
+    args = " ".join(made["args"])
     args = args.replace("$(POD_IP)", "127.0.0.1").replace("$(POD_NAME)", f"{role}-x")
     args = args.replace("kvrelay-internal", "localhost").replace("/tmp/", f"{tmp_path}/{role}-")
     args = args.replace("/run/secrets/kvrelay", str(tmp_path))
@@ -108,12 +114,49 @@ def command(role: str, tmp_path: Path, ports: dict[str, str]) -> list[str]:
     return args.split()
 
 
+def controller() -> Manifest:
+    found = render_with(OVERLAY, "roles")
+    (made,) = [one for one in found if one["metadata"]["name"] == "kvrelay-controller"]
+    return made
+
+
+def test_roles_are_kept_by_one_controller_that_keeps_nothing() -> None:
+    kubernetes_validate.validate(controller(), KUBERNETES_VERSION, strict=True)
+    spec = controller()["spec"]
+    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
+    made, *_ = spec["template"]["spec"]["containers"]
+    assert made["securityContext"] == container("prefill")["securityContext"]
+    assert spec["template"]["spec"]["securityContext"] == pod("prefill")["securityContext"]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_keda_scales_the_pods_of_a_role_by_what_is_offered(role: str) -> None:
+    found = render_with(OVERLAY, "keda")
+    (scaled,) = [
+        one
+        for one in found
+        if one["kind"] == "ScaledObject" and one["metadata"]["name"] == f"kvrelay-{role}"
+    ]
+    assert scaled["spec"]["scaleTargetRef"]["name"] == deployment(role)["metadata"]["name"]
+    (trigger,) = scaled["spec"]["triggers"]
+    asked = re.fullmatch(r'sum\((\S+)\{role="(\w+)"\}\)', trigger["metadata"]["query"])
+    assert asked is not None and asked[2] == role
+    assert asked[1] in told_by_routers()
+
+
+def told_by_routers() -> set[str]:
+    """The names of all metrics of a router that has workers."""
+    snapshot = FakeDispatcher().snapshot()
+    text = RouterMetrics("m").exposition(snapshot).decode()
+    return set(re.findall(r"^([a-z_:]+)\{", text, re.MULTILINE))
+
+
 def test_the_commands_of_all_containers_serve_and_drain(here: Marked, tmp_path: Path) -> None:
     ports = ["8000", "50051", "8900", "50951"]
     ours = dict(zip(ports, map(str, free_ports(len(ports))), strict=True))
     started = {}
-    for role in ROLES:
-        built = () if role == "router" else NOTHING_BUILT
+    for role in (*ROLES, "controller"):
+        built = NOTHING_BUILT if role in ("prefill", "decode") else ()
         log = tmp_path / f"{role}.log"
         started[role] = here.start(KVRELAY, *command(role, tmp_path, ours), *built, log=log)
         if role == "router":
@@ -124,7 +167,8 @@ def test_the_commands_of_all_containers_serve_and_drain(here: Marked, tmp_path: 
         until(lambda: client.server_info().ready)
         answer = client.generate("It was", max_tokens=8, ignore_eos=True)
     assert len(answer.token_ids) == 8
-    for role in (*workers, "router"):
+    until(lambda: "roles follow the offered work" in (tmp_path / "controller.log").read_text())
+    for role in ("controller", *workers, "router"):
         started[role].terminate()
     for role, process in started.items():
         assert process.wait(60) == 0, (tmp_path / f"{role}.log").read_text()
