@@ -63,8 +63,10 @@ class RoleKeeper:
         workers = _workers(found)
         if not workers:
             return []
+        model = _model(workers)
         if self._controller is None:
-            self._controller = RoleController(model=_model(workers), rules=self.rules)
+            self._controller = RoleController(model=model, rules=self.rules)
+        self._controller.model = model  # workers may have been replaced
         fleet = Fleet(
             prefill=len(_of(workers, Role.PREFILL)),
             decode=len(_of(workers, Role.DECODE)),

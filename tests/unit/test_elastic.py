@@ -100,6 +100,10 @@ def test_rates_are_over_the_window_and_survive_a_router_that_begins_anew() -> No
     assert seen.per_second == OfferedWork()
 
 
+LONG, SHORT = rate(26, 2000, 20), rate(26, 50, 800)
+"""Mostly prefill, mostly decode: some split of eight serves each."""
+
+
 # --- needs ----------------------------------------------------------------------------------------
 
 
@@ -131,6 +135,13 @@ def test_a_tight_time_to_first_token_leaves_workers_idle_and_an_impossible_one_a
     assert Needs.of(rate(10, 2048, 1, ttft_s=None), MODEL).prefill_capacity(4) == 4.0
     one, eight = tight.prefill_capacity(1), tight.prefill_capacity(8)
     assert eight / 8 > one, "many servers share their queue"
+
+
+def test_a_role_without_workers_serves_nothing_and_gets_one() -> None:
+    needs = Needs.of(LONG, MODEL)
+    assert needs.served(0, 8) == needs.served(8, 0) == 0.0
+    controller, clients = RoleController(model=MODEL), Clients()
+    assert changes(controller, clients, LONG, 0, 30)[0][1] >= 1
 
 
 def test_nothing_offered_needs_nobody() -> None:
@@ -170,10 +181,6 @@ def changes(
     return found
 
 
-LONG, SHORT = rate(20, 2000, 20), rate(20, 50, 800)
-"""Mostly prefill, mostly decode: some split of eight serves each."""
-
-
 def test_roles_follow_the_work_and_then_stay() -> None:
     controller, clients = RoleController(model=MODEL), Clients(noise=0.1)
     begun = changes(controller, clients, LONG, 4, 100)
@@ -187,6 +194,21 @@ def test_noise_changes_nothing() -> None:
     for fitting in (4, 5, 6):
         controller, clients = RoleController(model=MODEL), Clients(noise=0.3)
         assert changes(controller, clients, LONG.scaled(0.6), fitting, 3600) == []
+
+
+def test_few_unlike_requests_are_doubted() -> None:
+    """The same work per second, by chance: requests as rare as this say little in one window."""
+    rng, changed = Random(3), {}
+    for per_s, size in ((40.0, 1), (0.4, 100)):
+        controller, clients, prefill = RoleController(model=MODEL), Clients(), 4
+        for _ in range(1800):
+            came = sum(rng.random() < per_s / 100 for _ in range(100))
+            fleet = Fleet(prefill=prefill, decode=8 - prefill, running=0)
+            one = rate(came, 1100 * size, 60 * size, ttft_s=None)
+            wanted = controller.look(clients.second(one), fleet, clients.now_s)
+            prefill = wanted or prefill
+            changed[size] = changed.get(size, 0) + (wanted is not None)
+    assert changed[1] <= 2 and changed[100] <= 10, changed
 
 
 def test_little_work_changes_nothing() -> None:

@@ -51,7 +51,7 @@ class RoleController:
         self.rate.note(now_s, offered)
         if self.rate.covers_s < self.rules.window_s / 2:
             return None
-        self.needs = Needs.of(self.rate.per_second, self.model)
+        self.needs = Needs.of(self.rate.per_second, self.model, self.rate.covers_s)
         best = self._best(self.needs, fleet)
         if best == fleet.prefill or now_s - self._changed_s < self.rules.dwell_s:
             return None
@@ -74,7 +74,9 @@ class RoleController:
         return min((p for p in holding if served[p] == most), key=lambda p: abs(p - fleet.prefill))
 
     def _gain(self, needs: Needs, fleet: Fleet, prefill: int) -> float:
-        """How much more would be served, as a share of what is now."""
+        """How much more would be served, as a share of what is now, if chance spoke for the
+        change."""
+        needs = needs.doubted(more_prefill=prefill > fleet.prefill)
         now = min(1.0, needs.served(fleet.prefill, fleet.decode))
         then = min(1.0, needs.served(prefill, fleet.workers - prefill))
         return then / now - 1 if now else inf

@@ -9,8 +9,8 @@ KV fits; some places stay free for how the number of sequences swings (its squar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import sqrt
+from dataclasses import dataclass, replace
+from math import inf, sqrt
 
 from engine.core.step_times import LinearTimes
 from kvrelay.messages import WorkerHello
@@ -18,6 +18,10 @@ from router.core.load.offered import OfferedWork
 
 NOTHING = 1e-6
 """Requests per second."""
+OUTPUTS_UNLIKE = 2.0
+"""Mean square of outputs over their squared mean, as if spread exponentially."""
+DOUBT = 2.0
+"""Standard deviations."""
 WAITS_LONG = 2.3
 """Nine of ten wait less than so many mean waiting times, if these are spread exponentially."""
 _BISECTIONS = 20
@@ -44,7 +48,8 @@ def model_of(hello: WorkerHello) -> WorkerModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """`prefill`, `decode`: workers that would be busy all the time. `prompt_s`: of a prompt alone;
+    """`prefill`, `decode`: workers that would be busy all the time; their `_chance`: standard
+    deviations by chance alone, as shares of these. `prompt_s`: of a prompt alone;
     `variation`: squared, of prompts' times; `batch`: sequences of a decode worker at most."""
 
     prefill: float
@@ -53,10 +58,13 @@ class Needs:
     variation: float
     ttft_s: float | None
     batch: int
+    prefill_chance: float = 0.0
+    decode_chance: float = 0.0
 
     @staticmethod
-    def of(rate: OfferedWork, model: WorkerModel) -> Needs:
-        """`rate`: per second."""
+    def of(rate: OfferedWork, model: WorkerModel, over_s: float = inf) -> Needs:
+        """`rate`: per second, a mean over so long. Requests come by chance: the sum of their work
+        has the variance of the sum of its squares."""
         rate = rate if rate.requests > NOTHING else OfferedWork()
         prefill = _prefill_s(rate, model)
         requests = max(rate.requests, 1e-9)
@@ -70,6 +78,17 @@ class Needs:
             variation=max(0.0, squared),
             ttft_s=rate.ttft_s / rate.with_ttft if rate.with_ttft > requests / 2 else None,
             batch=batch,
+            prefill_chance=sqrt(rate.prompt_squares / over_s) / max(rate.prompt_tokens, 1e-9),
+            decode_chance=sqrt(OUTPUTS_UNLIKE / (requests * over_s)),
+        )
+
+    def doubted(self, *, more_prefill: bool) -> Needs:
+        """As they may be if chance speaks for more prefill workers, or for more decode workers."""
+        sign = -1.0 if more_prefill else 1.0
+        return replace(
+            self,
+            prefill=self.prefill * max(0.0, 1 + sign * DOUBT * self.prefill_chance),
+            decode=self.decode * max(0.0, 1 - sign * DOUBT * self.decode_chance),
         )
 
     # --- what so many workers can do --------------------------------------------------------------
@@ -77,8 +96,10 @@ class Needs:
     def prefill_capacity(self, workers: int) -> float:
         """Of `prefill`, in time. A prompt that takes longer than its objective adds nobody: no
         number of workers would help it."""
-        if self.ttft_s is None or self.prompt_s >= self.ttft_s or not self.prompt_s:
+        bounded = self.ttft_s is not None and 0 < self.prompt_s < self.ttft_s
+        if not bounded or not workers:
             return float(workers)
+        assert self.ttft_s is not None
         allowed = (self.ttft_s - self.prompt_s) / self.prompt_s / WAITS_LONG
         low, high = 0.0, 1.0
         for _ in range(_BISECTIONS):
