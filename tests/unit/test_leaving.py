@@ -262,10 +262,12 @@ def test_all_choices_go_together_or_none(free: int, goes: bool) -> None:
 def test_no_more_are_asked_for_than_there_are_places() -> None:
     core = decoding("a", n=3)
     decoding("b", n=3, core=core)
-    join(core, "d2", places=5)
-    assert len(asked(drains(core))) == 1
-    join(core, "d3")
-    assert [worker for worker, _ in asked(drains(core, now_s=4))] == [D3]
+    for name, more in (("d2", [D2]), ("d3", [D3])):
+        join(core, name, places=5)
+        view = core.state.workers[Incarnation(name)]
+        view.hello = replace(view.hello, total_blocks=1000)
+        now_s = 3 + len(core.state.workers)
+        assert [worker for worker, _ in asked(drains(core, now_s=now_s))] == more
 
 
 def test_the_prompt_of_all_choices_is_in_the_same_blocks() -> None:
