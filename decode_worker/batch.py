@@ -191,17 +191,13 @@ class Batch:
         preempted sequence."""
         spec = arrived.spec
         whole = self.running_set.sequence(spec, arrived.names)
-        ids = [
-            spec.resumed_by(choice) or arrived.resumed_ids or (token,)
-            for choice, token in enumerate(arrived.first_token_ids)
-        ]
         self.running_set.expect(spec)
         if whole.holder in self.tables:
             self.advance(whole, spec.context_tokens)
-            self._part(whole, ids, arrived.finished, now_s)
+            self._part(whole, arrived.begun, arrived.finished, now_s)
             return
         whole.hint = arrived.hint
-        for choice, begun in zip(whole.choices, ids, strict=True):
+        for choice, begun in zip(whole.choices, arrived.begun, strict=True):
             if choice not in arrived.finished:
                 self.running_set.wait(whole.part(choice, begun))
 

@@ -200,9 +200,17 @@ class IncomingHandoff:
             names=self.names,
             source=self.sender,
             hint=self.message.prefix_source,
-            first_token_ids=self.commit.first_token_ids,
-            resumed_ids=self.commit.resumed_ids,
+            begun=self._begun(self.commit),
             finished=frozenset(self.commit.finished_choices) | self.stopped,
+        )
+
+    def _begun(self, commit: Commit) -> tuple[tuple[int, ...], ...]:
+        spec = self.message.spec
+        resumed = commit.resumed or ((),) * len(commit.first_token_ids)
+        drawn = zip(commit.first_token_ids, resumed, strict=True)
+        return tuple(
+            (*spec.resumed_by(choice), *since) or (token,)
+            for choice, (token, since) in enumerate(drawn)
         )
 
     def validate(self, *, holds_blocks: bool, needs_blocks: bool) -> None:
@@ -225,15 +233,14 @@ _BUSY = (HandoffState.CHECKING, HandoffState.DRAINING)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived:
     """A request whose KV is here, or can be fetched from a pool; `hint` is who else may have it.
-    `finished` choices need no decoding. A request that was moved here may have several tokens
-    instead of its first one: `resumed_ids`."""
+    Each choice has `begun` with its first token, or goes on after all that it has emitted since the
+    choices parted; the `finished` ones need no decoding."""
 
     spec: RequestSpec
     names: HashChain
     source: Incarnation
     hint: PrefixSource | None
-    first_token_ids: tuple[int, ...]
-    resumed_ids: tuple[int, ...]
+    begun: tuple[tuple[int, ...], ...]
     finished: frozenset[int]
 
     @property

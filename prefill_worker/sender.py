@@ -247,10 +247,15 @@ class Sender:
                 pieces=len(self._pieces),
                 first_token_ids=first,
                 finished_choices=finished,
-                resumed_ids=spec.resumed_by(0) if spec.sampling.n == 1 else (),
+                resumed=self._resumed(),
                 digest=digest,
             )
         )
+
+    def _resumed(self) -> tuple[tuple[int, ...], ...]:
+        spec = self.message.spec
+        emitted = ((spec.resumed_by(choice), n) for choice, n in enumerate(self.message.since))
+        return tuple(ids[len(ids) - n :] for ids, n in emitted)
 
     def fence(self, reason: str) -> list[SendPeer]:
         """No write is in flight, and none will follow."""

@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 
 from kvpool.core.layout.layout import DTYPE_BYTES
 from kvpool.core.transfer.codec_choice import CodecSpeed
-from kvpool.core.transfer.messages import PeerMessage
+from kvpool.core.transfer.messages import Commit, PeerMessage
 from kvpool.core.transfer.pool_map import KvFacts
 from kvrelay.codec import EnvelopeCodec, check
 from kvrelay.errors import PeerError
@@ -30,8 +30,15 @@ def _check_speed(speed: CodecSpeed) -> None:
             raise ValueError(f"a codec's speed of {per_s:g} per second")
 
 
+def _check_commit(commit: Commit) -> None:
+    choices = len(commit.first_token_ids)
+    if len(commit.resumed) not in (0, choices):
+        raise ValueError(f"{len(commit.resumed)} choices are resumed of {choices}")
+
+
 check(KvFacts, _check_facts)
 check(CodecSpeed, _check_speed)
+check(Commit, _check_commit)
 
 PEER_CODEC: EnvelopeCodec[PeerMessage, pb.PeerMessage] = EnvelopeCodec(
     PeerMessage, pb.PeerMessage, "a peer"

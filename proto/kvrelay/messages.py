@@ -60,7 +60,8 @@ class Prefill:
 
     Without a target no token is wanted: nothing is handed over, and the worker says Reserved at
     once. As attempt `leaves` it has decoded at this worker, which ends that first; one that drains
-    takes it too."""
+    takes it too. The last `since` tokens that each choice has `resumed` were emitted after its
+    target was asked, which hears of them with the commit; empty: there are none."""
 
     spec: RequestSpec
     target_addresses: tuple[str, ...]
@@ -69,6 +70,7 @@ class Prefill:
     prefix_source: PrefixSource | None = None
     within_s: float | None = None
     leaves: int | None = None
+    since: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from kvrelay.messages import (
     BlockChanges,
     Counters,
     PoolUpdate,
+    Prefill,
     PromptLogprobs,
     StoredRun,
     ToWorker,
@@ -96,10 +97,17 @@ def _check_resumed(spec: RequestSpec) -> None:
         raise ValueError(f"{len(spec.resumed)} choices are resumed of {spec.sampling.n}")
 
 
+def _check_since(prefill: Prefill) -> None:
+    choices = prefill.spec.sampling.n
+    if len(prefill.since) not in (0, choices):
+        raise ValueError(f"{len(prefill.since)} choices were moved of {choices}")
+
+
 travels_by(TokenLogprobs, logprobs_to_wire, logprobs_from_wire)
 travels_by(PromptLogprobs, _prompt_logprobs_to_wire, _prompt_logprobs_from_wire)
 travels_by(StoredRun, _stored_run_to_wire, _stored_run_from_wire)
 check(RequestSpec, _check_resumed)
+check(Prefill, _check_since)
 
 _TO_WORKER: EnvelopeCodec[ToWorker, pb.ToWorker] = EnvelopeCodec(ToWorker, pb.ToWorker, "a router")
 _EVENT: EnvelopeCodec[WorkerEvent, pb.Event] = EnvelopeCodec(

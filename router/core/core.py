@@ -208,6 +208,8 @@ class RouterCore:
                 suspected = learning.suspect(state, request, event, now_s)
                 return suspected + lifecycle.fail_attempt(state, request, reason, message, now_s)
             case Released():
+                # its prefill worker was told that all is there, and may end before that is heard
+                request.committed |= view.incarnation == request.prefill_worker
                 return []
 
     def _on_lifetime(

@@ -208,6 +208,7 @@ def prefill(
     within_s: float | None,
     *,
     leaves: int | None = None,
+    since: tuple[int, ...] = (),
 ) -> list[Command]:
     """Starts the prompt. The decode worker holds the KV of its first `held_tokens`. Choices that
     ended in an earlier attempt are not decoded again."""
@@ -227,6 +228,7 @@ def prefill(
         prefix_source=candidate.source,
         within_s=within_s,
         leaves=leaves,
+        since=since,
     )
     return [*stops, Send(worker=candidate.prefill.incarnation, message=message)]
 

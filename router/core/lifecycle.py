@@ -6,7 +6,7 @@
     ask_next         ASKED -> SEEKING     its decode worker has no slot for it
     take_slot        ASKED -> QUEUED, or PREFILLING (`send_prompt`)
     send_prompt      ASKED, QUEUED -> PREFILLING
-    place_elsewhere  QUEUED, PREFILLING, DECODING -> SEEKING   a worker of it drains
+    place_elsewhere  QUEUED, PREFILLING -> SEEKING   a worker of it takes nothing more
     start_decoding   PREFILLING -> DECODING
     go_on_at         DECODING -> PREFILLING  another decode worker takes it
     finish           DECODING -> GONE
@@ -25,10 +25,7 @@ from dataclasses import replace
 from math import isfinite
 
 from kvrelay.errors import FailureReason
-from kvrelay.messages import (
-    LifetimeMoment,
-    Tokens,
-)
+from kvrelay.messages import LifetimeMoment, Tokens
 from router.core.decision import decide, demand_of, usable
 from router.core.events import (
     Admit,
@@ -284,7 +281,6 @@ def place_elsewhere(
     request.story.note(Moment.TRIED_AGAIN, now_s, request.worker_names, refusal.message)
     aborts = abort_attempt(request, state.workers)
     end_attempt(state, request, now_s, freed=True)
-    request.led_away += request.state is RequestState.DECODING
     request.begin_attempt(next(state.attempts))
     request.enter(RequestState.SEEKING)
     return aborts + seek(state, request, refusal, now_s)
@@ -350,11 +346,12 @@ def go_on_at(
     left = request.attempt
     end_attempt(state, request, now_s, freed=True)
     request.enter(RequestState.PREFILLING)
-    request.move(move.spec, led_away=move.led_away)
+    since = request.move(move.spec, led_away=move.led_away)
     request.place(move.admitted, now_s)
     cause = "its worker drains" if move.led_away else "its worker would overflow"
     request.story.note(Moment.MOVED, now_s, request.worker_names, cause)
-    return prefill(request, move.admitted.candidate, held_tokens, None, leaves=left)
+    candidate = move.admitted.candidate
+    return prefill(request, candidate, held_tokens, None, leaves=left, since=since)
 
 
 # --- ends -----------------------------------------------------------------------------------------

@@ -11,15 +11,16 @@ below its low mark, for workers that stay below theirs. Between the marks nothin
 The worker that a sequence leaves prefills the new attempt: it has the KV of all full blocks in its
 cache. Tokens that it samples between Reserve and Reserved are not sampled again.
 
-All that decode leave a worker that drains, in the same way, for any worker that has room. The rest
-goes elsewhere by `lead_away`: prompts that were not begun where it would prefill or decode, and
-requests for several answers, which another worker takes up behind what was delivered.
+All that decode leave a worker that drains, in the same way, for any worker that has room; the
+choices of a request leave together. Their prompt's KV is handed over once. What each has emitted
+since is computed anew at the target, so they don't leave a hot spot. Prompts that were not begun
+where they would be prefilled, or decoded, go elsewhere by `lead_away`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 
@@ -58,16 +59,24 @@ LEAD_LOOK_S = 0.1
 """Between two looks at what else it holds up."""
 FEWEST_LEFT_TOKENS = 32
 """One that ends sooner isn't worth its handoff."""
+MOST_SINCE_TOKENS = 4096
+"""The commit of a move has so many tokens at most, to fit a notification."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
-    """A sequence with a context of `tokens` now, which yields `left_tokens` more."""
+    """A sequence with a context of `tokens` now, which yields `left_tokens` more. The KV of the
+    first `shared_tokens` is another choice's too, which counts their blocks."""
 
     request_id: str
     tokens: int
     left_tokens: int
+    shared_tokens: int = 0
     may_move: bool = True
+
+    @property
+    def own_tokens(self) -> int:
+        return self.tokens - self.shared_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,18 +91,16 @@ class WorkerLoad:
         kept = [other for other in self.sequences if other is not one]
         return WorkerLoad(worker=self.worker, sequences=kept, other_blocks=self.other_blocks)
 
-    def beside(self, one: Decoding) -> WorkerLoad:
-        return WorkerLoad(
-            worker=self.worker,
-            sequences=[*self.sequences, one],
-            other_blocks=self.other_blocks,
-        )
+    def beside(self, *more: Decoding) -> WorkerLoad:
+        sequences = [*self.sequences, *more]
+        return WorkerLoad(worker=self.worker, sequences=sequences, other_blocks=self.other_blocks)
 
     def share(self) -> float:
         """Of the blocks, or of the strictest objective, whichever is nearer to its end."""
         hello, objective_s = self.worker.hello, self.worker.outlook.strictest_tpot_s
         tokens, sequences = fullest(self.sequences)
-        blocks = self.other_blocks + tokens / hello.block_size + sequences
+        own = max(0, tokens - sum(one.shared_tokens for one in self.sequences))
+        blocks = self.other_blocks + own / hello.block_size + sequences
         if objective_s is None:
             return blocks / hello.total_blocks
         step_s = self.worker.decode_s(sequences, tokens)
@@ -134,9 +141,12 @@ class Moving:
         if most <= 0 or not leaving:
             return []
         leaving.sort(key=lambda one: one.left_tokens, reverse=True)
+        together: dict[str, list[Decoding]] = {}
+        for one in leaving:
+            together.setdefault(one.request_id, []).append(one)
+        asked = [(state.requests[name], choices) for name, choices in together.items()]
         loads = [self._load(state, target) for target in _open(state, view)]
-        moves = [(one, target.worker) for one, target in _spread(leaving[:most], loads)]
-        return [(state.requests[one.request_id], target) for one, target in moves]
+        return [*_spread(asked[:most], loads)]
 
     def _wanted(
         self, state: RouterState, view: WorkerView, now_s: float
@@ -159,7 +169,7 @@ class Moving:
     def _load(self, state: RouterState, view: WorkerView) -> WorkerLoad:
         """Of other routers' sequences only the number of their blocks is known."""
         sequences = [*self._decoding(state, view)]
-        own = sum(-(-one.tokens // view.hello.block_size) for one in sequences)
+        own = sum(-(-one.own_tokens // view.hello.block_size) for one in sequences)
         others = max(0, _taken_blocks(view) - own)
         return WorkerLoad(worker=view, sequences=sequences, other_blocks=others)
 
@@ -168,24 +178,30 @@ class Moving:
             request = state.requests.get(key.request_id)
             if request is None or key not in (request.key, *self.pending):
                 continue
+            may_move = self._may_move(request, view)
+            prompt, shared = len(request.submitted.prompt_ids), 0
             for order in request.choices:
+                if order.finished:
+                    continue
                 emitted, most = order.next_index, request.sampling.max_tokens
                 length = state.lengths.quantile(
                     request.tier.name, 0.5, max_tokens=most, emitted=emitted
                 )
                 yield Decoding(
                     request_id=request.request_id,
-                    tokens=len(request.submitted.prompt_ids) + emitted,
+                    tokens=prompt + emitted,
                     left_tokens=max(0, length - emitted),
-                    may_move=self._may_move(request, view),
+                    shared_tokens=shared,
+                    may_move=may_move,
                 )
+                shared = prompt
 
     def _may_move(self, request: Request, view: WorkerView) -> bool:
-        often = request.moves >= MOST_MOVES and not view.draining
-        alone = len(request.choices) == 1 and not often and not request.alone
+        off_hot_spot = len(request.choices) == 1 and request.moves < MOST_MOVES
+        free = (view.draining or off_hot_spot) and not request.alone
         decodes = request.state is RequestState.DECODING
         here = decodes and request.workers == (view.incarnation,)
-        return alone and here and all(m.left != request.key for m in self.pending.values())
+        return free and here and all(m.left != request.key for m in self.pending.values())
 
     # --- a move's life --------------------------------------------------------------------------
 
@@ -200,7 +216,7 @@ class Moving:
         pair = Pair(source.incarnation, target.incarnation)
         if state.quarantine.objection(pair, request.avoided, now_s)[0]:
             return []
-        spec = next_spec(state, request)
+        spec = request.next_spec(next(state.attempts))
         demand = demand_of(state, request, spec, now_s)
         candidate = Candidate(decode=target, prefill=source)
         prediction = state.forecast.predict(demand, candidate, now_s)
@@ -226,7 +242,7 @@ class Moving:
         if not isinstance(event, Reserved):
             target.await_release(event.key)
             return []
-        if request is None or request.key != move.left:
+        if request is None or request.key != move.left or _is_too_late(request, move.spec):
             target.await_release(event.key)
             return [Send(worker=target.incarnation, message=Abort(key=event.key))]
         self.moved += 1
@@ -247,11 +263,10 @@ class Moving:
         self._looked_s.pop(worker, None)
 
 
-def next_spec(state: RouterState, request: Request) -> RequestSpec:
-    """Of its next attempt, behind all that was delivered."""
-    key = RequestKey(request.request_id, next(state.attempts))
-    emitted = tuple(request.choices[0].delivered)
-    return replace(request.spec, key=key, emitted_ids=emitted, resumed=())
+def _is_too_late(request: Request, spec: RequestSpec) -> bool:
+    """Too many tokens were emitted since the target was asked."""
+    known = sum(len(spec.emitted_ids) + len(spec.resumed_by(c.choice)) for c in request.choices)
+    return sum(c.next_index for c in request.choices) - known > MOST_SINCE_TOKENS
 
 
 def _open(state: RouterState, source: WorkerView) -> list[WorkerView]:
@@ -326,16 +341,19 @@ def _roomiest(one: Decoding, targets: Sequence[WorkerLoad]) -> WorkerLoad | None
 
 
 def _spread(
-    leaving: Iterable[Decoding], targets: Sequence[WorkerLoad]
-) -> Iterator[tuple[Decoding, WorkerLoad]]:
-    """Each to the target that is least loaded then, unless it would overflow."""
-    loads = [*targets]
-    for one in leaving if loads else ():
-        shares = [(load.beside(one).share(), at) for at, load in enumerate(loads)]
-        share, at = min(shares)
+    leaving: Iterable[tuple[Request, Sequence[Decoding]]], targets: Sequence[WorkerLoad]
+) -> Iterator[tuple[Request, WorkerView]]:
+    """Each to the target that is least loaded then, unless it has no room for all its choices."""
+    loads, places = [*targets], [target.worker.free_places for target in targets]
+    for request, choices in leaving:
+        needed = len(request.choices)
+        after = [load.beside(*choices) for load in loads]
+        fits = [(one.share(), at) for at, one in enumerate(after) if places[at] >= needed]
+        share, at = min(fits, default=(inf, 0))
         if share <= HIGH:
-            yield one, loads[at]
-            loads[at] = loads[at].beside(one)
+            yield request, loads[at].worker
+            loads[at] = after[at]
+            places[at] -= needed
 
 
 # --- the rest of what a worker that drains would hold up ------------------------------------------
@@ -362,9 +380,6 @@ def _is_held_up(state: RouterState, request: Request, view: WorkerView) -> bool:
             return _has_other(state, request, view)
         case RequestState.PREFILLING:
             return not _has_begun(state, request) and _has_other(state, request, view)
-        case RequestState.DECODING:
-            several = len(request.choices) > 1 and len(request.workers) == 1
-            return several and _has_other(state, request, view)
         case _:
             return False
 
@@ -373,7 +388,7 @@ def _has_begun(state: RouterState, request: Request) -> bool:
     """The prefill of its prompt, or of what it decoded before it left this worker."""
     assert request.placed is not None
     prefiller = state.workers.get(request.placed.candidate.prefiller.incarnation)
-    return prefiller is None or prefiller.queue.has_begun(request.key) or bool(request.led_away)
+    return prefiller is None or prefiller.queue.has_begun(request.key) or request.leaving
 
 
 def _has_other(state: RouterState, request: Request, view: WorkerView) -> bool:

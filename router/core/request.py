@@ -23,7 +23,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from operator import attrgetter
-from typing import Protocol
 
 from kvrelay.messages import Lifetime, LifetimeMoment, PromptLogprobs, Tokens
 from kvrelay.qos import QosTier
@@ -51,29 +50,16 @@ class RequestState(StrEnum):
     GONE = "gone"  # it has ended, and the router has forgotten it
 
 
+_IS = RequestState
 TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
-    RequestState.SEEKING: frozenset(
-        {RequestState.ASKED, RequestState.WAITING, RequestState.HELD, RequestState.GONE}
-    ),
-    RequestState.HELD: frozenset({RequestState.SEEKING, RequestState.GONE}),
-    RequestState.WAITING: frozenset({RequestState.SEEKING, RequestState.GONE}),
-    RequestState.ASKED: frozenset(
-        {
-            *(RequestState.QUEUED, RequestState.PREFILLING),
-            *(RequestState.SEEKING, RequestState.GONE),
-        }
-    ),
-    RequestState.QUEUED: frozenset(
-        {RequestState.PREFILLING, RequestState.SEEKING, RequestState.GONE}
-    ),
-    RequestState.PREFILLING: frozenset(
-        {RequestState.DECODING, RequestState.SEEKING, RequestState.GONE}
-    ),
-    RequestState.DECODING: frozenset(
-        # PREFILLING: it is moved to another decode worker
-        {RequestState.PREFILLING, RequestState.SEEKING, RequestState.GONE}
-    ),
-    RequestState.GONE: frozenset(),
+    _IS.SEEKING: frozenset({_IS.ASKED, _IS.WAITING, _IS.HELD, _IS.GONE}),
+    _IS.HELD: frozenset({_IS.SEEKING, _IS.GONE}),
+    _IS.WAITING: frozenset({_IS.SEEKING, _IS.GONE}),
+    _IS.ASKED: frozenset({_IS.QUEUED, _IS.PREFILLING, _IS.SEEKING, _IS.GONE}),
+    _IS.QUEUED: frozenset({_IS.PREFILLING, _IS.SEEKING, _IS.GONE}),
+    _IS.PREFILLING: frozenset({_IS.DECODING, _IS.SEEKING, _IS.GONE}),
+    _IS.DECODING: frozenset({_IS.PREFILLING, _IS.SEEKING, _IS.GONE}),  # PREFILLING: it moves
+    _IS.GONE: frozenset(),
 }
 """# state |-> the states that may follow it"""
 
@@ -190,33 +176,6 @@ class TokenOrder:
         return [tokens]
 
 
-class Predicted(Protocol):
-    """Seconds from the API to the first token, and for each later token."""
-
-    @property
-    def ttft_s(self) -> float: ...
-
-    @property
-    def tpot_s(self) -> float: ...
-
-
-def prediction_errors(predicted: Predicted, ledger: Ledger, tokens: int) -> dict[str, float]:
-    """# ttft, tpot |-> predicted by actual seconds, as far as known
-
-    `tokens`: the number of tokens of the longest choice.
-    """
-    first_s, last_s = (
-        ledger.after_s(LifetimeMoment.FIRST_TOKEN_RECEIVED),
-        ledger.after_s(LifetimeMoment.LAST_TOKEN_RECEIVED),
-    )
-    ratios: dict[str, float] = {}
-    if first_s:
-        ratios["ttft"] = predicted.ttft_s / (ledger.before_submission_s + first_s)
-    if first_s and last_s and tokens > 1 and last_s > first_s:
-        ratios["tpot"] = predicted.tpot_s * (tokens - 1) / (last_s - first_s)
-    return ratios
-
-
 def _digest_of(asked: GenerationRequest) -> int:
     """Of what a client that tries again sends again."""
     return hash((asked.tenant, asked.prompt_ids, asked.sampling.max_tokens, asked.sampling.n))
@@ -261,6 +220,7 @@ class Request:
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     moves: int = 0  # to other decode workers
     led_away: int = 0  # from workers that drain, while it decoded
+    leaving: bool = False  # this attempt began so
     stood_back_s: float = 0.0  # while it was preempted after its first token
     prefill_worker: Incarnation | None = None  # has its prompt, or gets it once it has a slot
     worker_names: tuple[str, ...] = ()  # of its latest placement: who prefills, who decodes
@@ -360,11 +320,19 @@ class Request:
         return all(map(_is_finished, self.choices))
 
     def prediction_errors(self) -> dict[str, float]:
-        """# ttft, tpot |-> predicted by actual seconds; empty once it had to be run again"""
+        """# ttft, tpot |-> predicted by actual seconds, as far as known; empty once it had to be run
+        again"""
         if self.predicted is None or self.disturbed:
             return {}
+        ledger, predicted, ratios = self.ledger, self.predicted, dict[str, float]()
         tokens = max(choice.next_index for choice in self.choices)
-        return prediction_errors(self.predicted, self.ledger, tokens)
+        first_s = ledger.after_s(LifetimeMoment.FIRST_TOKEN_RECEIVED)
+        last_s = ledger.after_s(LifetimeMoment.LAST_TOKEN_RECEIVED)
+        if first_s:
+            ratios["ttft"] = predicted.ttft_s / (ledger.before_submission_s + first_s)
+        if first_s and last_s and tokens > 1 and last_s > first_s:
+            ratios["tpot"] = predicted.tpot_s * (tokens - 1) / (last_s - first_s)
+        return ratios
 
     def take(self, event: Tokens) -> list[ChoiceTokens]:
         """Returns the tokens that can be delivered now."""
@@ -462,12 +430,18 @@ class Request:
             self.prompt_logprobs += event.entries[known:]
 
     def is_spent(self, *, by_death: bool) -> bool:
-        """Its attempt has failed. Returns whether it was the last one."""
+        """Its attempt has failed. Returns whether it was the last one. It had no need to leave."""
+        if self._fails_to_leave:
+            return False
         if by_death:
             self.deaths += 1
             return self.deaths >= MOST_DEATHS
         self.failures += 1
         return self.failures >= MAX_ATTEMPTS
+
+    @property
+    def _fails_to_leave(self) -> bool:
+        return self.leaving and not self.committed
 
     @property
     def new_tokens(self) -> int:
@@ -476,29 +450,51 @@ class Request:
 
     def try_again(self, attempt: int) -> None:
         """As `begin_attempt`, after a failure."""
-        self.tries += 1
+        self.tries += not self._fails_to_leave
         self.begin_attempt(attempt)
 
     def begin_attempt(self, attempt: int) -> None:
-        """Answers to the previous attempt are ignored from now on. Each choice goes on behind its
-        delivered tokens; where there is one choice, they count as part of the prompt."""
-        single = self.choices[0].delivered if len(self.choices) == 1 else ()
-        self._begin(attempt, emitted_ids=tuple(single))
+        """Answers to the previous attempt are ignored from now on."""
+        self._begin(attempt, self._delivered_prompt())
 
-    def move(self, spec: RequestSpec, *, led_away: bool = False) -> None:
-        """It goes on as `spec` says, and behind the tokens that were delivered since."""
+    def _delivered_prompt(self) -> tuple[int, ...]:
+        """Each choice goes on behind its delivered tokens; where there is one choice, they count as
+        part of the prompt."""
+        return tuple(self.choices[0].delivered) if len(self.choices) == 1 else ()
+
+    def next_spec(self, attempt: int) -> RequestSpec:
+        """Of another attempt, if it began now."""
+        emitted_ids = self._delivered_prompt()
+        return replace(
+            self.spec,
+            key=RequestKey(self.request_id, attempt),
+            emitted_ids=emitted_ids,
+            resumed=self._resumed_behind(emitted_ids),
+        )
+
+    def move(self, spec: RequestSpec, *, led_away: bool = False) -> tuple[int, ...]:
+        """It goes on as `spec` says, and behind the tokens that were delivered since: how many of
+        each choice."""
         self.led_away += led_away
         self.moves += not led_away
-        self._begin(spec.key.attempt, emitted_ids=spec.emitted_ids)
+        self._begin(spec.key.attempt, spec.emitted_ids)
+        self.leaving, now = led_away, self.spec
+        choices = range(spec.sampling.n)
+        return tuple(
+            max(0, len(now.resumed_by(one)) - len(spec.resumed_by(one))) for one in choices
+        )
 
     def _begin(self, attempt: int, emitted_ids: tuple[int, ...]) -> None:
         self.attempt = attempt
         self.key = RequestKey(self.request_id, attempt)
         self.placed = None
-        self.committed = False
+        self.committed = self.leaving = False
         self.tried.clear()
         for choice in self.choices:
             choice.begin_again()
+        self.emitted_ids, self.resumed = emitted_ids, self._resumed_behind(emitted_ids)
+
+    def _resumed_behind(self, emitted_ids: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         first = len(emitted_ids)
         since = tuple(() if c.finished else tuple(c.delivered[first:]) for c in self.choices)
-        self.emitted_ids, self.resumed = emitted_ids, since if any(since) else ()
+        return since if any(since) else ()

@@ -1,5 +1,5 @@
 """A decode worker that drains, in real processes: what it runs goes on elsewhere with the same
-tokens, and it is empty long before the answers end."""
+tokens, several answers to one prompt too, and it is empty long before the answers end."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import httpx
 
 from kvrelay.types import Role
 from router.core.policy.choice import Policies
+from router.core.state.story import Moment
 from tests.integration.split_kit import (
     Cluster,
     RouterThread,
@@ -28,7 +29,8 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
     {"temperature": 0},
     {"temperature": 1.0, "seed": 4, "frequency_penalty": 0.5},
-    {"temperature": 1.0, "seed": 5, "n": 2},
+    {"temperature": 1.0, "seed": 5, "n": 3, "presence_penalty": 0.5},
+    {"temperature": 0, "n": 2},
 )
 
 
@@ -72,7 +74,10 @@ def test_what_a_worker_decodes_leaves_it_and_has_the_same_tokens(
         leaves = cluster.add(hosts[1], worker_settings("leaves", Role.DECODE, llama))
         second = RouterThread(llama, policies=UNLIMITED)
         url = f"http://127.0.0.1:{second.address.public.http}"
-        with httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(8) as pool:
+        with (
+            httpx.Client(base_url=url, timeout=60) as http,
+            ThreadPoolExecutor(2 * len(KINDS)) as pool,
+        ):
             other = Cluster(second, http)
             for address in [view.address for view in cluster.router.workers()]:
                 other.join(address, address)
@@ -85,6 +90,8 @@ def test_what_a_worker_decodes_leaves_it_and_has_the_same_tokens(
             whole_s = time.monotonic() - began_s
             print(f"empty after {took_s:.2f} s; the answers ended after {whole_s:.2f} s")
             assert ended == 0, "it waited for no answer"
-            moved = [c.router.process.dispatcher.core.state.moves.moved for c in (cluster, other)]
-            assert min(moved) > 0
+            for state in [c.router.process.dispatcher.core.state for c in (cluster, other)]:
+                assert state.moves.moved == len(KINDS), "several answers move together"
+                moments = [e.moment for one in state.stories._served.values() for e in one.events]
+                assert Moment.TRIED_AGAIN not in moments
         second.close()

@@ -1,11 +1,11 @@
-"""A router core among workers that answer in a random order, fail, drain and die; without devices.
+"""Router cores among workers that answer in a random order, fail, drain and die; without devices.
 
-After every event the laws of the router's state are checked.
+After every event the laws of the router's state are checked. A choice's tokens are their indices.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -44,7 +44,7 @@ from router.core.events import (
 from router.core.faults.poison import Blame, Ending
 from router.core.promises.work import ToldPromise
 from router.core.router_state import RouterState
-from router.core.state.generation import GenerationRequest
+from router.core.state.generation import ChoiceTokens, GenerationRequest
 from tests.unit.router_kit import hello
 
 REFUSALS = ("slots_exhausted", "kv_exhausted", "tpot_unreachable", "draining")
@@ -66,15 +66,24 @@ class Worker:
 
 
 class World:
-    def __init__(self, seed: int, state: RouterState, *, pressed: bool = False) -> None:
-        """`pressed`: decode workers say that nearly all of their blocks are taken."""
+    """`moves`: # number of choices |-> how many requests with so many were moved"""
+
+    def __init__(
+        self, seed: int, *states: RouterState, pressed: bool = False, fails: bool = True
+    ) -> None:
+        """`pressed`: decode workers say that nearly all of their blocks are taken. `fails`: also
+        those that neither drain nor die."""
         self.random = Random(seed)
-        state.failover_patience_s = PATIENCE_S
-        self.core = RouterCore(state)
-        self.pressed = pressed
+        for state in states:
+            state.failover_patience_s = PATIENCE_S
+        self.cores = [RouterCore(state) for state in states]
+        self.pressed, self.fails = pressed, fails
         self.now_s = 1.0
+        self.moves: Counter[int] = Counter()
+        self.delivered: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.workers: dict[Incarnation, Worker] = {}
         self.ended: dict[str, str] = {}
+        self.owners: dict[str, RouterCore] = {}
         self.told: list[ToldPromise] = []
         self._lives = 0
         self._missing: list[Role] = []
@@ -86,7 +95,8 @@ class World:
         self._lives += 1
         name = f"{role}-{self._lives}"
         self.workers[Incarnation(name)] = Worker(role)
-        told = replace(hello(name, role, max_model_len=128), total_blocks=20, kv_token_bytes=1)
+        blocks = 20 if self.pressed else 200
+        told = replace(hello(name, role, max_model_len=128), total_blocks=blocks, kv_token_bytes=1)
         self.tell(WorkerJoined(hello=told))
 
     def kill(self) -> None:
@@ -128,27 +138,38 @@ class World:
             worker.draining = True
             self.join(worker.role)
 
+    def leave(self) -> None:
+        """Those that have drained, and hold nothing."""
+        for name, worker in [*self.workers.items()]:
+            if worker.draining and not worker.holds and not any(worker.says.values()):
+                del self.workers[name]
+                self.tell(WorkerLost(incarnation=name))
+
     def submit(self, request: GenerationRequest) -> None:
-        """Some bring back what one of those before was told, in time or not, perhaps twice."""
+        """At any router. Some bring back what one of those before was told, in time or not, perhaps
+        twice."""
         if self.told and self.random.random() < 0.7:
             told = self.random.choice(self.told)
             brought = replace(told, due_in_s=self.random.uniform(-2, 1))
             request = replace(request, promise=self.random.choice((told, brought)))
-        self.tell(Submitted(request=request))
+        core = self.random.choice(self.cores)
+        self.owners[request.request_id] = core
+        self._tell(core, Submitted(request=request))
 
     def disturb(self) -> None:
         """A client gives up, its time is over, or it has seen a stop string."""
-        names = [*self.core.state.requests]
-        if not names:
+        running = [one for core in self.cores for one in core.state.requests.values()]
+        if not running:
             return
-        name, drawn = self.random.choice(names), self.random.random()
+        request, drawn = self.random.choice(running), self.random.random()
+        name, core = request.request_id, self.owners[request.request_id]
         if drawn < 0.4:
-            self.tell(Aborted(request_id=name))
+            self._tell(core, Aborted(request_id=name))
         elif drawn < 0.6:
-            self.tell(DeadlinePassed(request_id=name))
+            self._tell(core, DeadlinePassed(request_id=name))
         else:
-            choice = self.random.randrange(len(self.core.state.requests[name].choices))
-            self.tell(ChoiceStopped(request_id=name, choice=choice, valid_tokens=0))
+            choice = self.random.randrange(len(request.choices))
+            self._tell(core, ChoiceStopped(request_id=name, choice=choice, valid_tokens=0))
 
     def answer(self) -> bool:
         """Some worker says what is next of one of its requests; False: none has anything to say."""
@@ -167,15 +188,23 @@ class World:
         return True
 
     def report(self, name: Incarnation, *events: WorkerEvent) -> None:
+        """Each router hears of its own requests, and of the worker's state."""
         worker = self.workers[name]
         running = 0 if worker.role is Role.PREFILL else min(4, len(worker.holds))
         active = 19 if self.pressed and running else 0
         counters = Counters(running=running, active_blocks=active, draining=worker.draining)
-        self.tell(WorkerSaid(incarnation=name, events=events, counters=counters))
+        for core in self.cores:
+            own = tuple([one for one in events if self.owners[one.key.request_id] is core])
+            self._tell(core, WorkerSaid(incarnation=name, events=own, counters=counters))
 
     def tell(self, event: Event) -> None:
+        """All routers."""
+        for core in self.cores:
+            self._tell(core, event)
+
+    def _tell(self, core: RouterCore, event: Event) -> None:
         self.now_s += self.random.uniform(0.001, 0.05)
-        for command in self.core.handle(event, self.now_s):
+        for command in core.handle(event, self.now_s):
             match command:
                 case Send(worker=worker, message=message):
                     self._hear(worker, message)
@@ -185,13 +214,22 @@ class World:
                         self.told.append(refusal.promise)
                 case Fail(request_id=request_id):
                     self._end(request_id, "failed")
-                case Deliver(request_id=request_id, done=True):
-                    self._end(request_id, "done")
-        self.core.validate()
+                case Deliver(request_id=request_id, tokens=tokens, done=done):
+                    self._deliver(request_id, tokens)
+                    if done:
+                        self._end(request_id, "done")
+        core.validate()
+
+    def _deliver(self, request_id: str, tokens: tuple[ChoiceTokens, ...]) -> None:
+        """None is lost, and none comes twice."""
+        for one in tokens:
+            known = self.delivered[request_id, one.choice]
+            known += one.token_ids
+            assert known == [*range(len(known))], (request_id, one.choice, known)
 
     def _end(self, request_id: str, how: str) -> None:
         assert request_id not in self.ended, f"{request_id} was {self.ended[request_id]}"
-        assert request_id not in self.core.state.requests
+        assert request_id not in self.owners[request_id].state.requests
         self.ended[request_id] = how
 
     def finish(self) -> None:
@@ -202,14 +240,15 @@ class World:
         for role in {worker.role for worker in self.workers.values()}:
             self.join(role)
         until_s = self.now_s + SETTLE_S
-        while self.answer() or (self.core.state.requests and self.now_s < until_s):
+        while self.answer() or (self._runs() and self.now_s < until_s):
             self.report(self.random.choice([*self.workers]))
-        state = self.core.state
-        assert not state.requests and not state.waiting, [*state.requests.values()]
-        assert not state.moves.pending and not state.promises.claimed
-        for view in state.workers.values():
-            assert not view.outlook.sequences and not len(view.queue), view.incarnation
-            assert not view.unreleased, view.incarnation
+        for worker in self.workers.values():
+            assert not worker.holds
+        for core in self.cores:
+            _assert_settled(core.state)
+
+    def _runs(self) -> bool:
+        return any(core.state.requests for core in self.cores)
 
     # --- workers --------------------------------------------------------------------------------
 
@@ -224,16 +263,19 @@ class World:
                 worker, spec, Reserved(key=spec.key, at_s=self.now_s)
             ):
                 worker.says[spec.key] += [*self._tokens(spec, 0), self._released(spec)]
-            case Prefill(spec=spec, target=target):
-                self._prefill(worker, spec, target)
+            case Prefill():
+                self._prefill(worker, message)
             case Abort(key=key):
-                on_its_way = (Reserved, ReserveRefused)
-                said = [one for one in worker.says[key] if isinstance(one, on_its_way)]
-                worker.says[key] = deque(said)
-                if key in worker.holds:
-                    worker.says[key].append(Released(key=key, at_s=self.now_s))
+                self._abort(worker, key)
             case _:
                 pass
+
+    def _abort(self, worker: Worker, key: RequestKey) -> None:
+        on_its_way = (Reserved, ReserveRefused)
+        said = [one for one in worker.says[key] if isinstance(one, on_its_way)]
+        worker.says[key] = deque(said)
+        if key in worker.holds:
+            worker.says[key].append(Released(key=key, at_s=self.now_s))
 
     def _take(self, worker: Worker, spec: RequestSpec, answer: WorkerEvent) -> bool:
         refuses = worker.draining or self.random.random() < 0.1
@@ -245,16 +287,20 @@ class World:
         worker.says[spec.key].append(answer)
         return not refuses
 
-    def _prefill(self, worker: Worker, spec: RequestSpec, target: Incarnation | None) -> None:
-        says, key = worker.says[spec.key], spec.key
-        if worker.draining:
+    def _prefill(self, worker: Worker, message: Prefill) -> None:
+        spec, target, key = message.spec, message.target, message.spec.key
+        says = worker.says[key]
+        if message.leaves is not None:
+            self._abort(worker, key._replace(attempt=message.leaves))
+            self.moves[spec.sampling.n] += 1
+        elif worker.draining:
             says.append(ReserveRefused(key=key, at_s=self.now_s, reason="draining"))
             return
         worker.holds.add(key)
         if target is None:
             says.append(Reserved(key=key, at_s=self.now_s))
         says.append(Lifetime(key=key, at_s=self.now_s, name="prefill_started"))
-        if self.random.random() < 0.1:
+        if self.fails and self.random.random() < 0.1:
             reason = self.random.choice(FAILURES)
             says.append(RequestFailed(key=key, at_s=self.now_s, reason=reason, message="why"))
         else:
@@ -295,9 +341,17 @@ class World:
             at_s=self.now_s,
             choice=choice,
             first_index=at,
-            token_ids=(7,) * count,
+            token_ids=tuple(range(at, at + count)),
             finish_reason=FinishReason.LENGTH if is_last else None,
         )
 
     def _released(self, spec: RequestSpec) -> Released:
         return Released(key=spec.key, at_s=self.now_s)
+
+
+def _assert_settled(state: RouterState) -> None:
+    assert not state.requests and not state.waiting, [*state.requests.values()]
+    assert not state.moves.pending and not state.promises.claimed
+    for view in state.workers.values():
+        assert not view.outlook.sequences and not len(view.queue), view.incarnation
+        assert not view.unreleased, view.incarnation

@@ -197,6 +197,41 @@ def test_a_choice_that_ended_with_its_first_token_is_not_decoded() -> None:
     assert (only.choice, only.token_ids) == (1, (101,))
 
 
+@pytest.mark.parametrize("since", [0, 1, 3])
+def test_choices_that_moved_here_go_on_behind_all_that_they_have_emitted(since: int) -> None:
+    """What they had when this worker was asked, and what came with the commit. Only the prompt was
+    handed over: the rest is computed here, behind the blocks that they share."""
+    scheduler = decode_scheduler()
+    emitted = ((4, 5, 6), (8,), (), (9, 9))
+    known = tuple(ids[: max(0, len(ids) - since)] for ids in emitted)
+    request = replace(spec("a", 8, n=4, max_tokens=5), resumed=known)
+    scheduler.handle(reserve(request), 0)
+    scheduler.handle(scatter(scheduler, lend(scheduler, "a", 8)), 0)
+    commit = Commit(
+        key=key("a"),
+        pieces=1,
+        first_token_ids=(4, 8, 3, 9),
+        resumed=tuple(ids[len(had) :] for ids, had in zip(emitted, known, strict=True)),
+        finished_choices=(3,),
+    )
+    scheduler.handle(from_p(commit), 0)
+    step = the_step(scheduler.handle(StepWanted(), 1))
+    slices = {one.choice: one for one in step.batch.slices}
+    assert {choice: one.token_ids for choice, one in slices.items()} == {
+        0: (4, 5, 6),
+        1: (8,),
+        2: (3,),
+    }
+    assert {one.start for one in slices.values()} == {8}
+    assert len({one.tables[0][:2] for one in slices.values()}) == 1, "they share the prompt"
+    assert [one.samples[0].index for one in slices.values()] == [3, 1, 1]
+    told = events(done(scheduler, (11,), (12,), (13,)))
+    tokens = [e for e in told if isinstance(e, Tokens)]
+    assert [(one.choice, one.first_index) for one in tokens] == [(0, 3), (1, 1), (2, 1)]
+    scheduler.handle(Abort(key=key("a")), 2)
+    assert_idle(scheduler)
+
+
 def test_all_choices_stopped_before_the_join_release_at_once() -> None:
     scheduler = decode_scheduler()
     scheduler.handle(reserve(spec("a", 3)), 0)

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from kvpool.core.layout.layout import DTYPE_BYTES
 from kvpool.core.node.messages import PoolMessage
-from kvpool.core.transfer.messages import PeerMessage
+from kvpool.core.transfer.messages import Commit, PeerMessage
 from kvpool.core.transfer.pool_map import KvFacts
 from kvpool.wire import peer, pool
 from kvrelay import wire
@@ -28,6 +28,7 @@ from kvrelay.messages import (
     BlockChanges,
     Counters,
     PoolUpdate,
+    Prefill,
     PromptLogprobs,
     ToWorker,
     WorkerEvent,
@@ -188,10 +189,18 @@ def one_field(cls: Any, name: str, rng: random.Random) -> Any:
 
 
 def built(cls: Any, values: dict[str, Any]) -> Any:
-    """A request is resumed by as many choices as it has."""
-    if cls is RequestSpec and values["resumed"]:
-        values["resumed"] = (values["resumed"] * values["sampling"].n)[: values["sampling"].n]
+    """A request is resumed, and moved, by as many choices as it has."""
+    if cls is RequestSpec:
+        values["resumed"] = fitted(values["resumed"], values["sampling"].n)
+    elif cls is Prefill:
+        values["since"] = fitted(values["since"], values["spec"].sampling.n)
+    elif cls is Commit:
+        values["resumed"] = fitted(values["resumed"], len(values["first_token_ids"]))
     return cls(**values)
+
+
+def fitted(values: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+    return (values * count)[:count]
 
 
 def is_optional(hint: Any) -> bool:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from kvrelay.messages import Abort, Counters, Prefill, Reserve, WorkerHello
-from kvrelay.types import FinishReason, Incarnation, RequestKey, RequestSpec, Role
+from kvrelay.types import FinishReason, Incarnation, RequestSpec, Role
 from router.core.core import RouterCore
 from router.core.events import (
     Aborted,
@@ -19,7 +18,7 @@ from router.core.events import (
     WorkerLost,
     WorkerSaid,
 )
-from router.core.migration import LEAVE_LOOK_S, LEAVING_AT_ONCE, LOOK_S, Moving, next_spec
+from router.core.migration import LEAVE_LOOK_S, LEAVING_AT_ONCE, LOOK_S, Moving
 from router.core.router_state import RouterState
 from router.core.state.quarantine import Pair
 from tests.unit.router_kit import (
@@ -107,7 +106,7 @@ def test_a_second_move_takes_all_that_was_delivered_as_prompt() -> None:
     says(core, "d2", reserved(attempt=1), lifetime("handoff_committed", attempt=1))
     says(core, "d2", tokens(4, 14, attempt=1))
     assert core.state.requests["r"].spec.resumed == ((13,),)
-    again = next_spec(core.state, core.state.requests["r"])
+    again = core.state.requests["r"].next_spec(2)
     assert (again.emitted_ids, again.resumed) == ((10, 11, 12, 13, 14), ())
 
 
@@ -272,45 +271,6 @@ def test_so_many_leave_at_a_time() -> None:
         says(core, "d", lifetime("handoff_committed", name, attempt))
         says(core, "p", released(name, attempt))
     assert len(drains(core, 3)) == LEAVING_AT_ONCE
-
-
-def about(send: Send) -> RequestKey:
-    message: Any = send.message
-    return message.spec.key if isinstance(message, Reserve) else message.key  # type: ignore[no-any-return]
-
-
-def several(core: RouterCore, choices: int = 2) -> RouterCore:
-    """Another request, for two answers, decodes at d."""
-    sampling = replace(request().sampling, max_tokens=MOST, n=choices)
-    core.state.workers[D2].draining = True
-    core.handle(Submitted(request=replace(request("two"), sampling=sampling)), 2)
-    core.state.workers[D2].draining = False
-    attempt = core.state.requests["two"].attempt
-    says(core, "d", reserved("two", attempt))
-    for choice in range(choices):
-        says(core, "p", tokens(0, 10, name="two", attempt=attempt, choice=choice))
-    says(core, "d", lifetime("handoff_committed", "two", attempt))
-    says(core, "p", released("two", attempt))
-    return core
-
-
-def test_several_answers_are_taken_up_elsewhere_behind_what_was_delivered() -> None:
-    core = several(decoding())
-    at = core.state.requests["two"]
-    old = at.key
-    told = drains(core, 3)
-    assert Send(worker=D, message=Abort(key=old)) in told
-    (asked_for,) = [one for one in told if about(one) == at.key]
-    assert (asked_for.worker, type(asked_for.message)) == (D2, Reserve)
-    assert at.spec.resumed == ((10,), (10,))
-    assert (at.tries, at.led_away, at.disturbed) == (1, 1, True)
-
-
-def test_several_answers_stay_where_nobody_has_room_for_all() -> None:
-    core = several(decoding())
-    view = core.state.workers[D2]
-    view.counters = Counters(running=view.hello.max_running_requests - 1)
-    assert not any(about(one).request_id == "two" for one in drains(core, 3))
 
 
 def test_a_prompt_that_is_not_begun_goes_to_another_prefill_worker() -> None:

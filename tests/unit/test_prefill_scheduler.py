@@ -294,6 +294,23 @@ def test_some_choices_end_with_their_first_token() -> None:
     ]
 
 
+@pytest.mark.parametrize("since", [(), (2, 0, 0), (3, 1, 0)])
+def test_the_commit_of_a_move_has_what_was_emitted_since(since: tuple[int, ...]) -> None:
+    """Its target was told of the rest when it was asked. Only the choice without a token draws."""
+    scheduler = prefill_scheduler()
+    resumed = ((4, 5, 6), (8,), ())
+    request = replace(spec("a", 3, n=3), resumed=resumed)
+    scheduler.handle(replace(prefill_of(request), since=since), 0)
+    tokens = [e for e in events(run(scheduler, (1, 2, 3))) if isinstance(e, Tokens)]
+    assert [(one.choice, one.token_ids) for one in tokens] == [(2, (3,))]
+    scheduler.handle(from_d(lent("a", 0)), 1)
+    (commit,) = to_peer(scheduler.handle(written("a", 0), 1))
+    assert isinstance(commit, Commit)
+    assert commit.first_token_ids == (4, 8, 3)
+    told = {(): (), (2, 0, 0): ((5, 6), (), ()), (3, 1, 0): resumed}
+    assert commit.resumed == told[since]
+
+
 def test_max_tokens_of_one_ends_by_length() -> None:
     scheduler = prefill_scheduler()
     scheduler.handle(prefill_of(spec("a", 3, max_tokens=1)), 0)

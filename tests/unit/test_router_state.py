@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ from router.core.shared_queue import open_shared_queue
 from router.core.state.waiting import WaitingLine
 from router.core.workers import Workers
 from tests.unit.router_kit import key, request, reserved, says, split, submit, tokens
-from tests.unit.router_world import World
+from tests.unit.router_world import SETTLE_S, World
 
 P, D = Incarnation("p"), Incarnation("d")
 LONG = tuple(range(20))
@@ -50,6 +51,10 @@ def moving() -> RouterState:
     return RouterState(moves=Moving())
 
 
+def leaving() -> RouterState:
+    return RouterState(moves=Moving(hot_spots=False))
+
+
 def tiers() -> RouterState:
     state = RouterState(tiers=TIERS)
     state.promises.claims.first.value = 1.0
@@ -65,14 +70,17 @@ SCHEDULES = {
     "shared": (shared, SPLIT, 8),
     "moves": (moving, SPLIT, 60),
     "tiers": (tiers, SPLIT, 8),
+    "drains": (leaving, (*SPLIT, Role.BOTH), 60),
 }
+ROUTERS = {"drains": 2}
 
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_laws_hold_after_every_event(name: str, seed: int) -> None:
     open_state, roles, most = SCHEDULES[name]
-    world = World(seed, open_state(), pressed=name == "moves")
+    states = [open_state() for _ in range(ROUTERS.get(name, 1))]
+    world = World(seed, *states, pressed=name == "moves")
     for role in roles:
         world.join(role)
     for number in range(60):
@@ -84,10 +92,46 @@ def test_the_laws_hold_after_every_event(name: str, seed: int) -> None:
         world.submit(replace(asked, qos_tier=tier))
         for _ in range(world.random.randrange(12)):
             world.answer()
-        for chance, happens in ((0.15, world.disturb), (0.06, world.kill), (0.04, world.drain)):
+        drains = 0.12 if name == "drains" else 0.04
+        for chance, happens in ((0.15, world.disturb), (0.06, world.kill), (drains, world.drain)):
             if world.random.random() < chance:
                 happens()
+        world.leave()
     world.finish()
+
+
+@pytest.mark.parametrize("roles", [SPLIT, (Role.BOTH, Role.BOTH)], ids=["split", "both"])
+def test_workers_that_drain_cost_no_request_anything(roles: tuple[Role, ...]) -> None:
+    """Two routers; targets refuse now and then. All tokens come once, none by another try. Only who
+    has asked a worker that is gone must ask another one."""
+    moves: Counter[int] = Counter()
+    again = Request.try_again
+
+    def tries_again(request: Request, attempt: int) -> None:
+        before, was_asked = request.tries, request.state is RequestState.ASKED
+        again(request, attempt)
+        assert request.tries == before or was_asked, request.story
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Request, "try_again", tries_again)
+        for seed in range(12):
+            world = World(seed, leaving(), leaving(), fails=False)
+            for core in world.cores:
+                core.state.failover_patience_s = SETTLE_S / 2
+            for role in roles:
+                world.join(role)
+            for number in range(40):
+                n = world.random.choice((1, 2, 3))
+                world.submit(request(str(number), n=n, max_tokens=60))
+                for _ in range(world.random.randrange(16)):
+                    world.answer()
+                if world.random.random() < 0.2:
+                    world.drain()
+                world.leave()
+            world.finish()
+            assert {*world.ended.values()} <= {"done", "refused"}
+            moves += world.moves
+    assert min(moves[n] for n in (1, 2, 3)) > 10, moves
 
 
 def test_schedules_reach_every_transition() -> None:

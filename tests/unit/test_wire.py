@@ -20,6 +20,7 @@ from kvrelay.messages import Lifetime, WorkerHello
 from kvrelay.types import WIRE_VERSION, RequestKey, Role
 from kvrelay.v1 import peer_pb2
 from kvrelay.v1 import worker_pb2 as pb
+from router.core.migration import MOST_SINCE_TOKENS
 from router.live.dispatcher import MAX_REQUEST_ID_BYTES
 from tests.unit.router_kit import hello
 
@@ -140,10 +141,26 @@ def test_a_request_is_resumed_by_all_its_choices() -> None:
         wire.decode_to_worker(pb.ToWorker(generate=pb.Generate(spec=spec)))
 
 
+def test_a_request_is_moved_with_all_its_choices() -> None:
+    commit = peer_pb2.Commit(first_token_ids=[1, 2], resumed=[pb.EmittedIds(token_ids=[1])])
+    with pytest.raises(PeerError, match="Commit: 1 choices are resumed of 2"):
+        peer_wire.decode(peer_pb2.PeerMessage(commit=commit).SerializeToString())
+    prefill = pb.Prefill(spec=pb.RequestSpec(sampling=pb.Sampling(n=2)), since=[1])
+    with pytest.raises(PeerError, match="Prefill: 1 choices were moved of 2"):
+        wire.decode_to_worker(pb.ToWorker(prefill=prefill))
+
+
 def test_the_longest_peer_message_fits_a_notification() -> None:
-    """Prompts never travel between workers; what grows with a request are its id and choices."""
+    """Prompts never travel between workers; what grows with a request are its id, its choices and
+    what these emit while it is being moved."""
     longest = RequestKey("x" * MAX_REQUEST_ID_BYTES, 2**32 - 1)
     choices = tuple(2**32 - 1 - i for i in range(1000))
-    commit = Commit(key=longest, pieces=10**6, first_token_ids=choices, finished_choices=choices)
+    commit = Commit(
+        key=longest,
+        pieces=10**6,
+        first_token_ids=choices,
+        finished_choices=choices,
+        resumed=((2**32 - 1,) * MOST_SINCE_TOKENS, *[()] * (len(choices) - 1)),
+    )
     assert len(peer_wire.encode(commit)) < MAX_MESSAGE_BYTES
     assert len(peer_wire.encode(RenewLeases(keys=(longest,)))) < 1024

@@ -309,6 +309,29 @@ def test_a_preload_outlives_the_router_that_asked_for_it() -> None:
     assert worker.core.idle
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_preload_ends_when_the_worker_drains(steps: int) -> None:
+    """Between two steps, or while one runs."""
+    worker = Harness()
+    stream = worker.router()
+    worker.say(stream, preload(15))
+    worker.loop.turn()
+    if steps:
+        worker.inbox.put(worker.device.end_step())
+    worker.inbox.put(RunOnLoop(worker.core.drain))
+    worker.loop.turn()
+    if worker.device.running is not None:
+        worker.inbox.put(worker.device.end_step())
+        worker.loop.turn()
+    assert worker.core.idle
+    assert len(worker.device.batches) == 1, "of its two chunks"
+    assert pinned(worker) == 0
+    assert worker.decode_tables.free_blocks == worker.decode_tables.blocks
+    worker.say(stream, preload(9))
+    worker.run()
+    assert worker.core.idle, "it begins none"
+
+
 def test_a_late_message_of_a_router_that_is_gone_harms_nobody() -> None:
     worker = Harness()
     gone = worker.router()

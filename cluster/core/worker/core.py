@@ -154,7 +154,8 @@ class WorkerCore:
             self._routers.report_all()
 
     def drain(self) -> None:
-        """Take nothing new. All routers hear of it with this turn, and lead away what is here."""
+        """Take nothing new. All routers hear of it with this turn, and lead away what is here. What
+        is preloaded ends: nobody would be served from it."""
         self.draining = True
         self._routers.report_all()
 
@@ -173,6 +174,9 @@ class WorkerCore:
         """Keep the device busy, and ask pools and peers."""
         steps, prefixes = self._steps, self.prefixes
         commands: list[Any] = []
+        if self.draining and self._preloads.running:
+            for key in self._preloads.give_up():
+                commands += self._both(Abort(key=key), now_s)
         if self.decode.reservations.awaiting_blocks:
             commands += self.decode.settle_reservations(now_s)  # offers and pulls free blocks too
         if steps.stepping is None:

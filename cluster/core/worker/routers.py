@@ -110,26 +110,32 @@ class RouterQueues:
 class Preloads:
     """Prompts that routers want computed and kept before anyone asks for them. Each is generated
     once, like a request whose tokens nobody waits for, and then pinned. It goes on when the router
-    that asked first is gone."""
+    that asked first is gone, but not when the worker drains."""
 
     def __init__(self, tables: BlockTables, longest_tokens: int) -> None:
         """A sequence of `longest_tokens` must still fit beside what is kept."""
         self._pins = Pins(tables, longest_tokens)
-        self._running: dict[RequestKey, RequestSpec] = {}
+        self.running: dict[RequestKey, RequestSpec] = {}
 
     def __contains__(self, key: RequestKey) -> bool:
         """Whether it is being computed."""
-        return key in self._running
+        return key in self.running
 
     def begin(self, spec: RequestSpec) -> bool:
         """False: it is pinned already, or being computed."""
-        if spec.key in self._running or spec in self._pins:
+        if spec.key in self.running or spec in self._pins:
             return False
-        self._running[spec.key] = spec
+        self.running[spec.key] = spec
         return True
 
+    def give_up(self) -> list[RequestKey]:
+        """Those that are being computed are to be aborted, and not kept."""
+        keys = [*self.running]
+        self.running.clear()
+        return keys
+
     def ended(self, event: Released | ReserveRefused, now_s: float) -> None:
-        spec = self._running.pop(event.key, None)
+        spec = self.running.pop(event.key, None)
         if spec is None:
             return
         if isinstance(event, Released) and self._pins.try_pin(spec, now_s):

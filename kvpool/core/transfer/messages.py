@@ -263,14 +263,14 @@ class PrefixStored:
 @value
 class Commit:
     """The next token of each choice; `finished_choices` ended with it and need no decoding. With a
-    `digest` the KV is checked before it is used. A request of one choice that was moved here has
-    emitted `resumed_ids` since this worker was asked; the first of them is its next token."""
+    `digest` the KV is checked before it is used. The choices of a request that was moved here have
+    emitted `resumed` since this worker was asked: empty, or an entry for each."""
 
     key: RequestKey
     pieces: int
     first_token_ids: tuple[int, ...]
     finished_choices: tuple[int, ...] = ()
-    resumed_ids: tuple[int, ...] = ()
+    resumed: tuple[tuple[int, ...], ...] = ()
     digest: KvDigest | None = None
 
 

@@ -210,20 +210,20 @@ class PrefixStored(_message.Message):
     def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("key", "pieces", "first_token_ids", "finished_choices", "resumed_ids", "digest")
+    __slots__ = ("key", "pieces", "first_token_ids", "finished_choices", "digest", "resumed")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PIECES_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_CHOICES_FIELD_NUMBER: _ClassVar[int]
-    RESUMED_IDS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
     key: _worker_pb2.Key
     pieces: int
     first_token_ids: _containers.RepeatedScalarFieldContainer[int]
     finished_choices: _containers.RepeatedScalarFieldContainer[int]
-    resumed_ids: _containers.RepeatedScalarFieldContainer[int]
     digest: KvDigest
-    def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., pieces: _Optional[int] = ..., first_token_ids: _Optional[_Iterable[int]] = ..., finished_choices: _Optional[_Iterable[int]] = ..., resumed_ids: _Optional[_Iterable[int]] = ..., digest: _Optional[_Union[KvDigest, _Mapping]] = ...) -> None: ...
+    resumed: _containers.RepeatedCompositeFieldContainer[_worker_pb2.EmittedIds]
+    def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., pieces: _Optional[int] = ..., first_token_ids: _Optional[_Iterable[int]] = ..., finished_choices: _Optional[_Iterable[int]] = ..., digest: _Optional[_Union[KvDigest, _Mapping]] = ..., resumed: _Optional[_Iterable[_Union[_worker_pb2.EmittedIds, _Mapping]]] = ...) -> None: ...
 
 class KvDigest(_message.Message):
     __slots__ = ("start", "planes")

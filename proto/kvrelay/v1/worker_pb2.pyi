@@ -162,7 +162,7 @@ class Reserve(_message.Message):
     def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., source: _Optional[str] = ..., counted: _Optional[int] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ..., displaced: _Optional[bool] = ...) -> None: ...
 
 class Prefill(_message.Message):
-    __slots__ = ("spec", "target_addresses", "target", "held_tokens", "prefix_source", "within_s", "leaves")
+    __slots__ = ("spec", "target_addresses", "target", "held_tokens", "prefix_source", "within_s", "leaves", "since")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     TARGET_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +170,7 @@ class Prefill(_message.Message):
     PREFIX_SOURCE_FIELD_NUMBER: _ClassVar[int]
     WITHIN_S_FIELD_NUMBER: _ClassVar[int]
     LEAVES_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
     spec: RequestSpec
     target_addresses: _containers.RepeatedScalarFieldContainer[str]
     target: str
@@ -177,7 +178,8 @@ class Prefill(_message.Message):
     prefix_source: PrefixSource
     within_s: float
     leaves: int
-    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., target_addresses: _Optional[_Iterable[str]] = ..., target: _Optional[str] = ..., held_tokens: _Optional[int] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ..., within_s: _Optional[float] = ..., leaves: _Optional[int] = ...) -> None: ...
+    since: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., target_addresses: _Optional[_Iterable[str]] = ..., target: _Optional[str] = ..., held_tokens: _Optional[int] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ..., within_s: _Optional[float] = ..., leaves: _Optional[int] = ..., since: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefixSource(_message.Message):
     __slots__ = ("peer", "addresses", "blocks", "is_pool_node")
