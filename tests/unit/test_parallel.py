@@ -212,13 +212,13 @@ def test_a_rank_that_can_not_load_ends_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = random_checkpoint(tmp_path, "llama")
-    orders = Leader.in_turn
+    orders = Leader.together
 
     def spoil(self: Leader, work: Callable[[], object]) -> object:
         self._orders["dtype"] = "float1"
         return orders(self, work)
 
-    monkeypatch.setattr(Leader, "in_turn", spoil)
+    monkeypatch.setattr(Leader, "together", spoil)
     refused(folder, "float1")
 
 
