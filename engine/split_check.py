@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from engine.device.host_memory import return_freed
 from engine.model.checkpoint import Checkpoint
 from engine.model.families import has_experts, refusal
 from engine.model.model import LOAD_ERRORS, Model, bare_copy, fill
@@ -40,7 +41,9 @@ def first_layers(bare: Model, checkpoint: Checkpoint, *, is_leader: bool) -> Fir
     if not is_leader:
         return FirstLayers(count=count, reference=None)
     reference = eager_reference(fill(_first(bare, count), checkpoint))
-    if bare.device.type == "cuda":
+    if bare.on_cpu:
+        return_freed()
+    else:
         torch.cuda.empty_cache()
     return FirstLayers(count=count, reference=reference)
 
