@@ -61,6 +61,7 @@ bench: $(STAMP)  ## the benchmarks of this machine, with their limits and peers
 	$(BIN)/python -m bench.serving.flips
 	$(BIN)/python -m bench.kvpool.host_tier
 	$(BIN)/python -m bench.engine.parallel
+	$(BIN)/python -m bench.engine.loading
 	$(BIN)/python -m bench.kvpool.directory
 	$(BIN)/python -m bench.router.decisions
 	$(BIN)/python -m bench.router.trace_request

@@ -47,7 +47,7 @@ class Following:
         self._channel = channel
         self._timeout_s = timeout_s
 
-    def in_turn(self, work: Callable[[], T]) -> T:
+    def together(self, work: Callable[[], T]) -> T:
         done = work()
         self._channel.send_facts(done=True)
         self.group.connect(self._channel.receive_memory())
@@ -75,7 +75,7 @@ class Following:
 
 
 def load_followed(channel: Channel) -> Engine:
-    """Loads by rank 0's orders, which come when it is this rank's turn. Raises ModelError."""
+    """Loads by rank 0's orders. Raises ModelError."""
     orders: dict[str, Any] = channel.receive_facts()
     use_threads(orders["threads"])
     device, meeting = orders["device"], Path(orders["meeting"])

@@ -24,14 +24,14 @@ from engine.device.group import Group
 from engine.memory_profile import profile_memory
 from engine.model.checkpoint import Checkpoint, eos_token_ids
 from engine.model.kv_layout import derive_layout
-from engine.model.model import Model, load_model
+from engine.model.model import Model
 from engine.model.packed_linear import sizes
 from engine.parallel.ranks import ALONE, Ranks, block_bytes, own_layout
 from engine.runner import Engine, EngineFacts
 from engine.sampling.grammars import Grammars, open_grammars
 from engine.sampling.sampler import prepare_draws
 from engine.self_check import Reference, check_against_eager
-from engine.share import Loaded, check_shares, profile_of_all, share_out
+from engine.share import Share, check_share, load_share, profile_of_all
 from kvpool.core.layout.layout import KvLayout
 from kvpool.memory.kv_memory import Allocate, KvMemory
 from kvrelay.errors import ModelError
@@ -181,13 +181,14 @@ def load_engine(
         torch.set_float32_matmul_precision("high" if cuda.tf32 else "highest")
     longest = _max_model_len(checkpoint, limits)
 
-    def load_share() -> Loaded:
-        return share_out(load_model(checkpoint, device=device, dtype=dtype), ranks.group, longest)
+    def load() -> Share:
+        return load_share(
+            checkpoint, device=device, dtype=dtype, group=ranks.group, longest=longest
+        )
 
     report(StartActivity(stage=Stage.LOADS))
     with _memory_errors(device):
-        loaded = ranks.in_turn(load_share)
-    own_shapes = check_shares(loaded, ranks.group)
+        loaded = check_share(ranks.together(load), longest)
     if compiled:
         report(StartActivity(stage=Stage.COMPILES))
     model = _made_fast(loaded.model, limits, cuda, compiled=compiled)
@@ -199,7 +200,7 @@ def load_engine(
         facts=_facts(checkpoint, layout, model, longest, ranks.group),
         layout=layout,
         own=own,
-        backend=choose_backend(attention, model, own, own_shapes),
+        backend=choose_backend(attention, model, own, loaded.own),
         limits=limits,
         needs_masks=loaded.needs_masks,
         goes_first=cuda.goes_first,

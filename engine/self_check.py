@@ -114,7 +114,12 @@ def _keep_layers(config: Any) -> None:
     if getattr(config, "num_kv_shared_layers", 0):
         config.num_kv_shared_layers = len(firsts)
         firsts *= 2
-    kept = (firsts * _LAYERS)[: max(_LAYERS, len(firsts))]
+    keep_layers(config, (firsts * _LAYERS)[: max(_LAYERS, len(firsts))])
+
+
+def keep_layers(config: Any, kept: Sequence[int]) -> None:
+    """Changes what the configuration says for each layer."""
+    count = config.num_hidden_layers
     for name, value in list(vars(config).items()):
         if isinstance(value, list | tuple) and len(value) == count:
             setattr(config, name, type(value)(value[layer] for layer in kept))
@@ -191,11 +196,17 @@ class Reference:
 
 
 def eager_reference(model: Model) -> Reference:
-    """The reference of `check_against_eager`, from a whole model."""
-    ids = _token_ids(model, _SHORT)
+    """The reference of `check_against_eager`. Ranks that share a model call this at the same
+    time."""
+    ids = short_token_ids(model)
     logits = model.eager_logits(ids).float()
     bounds = noise_bound(lambda: model.eager_logits(ids[:1])[0], logits[0])
     return Reference(logits=logits, bound=_typical(model, bounds))
+
+
+def short_token_ids(model: Model) -> torch.Tensor:
+    """The sequences of the reference, `[sequences, tokens]`."""
+    return _token_ids(model, _SHORT)
 
 
 def check_against_eager(

@@ -163,7 +163,7 @@ def _print(facts: PlannedModel, copies: dict[str, CopyCapacity | None], context:
     for heading in _HEADINGS:
         table.add_column(heading, justify="left" if heading == "device" else "right")
     for name, copy in copies.items():
-        table.add_row(*(_cells(copy) if copy else (name, "more than 16")))
+        table.add_row(*(_cells(copy) if copy else (name, "too small")))
     console.print(table)
     console.print("bounds: every rate of the data sheet reached, no overheads", markup=False)
 

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from cluster.cli.options import Format
 from cluster.config.types import parse_duration_s
-from cluster.sim.planning.candidates import fastest, fits, kinds, obstacles, servable_file, smallest
+from cluster.sim.planning.candidates import fastest, fits, kinds, servable_file, smallest
 from cluster.sim.planning.estimate import PlanObjectives, Workload, copies, workload
 from cluster.sim.planning.settle import Settled, Task, parallel_enough, parallel_fastest
 from cluster.sim.profiles.capacity import PlannedModel
@@ -162,8 +162,7 @@ def _search(task: Task, work: Workload, asked: Asked) -> Found:
 
 def _write(path: Path, settled: Settled, task: Task) -> None:
     raw = servable_file(settled.fleet, task.model, task.facts, task.objectives)
-    notes = "".join(f"# kvrelay serve can't start this: {o}\n" for o in obstacles(settled.fleet))
-    path.write_text(f"# {settled.fleet}\n{notes}{yaml.safe_dump(raw, sort_keys=False)}")
+    path.write_text(f"# {settled.fleet}\n{yaml.safe_dump(raw, sort_keys=False)}")
 
 
 def _print_search(found: Found) -> None:

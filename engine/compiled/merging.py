@@ -21,6 +21,7 @@ import torch
 from torch.fx import Node
 
 from engine.compiled.graph import Captured, kind
+from engine.device.host_memory import return_freed
 from engine.model.capture import LINEAR
 from engine.model.packed_linear import Packed, PackedLinear, can_pack, join_biases, pack
 
@@ -41,6 +42,7 @@ def pack_graph(made: Captured, model: torch.nn.Module) -> None:
     for nodes in _by_input(made, owners):
         _merge(made, nodes, [owners.pop(id(made.constant(node.args[1]))) for node in nodes])
         _release(made, nodes)
+        return_freed()
 
 
 def merge_graph(made: Captured, model: torch.nn.Module) -> int:
@@ -89,9 +91,13 @@ def _linear_nodes(made: Captured) -> list[Node]:
 
 def pack_modules(model: torch.nn.Module) -> None:
     """Packs each linear layer by itself, without a graph that shows which belong together."""
-    for place in _packable(model):
+    places = _packable(model)[::-1]
+    while places:  # a place that is done holds no weights any more
+        place = places.pop()
         packed = pack([place.module.weight], [place.module.bias])
         setattr(place.parent, place.name, PackedLinear(packed, 0, packed.width))
+        del place
+        return_freed()
 
 
 def linears(model: torch.nn.Module) -> Iterator[LinearPlace]:

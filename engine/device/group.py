@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 LOADING_TIMEOUT_S = 600.0
-"""Ranks load one after another, and some compile for longer than others."""
+"""Some ranks load, check or compile for longer than others."""
 MEETING_TIMEOUT_S = 60.0
 """All ranks have loaded when they meet; a missing rank has died."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -70,3 +71,10 @@ def _cache_bytes(group: Path, files: GroupFiles) -> int:
         rows = (line.split() for line in (group / "memory.stat").read_text().splitlines())
         return next((int(row[1]) for row in rows if row[0] == files.cache), 0)
     return 0
+
+
+def return_freed() -> None:
+    """Gives freed memory back to Linux. glibc keeps blocks of less than 32 MB (mallopt(3),
+    M_MMAP_THRESHOLD), and those of threads that loaded weights are of no use to other threads."""
+    with suppress(AttributeError):  # another libc
+        ctypes.CDLL(None).malloc_trim(0)

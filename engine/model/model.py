@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
+from transformers.monkey_patching import patch_output_recorders
 from transformers.utils.logging import disable_progress_bar
 
 from engine.device.group import Group
@@ -18,6 +22,7 @@ from engine.model.checkpoint import Checkpoint
 from engine.model.families import LongRope, check_family, longrope_border_tokens
 from engine.model.interface import AttentionState, attention_state
 from engine.model.packed_linear import packed_bytes, prepare, rounded
+from engine.model.weights import Cuts, read_weights
 from kvrelay.errors import ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -113,36 +118,60 @@ class Model:
 
 
 def load_model(checkpoint: Checkpoint, *, device: str, dtype: str) -> Model:
-    """`dtype` is a key of DTYPES or "auto" (the checkpoint's own). Raises ModelError."""
+    """The whole model. `dtype` is a key of DTYPES or "auto" (the checkpoint's own). Raises
+    ModelError."""
+    return fill(bare_model(checkpoint, device=device, dtype=dtype), checkpoint)
+
+
+def bare_model(checkpoint: Checkpoint, *, device: str, dtype: str) -> Model:
+    """The model for `fill`: its parameters are on the meta device. Raises ModelError for a family
+    that can't be served, and for a device that is not there."""
     _use_device(torch.device(device))
     config = _load_config(checkpoint)
     check_family(config)
     interface.register()
     disable_progress_bar()  # several workers share one log
-    wanted = _resolve_dtype(config, dtype)
+    with _load_errors(checkpoint, device):
+        return _bare(config, torch.device(device), _resolve_dtype(config, dtype))
+
+
+def fill(model: Model, checkpoint: Checkpoint, cuts: Cuts = MappingProxyType({})) -> Model:
+    """Reads the weights of a bare model, in place, straight to its device. Raises ModelError."""
+    module, device = model.module, model.device
+    with _load_errors(checkpoint, device):
+        missing = read_weights(module, checkpoint.weights, device, model.dtype, cuts)
+        module.eval().requires_grad_(False)
+    _check_complete(checkpoint, missing)
+    border = longrope_border_tokens(model.config)
+    return replace(model, longrope=None if border is None else LongRope(module, border))
+
+
+def bare_copy(model: Model, config: PretrainedConfig) -> Model:
+    """Another bare model of the family. Raises one of LOAD_ERRORS."""
+    return _bare(config, model.device, model.dtype)
+
+
+def _bare(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> Model:
+    """As `from_pretrained` builds it before it reads weights."""
+    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    config = copy.deepcopy(config)
+    config._attn_implementation = interface.NAME
+    config.dtype = dtype
+    with ExitStack() as contexts:
+        for context in family.get_init_context(dtype, False, False, None):
+            contexts.enter_context(context)
+        module = family(config)
+        patch_output_recorders(module)
+    return Model(module=module, config=config, device=device, dtype=dtype)
+
+
+@contextmanager
+def _load_errors(checkpoint: Checkpoint, device: object) -> Iterator[None]:
     try:
-        module, told = AutoModelForCausalLM.from_pretrained(
-            checkpoint.path,
-            config=config,
-            dtype=wanted,
-            attn_implementation=interface.NAME,
-            output_loading_info=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-        )
-        module = module.to(torch.device(device)).eval().requires_grad_(False)
+        yield
     except LOAD_ERRORS as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"{checkpoint.path} can't be loaded on {device}: {reason}") from error
-    _check_complete(checkpoint, told["missing_keys"])
-    border = longrope_border_tokens(config)
-    return Model(
-        module=module,
-        config=config,
-        device=torch.device(device),
-        dtype=wanted,
-        longrope=None if border is None else LongRope(module, border),
-    )
 
 
 def _check_complete(checkpoint: Checkpoint, missing: Iterable[str]) -> None:

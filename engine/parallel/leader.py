@@ -9,9 +9,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,11 +64,13 @@ class Leader:
                 target=self._watch, args=(one,), name="kvrelay-ranks", daemon=True
             ).start()
 
-    def in_turn(self, work: Callable[[], T]) -> T:
+    def together(self, work: Callable[[], T]) -> T:
         """Raises ModelError when another rank can't do its part."""
+        for one in self._followers:
+            one.order(self._orders)
         done = work()
         for one in self._followers:
-            one.load(self._orders)
+            one.wait_loaded()
         board = memfd.allocate(self.group.shared_bytes, "kvrelay-board")
         for one in self._followers:
             one.channel.send_memory(self._lend(board))
@@ -160,15 +162,24 @@ class _Follower:
             unused.pop_all()
         self.channel = Channel(ours)
 
-    def load(self, orders: dict[str, Any]) -> None:
-        """Returns when the rank has loaded. Raises ModelError when it can't."""
-        try:
+    def order(self, orders: dict[str, Any]) -> None:
+        """Lets the rank load. Raises ModelError when it is gone."""
+        with self._gone():
             self.channel.send_facts(rank=self.rank, device=self._device, **orders)
+
+    def wait_loaded(self) -> None:
+        """Raises ModelError when the rank can't load."""
+        with self._gone():
             facts = self.channel.receive_facts()
-        except (OSError, EOFError) as error:
-            raise ModelError(f"{self.obituary()} while it loaded the model") from error
         if "error" in facts:
             raise ModelError(facts["error"])
+
+    @contextmanager
+    def _gone(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, EOFError) as error:
+            raise ModelError(f"{self.obituary()} while it loaded the model") from error
 
     def last_words(self) -> str | None:
         try:

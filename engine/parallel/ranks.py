@@ -31,8 +31,8 @@ class Ranks(Protocol):
     @property
     def group(self) -> Group | None: ...
 
-    def in_turn(self, work: Callable[[], T]) -> T:
-        """One rank after another, so that only one at a time has the whole model in memory."""
+    def together(self, work: Callable[[], T]) -> T:
+        """All ranks do this at the same time, and meet when all have done it."""
 
     def memory(
         self, layout: KvLayout, blocks: int, device: torch.device, allocate: Allocate | None
@@ -52,7 +52,7 @@ class Ranks(Protocol):
 class Alone:
     group = None
 
-    def in_turn(self, work: Callable[[], T]) -> T:
+    def together(self, work: Callable[[], T]) -> T:
         return work()
 
     def memory(

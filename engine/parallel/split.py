@@ -1,4 +1,4 @@
-"""Keeps one rank's share of a loaded model, by the family's own tensor parallel plan.
+"""Finds one rank's share of a model, by the family's own tensor parallel plan.
 
 The plan is transformers': # name pattern |-> how that linear layer or parameter is cut. Embeddings
 stay whole on every rank. Modules around a rank's share combine the ranks' outputs. A model's heads
@@ -16,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from engine.device.group import Group
+from engine.model.weights import Cut, Cuts
 from kvpool.core.layout.shards import Shard
 from kvrelay.errors import ModelError
 
@@ -112,18 +113,38 @@ def whole_attention(family: str) -> ModelError:
     )
 
 
-def split(module: Any, group: Group, kv_heads: Mapping[int, Sequence[int]]) -> None:
-    """Works in place. `kv_heads` are those of each layer's planes. Raises ModelError like
-    `check_plan`, and for sizes that don't divide."""
+def plan_cuts(module: Any, group: Group, kv_heads: Mapping[int, Sequence[int]]) -> Cuts:
+    """The parts of a whole model's parameters that this rank reads. `kv_heads` are those of each
+    layer's planes. Raises ModelError like `check_plan`, and for sizes that don't divide."""
     check_plan(module)
     plan = _plan(module)
     cutter = _Cutter(module.config.model_type, group, _heads_by_name(module, kv_heads))
-    for name, _ in [*module.named_parameters()]:
+    for name, tensor in module.named_parameters():
         if style := plan.get(_pattern(name)):
-            cutter.cut_parameter(module, name, style)
+            cutter.cut_parameter(name, tensor, style)
+    for name, inner in module.named_modules():
+        if (style := plan.get(_pattern(name))) in _CUT:
+            cutter.cut_linear(name, inner, style)
+    return cutter.cuts
+
+
+def join_ranks(module: Any, group: Group, cuts: Cuts) -> None:
+    """Wraps modules that hold this rank's parts, in place, so that the outputs of ranks are
+    combined."""
+    plan = _plan(module)
     for name, inner in [*module.named_modules()]:
-        if style := plan.get(_pattern(name)):
-            cutter.cut_module(module, name, inner, style)
+        style = plan.get(_pattern(name))
+        if style in _CUT:
+            inner.out_features, inner.in_features = inner.weight.shape
+        if style in _SUMMED:
+            module.set_submodule(name, Summed(inner, group))
+        elif style == "rowwise":
+            bias = inner.bias
+            inner.register_parameter("bias", None)
+            module.set_submodule(name, Summed(inner, group, bias))
+        elif style in _JOINED:
+            outputs = cuts[f"{name}.weight"].whole
+            module.set_submodule(name, JoinedOutputs(inner, group, outputs))
 
 
 def _heads_by_name(module: Any, kv_heads: Mapping[int, Sequence[int]]) -> dict[str, int]:
@@ -147,93 +168,69 @@ def _pattern(name: str) -> str:
 
 class _Cutter:
     def __init__(self, family: str, group: Group, kv_heads: Mapping[str, int]) -> None:
+        self.cuts: dict[str, Cut] = {}
         self._family = family
         self._group = group
         self._shard = Shard(rank=group.rank, size=group.size)
         self._kv_heads = kv_heads
 
-    def cut_parameter(self, module: nn.Module, name: str, style: str) -> None:
+    def cut_parameter(self, name: str, tensor: torch.Tensor, style: str) -> None:
         """A parameter without its own module, such as the joint weights of all experts."""
-        owner, _, key = name.rpartition(".")
-        holder = module.get_submodule(owner)
-        tensor = holder.get_parameter(key)
         match style:
             case "colwise":
-                found = self._share(name, tensor, max(0, tensor.ndim - 2))
+                self.cuts[name] = self._share(name, tensor, max(0, tensor.ndim - 2))
             case "rowwise":
-                found = self._share(name, tensor, tensor.ndim - 1)
+                self.cuts[name] = self._share(name, tensor, tensor.ndim - 1)
             case "packed_colwise":
-                found = self._packed_share(name, tensor, tensor.ndim - 2)
-            case _:
-                return
-        holder.register_parameter(key, _frozen(found))
+                self.cuts[name] = self._packed_share(name, tensor, tensor.ndim - 2)
 
-    def cut_module(self, module: nn.Module, name: str, inner: nn.Module, style: str) -> None:
-        if style in _SUMMED:
-            module.set_submodule(name, Summed(inner, self._group))
-        elif style in _CUT:
-            if not isinstance(inner, nn.Linear):
-                raise ModelError(
-                    f"the {self._family} family can't be split over ranks: {name} is a "
-                    f"{type(inner).__name__}: set parallel.tensor to 1"
-                )
-            module.set_submodule(name, self._linear(name, inner, style))
-
-    def _linear(self, name: str, inner: nn.Linear, style: str) -> nn.Module:
-        outputs = inner.out_features
-        match style:
-            case "rowwise":
-                bias = inner.bias
-                inner.register_parameter("bias", None)
-                self._set(inner, self._share(name, inner.weight, 1))
-                return Summed(inner, self._group, bias)
-            case "packed_colwise":
-                self._set(inner, self._packed_share(name, inner.weight, 0))
-                if inner.bias is not None:
-                    inner.bias = _frozen(self._packed_share(name, inner.bias, 0))
-                return inner
+    def cut_linear(self, name: str, inner: nn.Module, style: str) -> None:
+        if not isinstance(inner, nn.Linear):
+            raise ModelError(
+                f"the {self._family} family can't be split over ranks: {name} is a "
+                f"{type(inner).__name__}: set parallel.tensor to 1"
+            )
+        if style == "rowwise":
+            self.cuts[f"{name}.weight"] = self._share(name, inner.weight, 1)
+            return
         share = self._padded_share if style in _JOINED else self._share
-        self._set(inner, share(name, inner.weight, 0))
+        share = self._packed_share if style == "packed_colwise" else share
+        self.cuts[f"{name}.weight"] = share(name, inner.weight, 0)
         if inner.bias is not None:
-            inner.bias = _frozen(share(name, inner.bias, 0))
-        return JoinedOutputs(inner, self._group, outputs) if style in _JOINED else inner
+            self.cuts[f"{name}.bias"] = share(name, inner.bias, 0)
 
-    def _set(self, linear: nn.Linear, weight: torch.Tensor) -> None:
-        linear.weight = _frozen(weight)
-        linear.out_features, linear.in_features = weight.shape
-
-    def _share(self, name: str, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """A copy, so that the whole can be freed."""
-        heads = self._kv_heads.get(name)
+    def _share(self, name: str, tensor: torch.Tensor, dim: int) -> Cut:
+        whole, heads = tensor.shape[dim], self._kv_heads.get(name)
         if heads is not None:
-            held, rows = self._shard.heads(heads), tensor.shape[dim] // heads
-            return tensor.narrow(dim, held.start * rows, len(held) * rows).clone()
-        each, rest = divmod(tensor.shape[dim], self._group.size)
+            held, rows = self._shard.heads(heads), whole // heads
+            part = range(held.start * rows, held.stop * rows)
+        else:
+            part = self._own(name, whole)
+        return Cut(dim=dim, ranges=(part,), size=len(part), whole=whole)
+
+    def _own(self, name: str, rows: int) -> range:
+        each, rest = divmod(rows, self._group.size)
         if rest:
             raise ModelError(
                 f"parallel.tensor {self._group.size} can't split {name} of this {self._family} "
-                f"model: it has {tensor.shape[dim]} rows or columns"
+                f"model: it has {rows} rows or columns"
             )
-        return tensor.narrow(dim, self._group.rank * each, each).clone()
+        return range(self._group.rank * each, (self._group.rank + 1) * each)
 
-    def _packed_share(self, name: str, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    def _packed_share(self, name: str, tensor: torch.Tensor, dim: int) -> Cut:
         """The share of both halves, gate and up."""
-        halves = tensor.chunk(2, dim=dim)
-        return torch.cat([self._share(name, half, dim) for half in halves], dim=dim)
+        whole = tensor.shape[dim]
+        gate = self._own(name, whole // 2)
+        up = range(gate.start + whole // 2, gate.stop + whole // 2)
+        return Cut(dim=dim, ranges=(gate, up), size=2 * len(gate), whole=whole)
 
-    def _padded_share(self, name: str, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    def _padded_share(self, name: str, tensor: torch.Tensor, dim: int) -> Cut:
         """Of the same size on all ranks; the last is padded with zeros, because vocabularies may be
         odd."""
-        assert dim == 0, name
-        each = -(-len(tensor) // self._group.size)
-        share = tensor[self._group.rank * each : (self._group.rank + 1) * each]
-        padded = tensor.new_zeros(each, *tensor.shape[1:])
-        padded[: len(share)] = share
-        return padded
-
-
-def _frozen(tensor: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)
+        whole = tensor.shape[dim]
+        each = -(-whole // self._group.size)
+        start, stop = (min(whole, (self._group.rank + one) * each) for one in (0, 1))
+        return Cut(dim=dim, ranges=(range(start, stop),), size=each, whole=whole)
 
 
 def check_degree(size: int, family: str, heads: Collection[int], kv_heads: Collection[int]) -> None:

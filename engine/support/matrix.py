@@ -43,6 +43,8 @@ CHECKS: Mapping[str, str] = {
     "long sequence": "a small random copy (two layers, float32, windows and other borders of 8 "
     "tokens) differs from its own eager forward by more than 0.001 of its logits' range in "
     "sequences of 300 tokens",
+    "split": "several ranks share the model, and the logits of its first layers differ from those "
+    "of one process by more than the order of summation explains",
     "self": "the checkpoint itself, with its kernels and dtype, differs from its own eager "
     "forward. It may differ by three times what another order of summation does to the eager "
     "logits",

@@ -23,11 +23,12 @@ from engine.device.layer_marks import LayerMarks
 from engine.load import load_engine
 from engine.load_ranks import load_split
 from engine.model.checkpoint import open_checkpoint
-from engine.model.model import load_model
+from engine.model.model import bare_model, fill, load_model
 from engine.parallel import leader
 from engine.parallel.leader import Leader
-from engine.parallel.split import check_plan
+from engine.parallel.split import _Cutter, check_plan
 from engine.runner import Engine
+from engine.split_check import check_split, first_layers
 from kvpool.core.layout.shards import Shard, ShardLayout
 from kvpool.core.transfer.plan import cut
 from kvpool.core.transfer.write import Side, TokenSpan
@@ -212,13 +213,13 @@ def test_a_rank_that_can_not_load_ends_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = random_checkpoint(tmp_path, "llama")
-    orders = Leader.in_turn
+    orders = Leader.together
 
     def spoil(self: Leader, work: Callable[[], object]) -> object:
         self._orders["dtype"] = "float1"
         return orders(self, work)
 
-    monkeypatch.setattr(Leader, "in_turn", spoil)
+    monkeypatch.setattr(Leader, "together", spoil)
     refused(folder, "float1")
 
 
@@ -315,3 +316,44 @@ def test_no_rank_is_left_where_another_cannot_start(
         Leader(["cpu"] * 3, 1, {}, 1.0)
     assert begun[0].poll() is not None
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.processes
+def test_ranks_with_wrong_parts_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have the second half of the feed-forward layers, and their heads."""
+    own = _Cutter._own
+
+    def second(self: _Cutter, name: str, rows: int) -> range:
+        return range(rows // 2, rows) if ".mlp." in name else own(self, name, rows)
+
+    monkeypatch.setattr(_Cutter, "_own", second)
+    folder = random_checkpoint(tmp_path, "llama")
+    refused(folder, r"the llama family can't be served \(split check\): the logits of its ranks")
+
+
+def test_rank_0_knows_the_first_layers_of_each_kind(tmp_path: Path) -> None:
+    """A sparse layer and one with full attention come after others."""
+    kinds = ["sliding_attention"] * 3 + ["full_attention"] * 3
+    folder = random_checkpoint(
+        tmp_path, "gemma3_text", num_hidden_layers=6, layer_types=kinds, sliding_window=8
+    )
+    checkpoint = open_checkpoint(str(folder))
+    bare = bare_model(checkpoint, device="cpu", dtype="float32")
+    first = first_layers(bare, checkpoint, is_leader=True)
+    whole = fill(bare, checkpoint)
+    assert first.count == 4 and first.reference is not None
+    check_split(whole, first)  # the whole model is right, and stays whole
+    assert len(whole.module.model.layers) == 6
+    last = whole.module.model.layers[3].self_attn.o_proj
+    last.weight.data = last.weight.data.flip(0)
+    with pytest.raises(ModelError, match="split check"):
+        check_split(whole, first)
+
+
+def test_a_sparse_layer_is_a_kind_of_its_own(tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=5, mlp_only_layers=[0, 1])
+    checkpoint = open_checkpoint(str(folder))
+    bare = bare_model(checkpoint, device="cpu", dtype="float32")
+    assert first_layers(bare, checkpoint, is_leader=False).count == 3

@@ -22,7 +22,6 @@ from cluster.sim.planning.candidates import (
     fits,
     grown,
     kinds,
-    obstacles,
     servable_file,
     smallest,
 )
@@ -40,6 +39,7 @@ from cluster.sim.planning.settle import Task, enough, fastest_rate
 from cluster.sim.profiles.load import known_device
 from cluster.sim.simulation import kv_layout
 from cluster.sim.trace import TraceRequest
+from engine.core.model_shape import read_shape
 from engine.core.step_times import decode_work, prefill_work
 from kvrelay.errors import ConfigError
 from kvrelay.types import Role
@@ -192,23 +192,26 @@ def test_a_plan_of_single_devices_is_a_cluster_file_to_serve(tmp_path: Path) -> 
     loaded = load_config(tmp_path / "plan.yaml")
     assert [pool.role for pool in loaded.workers] == [Role.PREFILL, Role.DECODE]
     assert loaded.simulation.slo.tpot == pytest.approx(0.05)
-    assert not obstacles(fleet)
     assert [pool.parallel.tensor for pool in loaded.workers] == [1, 1]
 
 
 def test_a_worker_has_a_rank_on_each_of_its_gpus(tmp_path: Path) -> None:
-    by_degrees = {
-        (way.parallel.tensor, way.parallel.pipeline): CandidateFleet(
-            (CandidatePool(role=Role.BOTH, copy=way, replicas=1, seconds=1.0),)
-        )
-        for way in ways({"h100-sxm": 2})
-    }
-    raw = servable_file(by_degrees[2, 1], "llama-3.1-8b", FACTS, OBJECTIVES)
-    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(raw))
-    assert load_config(tmp_path / "plan.yaml").workers[0].parallel.tensor == 2
-    assert obstacles(by_degrees[2, 1]) == []
-    (why,) = obstacles(by_degrees[1, 2])
-    assert why == "h100-sxm tp1 pp2: a worker's model isn't cut into pipeline stages"
+    for way in ways({"h100-sxm": 8}):
+        assert way.parallel.pipeline == 1, "workers have no pipeline stages"
+        pool = CandidatePool(role=Role.BOTH, copy=way, replicas=1, seconds=1.0)
+        raw = servable_file(CandidateFleet((pool,)), "llama-3.1-8b", FACTS, OBJECTIVES)
+        (tmp_path / "plan.yaml").write_text(yaml.safe_dump(raw))
+        tensor = load_config(tmp_path / "plan.yaml").workers[0].parallel.tensor
+        assert tensor == way.parallel.tensor
+
+
+def test_no_copy_has_a_degree_that_its_heads_do_not_allow() -> None:
+    attention = {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64}
+    sizes = {"num_hidden_layers": 2, "hidden_size": 768, "intermediate_size": 768}
+    shape = read_shape({**attention, **sizes, "vocab_size": 512}, "twelve heads")
+    facts = replace(FACTS, shape=shape)
+    found = copies(facts, {"l40s": known_device("l40s")}, {"l40s": 8}, 1050, 0.9)
+    assert [way.parallel.tensor for way in found] == [1, 2, 4]
 
 
 @pytest.fixture

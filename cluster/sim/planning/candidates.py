@@ -177,9 +177,3 @@ def _workers(pool: CandidatePool) -> dict[str, object]:
     found = {"role": str(pool.role), "replicas": pool.replicas, "device": "cuda"}
     tensor = pool.copy.parallel.tensor
     return found if tensor == 1 else found | {"parallel": {"tensor": tensor}}
-
-
-def obstacles(fleet: CandidateFleet) -> list[str]:
-    """Why `kvrelay serve` can't start it; empty when it can."""
-    staged = [pool.copy.name for pool in fleet.pools if pool.copy.parallel.pipeline > 1]
-    return [f"{name}: a worker's model isn't cut into pipeline stages" for name in staged]

@@ -12,15 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from cluster.sim.profiles.capacity import PlannedModel, capacity
+from cluster.sim.profiles.capacity import TENSOR_DEGREES, PlannedModel, capacity
 from cluster.sim.profiles.roofline import Parallel, RooflineTimes, roofline_times
 from cluster.sim.profiles.schema import BYTES_PER_PARAMETER, DeviceProfile, Efficiency
 from cluster.sim.trace import TraceRequest
 from engine.core.step_times import decode_work, prefill_work
 from kvrelay.errors import ConfigError
 
-_TENSOR = (1, 2, 4, 8)
-_PIPELINE = (1, 2, 4)
 _NODE_DEVICES = 8
 
 
@@ -37,8 +35,7 @@ class Copy:
 
     @property
     def name(self) -> str:
-        pipeline = f" pp{self.parallel.pipeline}" if self.parallel.pipeline > 1 else ""
-        return f"{self.device} tp{self.parallel.tensor}{pipeline}"
+        return f"{self.device} tp{self.parallel.tensor}"
 
     def profile(self, model: str, facts: PlannedModel) -> dict[str, object]:
         """Its hardware profile, as a file would have it."""
@@ -52,7 +49,6 @@ class Copy:
             "expert_dtype": precision.experts,
             "kv_dtype": precision.kv,
             "tensor_parallel": self.parallel.tensor,
-            "pipeline_parallel": self.parallel.pipeline,
             "price_per_hour": self.price_per_hour,
         }
 
@@ -64,22 +60,21 @@ def copies(
     longest_tokens: int,
     memory_fraction: float,
 ) -> list[Copy]:
-    """Those that hold a sequence of `longest_tokens`. Raises ConfigError: a price isn't known."""
+    """Those that hold a sequence of `longest_tokens`, and that a worker can start. Raises
+    ConfigError: a price isn't known."""
     found = []
     for name, device in devices.items():
-        for parallel in _degrees(stock[name]):
+        for parallel in _degrees(facts, stock[name]):
             room = capacity(facts, name, device, parallel, longest_tokens, memory_fraction)
             if room.batch:
                 found.append(_copy(facts, name, device, parallel, room.kv_tokens))
     return found
 
 
-def _degrees(most_devices: int) -> Iterator[Parallel]:
-    """Tensor parallelism stays within a node; a pipeline may leave it."""
-    for tensor in _TENSOR:
-        for pipeline in _PIPELINE:
-            if tensor * pipeline <= most_devices:
-                yield Parallel(tensor=tensor, pipeline=pipeline)
+def _degrees(facts: PlannedModel, most_devices: int) -> Iterator[Parallel]:
+    for tensor in filter(facts.shape.splits_over, TENSOR_DEGREES):
+        if tensor <= most_devices:
+            yield Parallel(tensor=tensor)
 
 
 def _copy(

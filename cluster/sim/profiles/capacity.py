@@ -13,7 +13,9 @@ from engine.core.model_shape import ModelShape
 from engine.core.step_times import decode_work, prefill_work
 
 IDEAL = Efficiency(memory=1.0, compute=1.0, overhead_s=0.0, all_reduce_latency_s=0.0)
-_DEGREES = (1, 2, 4, 8, 16)
+TENSOR_DEGREES = (1, 2, 4, 8)
+"""The ranks of a worker are processes of one machine, with a device each."""
+_EMBEDDING_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,15 @@ class PlannedModel:
     @property
     def kv_bytes_per_token(self) -> float:
         return self.shape.kv_bytes_per_token(BYTES_PER_PARAMETER[self.precision.kv])
+
+    def rank_bytes(self, parallel: Parallel) -> float:
+        """The weights of each device. All ranks keep the embeddings whole; a head that shares their
+        weights becomes a matrix of its own, of which each has a part."""
+        if parallel.tensor == 1:
+            return self.weight_bytes / parallel.pipeline
+        whole = _EMBEDDING_BYTES * self.shape.head_parameters
+        split = self.weight_bytes - whole + (whole if self.shape.is_tied else 0.0)
+        return (split / parallel.tensor + whole) / parallel.pipeline
 
     def kv_bytes(self, tokens: float, parallel: Parallel) -> float:
         """On each device, of a sequence of `tokens` with its state."""
@@ -74,8 +85,8 @@ def smallest_copy(
     memory_fraction: float,
 ) -> CopyCapacity | None:
     """With the fewest devices (a power of two, by tensor parallelism) that hold the weights and
-    one sequence. None: not even 16 do."""
-    for ways in _DEGREES:
+    one sequence. None: not even 8 do, or the model's heads can't be split so far."""
+    for ways in filter(facts.shape.splits_over, TENSOR_DEGREES):
         found = capacity(
             facts, name, device, Parallel(tensor=ways), context_tokens, memory_fraction
         )
@@ -93,7 +104,7 @@ def capacity(
     memory_fraction: float,
 ) -> CopyCapacity:
     """`batch` is 0 where the weights, or one sequence beside them, don't fit."""
-    held = facts.weight_bytes / parallel.devices
+    held = facts.rank_bytes(parallel)
     free = max(0.0, memory_fraction * device.memory_bytes - held)
     batch = int(free / facts.kv_bytes(context_tokens, parallel))
     times = roofline_times(
