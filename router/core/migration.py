@@ -144,9 +144,11 @@ class Moving:
         together: dict[str, list[Decoding]] = {}
         for one in leaving:
             together.setdefault(one.request_id, []).append(one)
-        asked = [(state.requests[name], choices) for name, choices in together.items()]
-        loads = [self._load(state, target) for target in _open(state, view)]
-        return [*_spread(asked[:most], loads)]
+        targets = _open(state, view)
+        places = max([target.free_places for target in targets], default=0)
+        groups = [(state.requests[name], choices) for name, choices in together.items()]
+        fitting = [group for group in groups if len(group[0].choices) <= places]
+        return [*_spread(fitting[:most], [self._load(state, target) for target in targets])]
 
     def _wanted(
         self, state: RouterState, view: WorkerView, now_s: float

@@ -320,8 +320,8 @@ class Request:
         return all(map(_is_finished, self.choices))
 
     def prediction_errors(self) -> dict[str, float]:
-        """# ttft, tpot |-> predicted by actual seconds, as far as known; empty once it had to be
-        run again"""
+        """# ttft, tpot |-> predicted by actual seconds, as far as known; empty once it was run
+        again"""
         if self.predicted is None or self.disturbed:
             return {}
         ledger, predicted, ratios = self.ledger, self.predicted, dict[str, float]()

@@ -8,6 +8,7 @@ from functools import partial
 from random import Random
 from typing import TypeVar
 
+from cluster.worker.events import RunOnLoop
 from tests.sim.clients import Clients
 from tests.sim.contents import GARBAGE
 from tests.sim.controller import Controller
@@ -20,6 +21,7 @@ SHORT_S = (0.3, 1.5, 3.0)
 """A pause that a cluster overlooks, or that makes a worker suspect."""
 LONG_S = (8.0, 30.0)
 """A pause after which a worker is lost."""
+DRAIN_TIMEOUT_S = 20.0
 
 
 class Faults:
@@ -35,6 +37,7 @@ class Faults:
         """Each returns whether there was anything to disturb."""
         return {
             "worker killed": self._kill_worker,
+            "worker leaves": self._let_worker_leave,
             "worker stands still for a moment": partial(self._stop_worker, SHORT_S),
             "worker stands still for long": partial(self._stop_worker, LONG_S),
             "stream of a router broken": self._break_stream,
@@ -90,6 +93,26 @@ class Faults:
 
     def _kill_worker(self) -> bool:
         return self._with(self._workers(), lambda one: self.cluster.kill(one.incarnation))
+
+    def _let_worker_leave(self) -> bool:
+        """It drains, and ends when it is empty, or is cut."""
+
+        def leave(worker: Worker) -> None:
+            drain = RunOnLoop(worker.core.drain)
+            self.cluster.let(worker.incarnation, lambda: worker.post(drain))
+            self._end_once_empty(worker, self.cluster.now_s + DRAIN_TIMEOUT_S)
+
+        return self._with([one for one in self._workers() if not one.core.draining], leave)
+
+    def _end_once_empty(self, worker: Worker, until_s: float) -> None:
+        """A dead one doesn't leave."""
+        now_s, life = self.cluster.now_s, worker.incarnation
+        is_empty = worker.core.draining and worker.core.idle
+        if is_empty or now_s >= until_s:
+            self.counts["workers that were empty when they left"] += is_empty
+            self.cluster.kill(life)
+        elif life in self.cluster.workers:
+            self.cluster.at(now_s + 0.05, partial(self._end_once_empty, worker, until_s))
 
     def _kill_router(self) -> bool:
         return self._with(self._spare_routers(), lambda one: self.cluster.kill_router(one.name))

@@ -32,6 +32,7 @@ FOLLOWS = (
     "tokens from a disk",
     "tokens from a host's memory",
     "tokens pulled from peers",
+    "workers that were empty when they left",
 )
 """What must have come of it at least once."""
 

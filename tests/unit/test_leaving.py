@@ -19,7 +19,7 @@ from router.core.events import (
     WorkerLost,
     WorkerSaid,
 )
-from router.core.migration import MOST_MOVES, Moving
+from router.core.migration import LEAVING_AT_ONCE, MOST_MOVES, Moving
 from router.core.request import MAX_ATTEMPTS, Request, RequestState
 from tests.unit.router_kit import (
     core_with,
@@ -268,6 +268,16 @@ def test_no_more_are_asked_for_than_there_are_places() -> None:
         view.hello = replace(view.hello, total_blocks=1000)
         now_s = 3 + len(core.state.workers)
         assert [worker for worker, _ in asked(drains(core, now_s=now_s))] == more
+
+
+def test_those_that_fit_nowhere_do_not_hold_up_the_others() -> None:
+    core = opened()
+    for number in range(LEAVING_AT_ONCE):
+        decoding(f"two{number}", core=core)
+    decoding("one", n=1, core=core)
+    join(core, "d2", places=1)
+    (ask,) = asked(drains(core))
+    assert ask[1].request_id == "one"
 
 
 def test_the_prompt_of_all_choices_is_in_the_same_blocks() -> None:
