@@ -32,7 +32,7 @@ from engine.runner import Engine
 from kvpool.core.layout.layout import KvLayout
 from kvpool.core.transfer.pool_map import PoolMap
 from kvpool.memory.kv_memory import Allocate, KvMemory
-from kvrelay.errors import PeerError
+from kvrelay.errors import ModelError, PeerError
 
 T = TypeVar("T")
 
@@ -116,7 +116,8 @@ def main() -> None:
     except EOFError:
         pass
     except Exception as error:
-        log.exception("this rank ends after an error")
+        if not isinstance(error, ModelError):  # rank 0 says that one
+            log.exception("this rank ends after an error")
         channel.send_facts(error=" ".join(str(error).split()))
         sys.exit(1)
 
