@@ -62,9 +62,8 @@ def report_of(
 def _tiers(state: RouterState, counts: AdmissionCounts) -> list[pb.WatchedTier]:
     """Those of the cluster file first."""
     here = Counter(request.tier.name for request in state.requests.values())
-    known = dict.fromkeys(
-        [*(tier.name for tier in state.tiers.tiers), *counts.admitted, *counts.refused]
-    )
+    known = [tier.name for tier in state.tiers.tiers]
+    known += [*counts.admitted, *counts.refused]
     return [
         pb.WatchedTier(
             name=name,
@@ -72,7 +71,7 @@ def _tiers(state: RouterState, counts: AdmissionCounts) -> list[pb.WatchedTier]:
             admitted=counts.admitted[name],
             refused=counts.refused[name],
         )
-        for name in known
+        for name in dict.fromkeys(known)
     ]
 
 
