@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -39,36 +40,36 @@ def until_told(
     raise AssertionError(f"not told: {report}")
 
 
-def leaves_soon(workers: Workers) -> bool:
-    one = workers.get("leaves")
-    return one is None or one.state == pb.WORKER_STATE_DRAINING
-
-
 def top(address: str, *options: str) -> subprocess.CompletedProcess[str]:
     command = [KVRELAY, "top", "--address", address, *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_watch_shows_requests_a_flip_and_a_drain(
-    llama: Path, hosts: tuple[WorkerHost, WorkerHost]
-) -> None:
-    workers = [(hosts[0], worker_settings("stays", Role.BOTH, llama))]
-    with running_cluster(llama, workers) as cluster:
+def test_watch_shows_a_flip_and_a_drain(llama: Path, hosts: tuple[WorkerHost, WorkerHost]) -> None:
+    """The worker that drains ends its answer first, since no other one decodes."""
+    workers = [(hosts[0], worker_settings("stays", Role.PREFILL, llama))]
+    with running_cluster(llama, workers) as cluster, ThreadPoolExecutor(1) as pool:
         address = cluster.add(hosts[1], worker_settings("leaves", Role.BOTH, llama))
-        ask_all(cluster, prompts(3, 50))
         with open_watch(cluster.internal_grpc, 0.1, ACCESS) as reports:
             first = next(reports)
             assert {one.name for one in first.workers} == {"stays", "leaves"}
-            assert [(one.name, one.admitted) for one in first.tiers] == [("default", 3)]
             assert not first.not_ready
             assert not first.leaving
-            flip("leaves", Role.PREFILL, cluster.internal_grpc, ACCESS)
-            flipped = until_told(reports, lambda w: w["leaves"].role == "prefill")
+            flip("leaves", Role.DECODE, cluster.internal_grpc, ACCESS)
+            flipped = until_told(reports, lambda w: w["leaves"].role == "decode")
             (found,) = [one for one in flipped.workers if one.name == "leaves"]
             assert (found.role_epoch, found.state) == (1, pb.WORKER_STATE_READY)
-            drain("leaves", cluster.internal_grpc, ACCESS, 30.0, wait=False)
-            until_told(reports, leaves_soon)
-            until_told(reports, lambda w: "leaves" not in w)
+            answer = pool.submit(ask_all, cluster, prompts(1, 50), max_tokens=900)
+            busy = until_told(reports, lambda w: w["leaves"].running == 1)
+            assert busy.open_requests == 1
+            assert [(t.name, t.open_requests, t.admitted) for t in busy.tiers] == [
+                ("default", 1, 1)
+            ]
+            drain("leaves", cluster.internal_grpc, ACCESS, 60.0, wait=False)
+            until_told(reports, lambda w: w["leaves"].state == pb.WORKER_STATE_DRAINING)
+            after = until_told(reports, lambda w: "leaves" not in w)
+            assert after.open_requests == 0
+            assert len(answer.result()[0]) == 900
         hosts[1].stop(address)
         cluster.router.call(cluster.router.process.remove_worker(address))
 
