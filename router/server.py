@@ -24,6 +24,7 @@ from router.grpc_api.server import (
     create_internal_server,
     create_public_server,
 )
+from router.grpc_api.watches import Watches
 from router.http.api import HttpApi
 from router.http.event_stream import KEEP_ALIVE_S
 from router.http_apps import create_internal_app, create_public_app
@@ -115,6 +116,7 @@ class RouterServers:
         self._options = options
         self._add_internal = add_internal
         self._health = Health(self.service)
+        self._watches = Watches()
         self._public: Listener | None = None
         self._internal: Listener | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -131,7 +133,7 @@ class RouterServers:
         )
         public = create_public_server(inference, self._health, self._options.max_body_bytes)
         token, open_metrics = self._options.access.token, self._options.open_metrics
-        internal = create_internal_server(inference, self._health, token)
+        internal = create_internal_server(inference, self._health, self._watches, token)
         self._add_internal(internal)
         public_app = create_public_app(api, with_metrics=self._options.public_metrics)
         self._public = Listener(self._options.public, public_app, public)
@@ -155,6 +157,7 @@ class RouterServers:
             if self._following_keys is not None:
                 self._following_keys.cancel()
             self._health.end_watches()
+            self._watches.end()
         if self._public is not None and self._internal is not None:
             await self._public.stop(left_s)
             await self._internal.stop(INTERNAL_GRACE_S)

@@ -1,4 +1,4 @@
-"""`kvrelay serve`, `demo` and `status`: whole clusters, on Ray."""
+"""`kvrelay serve`, `demo`, `status` and `top`: whole clusters, on Ray."""
 
 from __future__ import annotations
 
@@ -167,3 +167,36 @@ def _kv_status(routers: list[str], access: Access, tenant: str | None, format_: 
         print(as_json(status.as_facts(found)))
     else:
         status.print_tables(found, tenant=tenant)
+
+
+def top(
+    name: NameOption = None,
+    address: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="A router's internal gRPC address, once for each router: no Ray is asked.",
+        ),
+    ] = None,
+    ray_address: RayAddress = None,
+    interval: Annotated[
+        float,
+        typer.Option(min=0.1, max=3600.0, metavar="SECONDS", help="Between two reports."),
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Show one report, and end.")] = False,
+    json_: Annotated[
+        bool, typer.Option("--json", help="Print JSON; without --once a line for each report.")
+    ] = False,
+    token_file: TokenFile = None,
+    set_: SetOption = None,
+) -> None:
+    """Watch a running cluster in the terminal: its workers, requests and links. Ctrl-C ends it."""
+    from cluster.cli.status import routers_of
+    from cluster.cli.top.run import run_top
+    from cluster.on_ray.connect import ray_address as ray_to_join
+
+    if address:
+        routers, access = address, caller(name, token_file, set_)
+    else:
+        routers, access = routers_of(name, ray_to_join(ray_address) or "auto")
+    run_top(routers, access, interval, once=once, as_json=json_)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import grpc
@@ -12,13 +13,18 @@ from kvrelay.access.tls import blocking_channel
 from kvrelay.access.values import Access
 from kvrelay.errors import ConfigError, KvrelayError
 from kvrelay.types import Role
-from kvrelay.v1.admin_pb2 import SetWorkerRequest
+from kvrelay.v1.admin_pb2 import SetWorkerRequest, WatchClusterRequest, WatchReport
 from kvrelay.v1.admin_pb2_grpc import AdminStub
 from kvrelay.v1.inference_pb2 import GetServerInfoRequest
 from kvrelay.v1.worker_pb2 import SetStateRequest, SetStateResponse
 
 NOT_INTERNAL = "not the internal gRPC address of a router, which kvrelay router prints"
 IMPOSSIBLE = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
+FINAL = (
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.INVALID_ARGUMENT,
+)
 MESSAGE_BYTES = 64 * 1024 * 1024
 Answer = TypeVar("Answer")
 
@@ -50,15 +56,38 @@ def ask(
                 raise NotKnown(error.details()) from None
             if error.code() in IMPOSSIBLE:
                 raise NotPossible(error.details()) from None
-            raise ConfigError(f"{address}: {_reason(error)}") from None
+            raise ConfigError(f"{address}: {reason_of(error)}") from None
 
 
-def _reason(error: grpc.RpcError) -> str:
+def reason_of(error: grpc.RpcError) -> str:
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return NOT_INTERNAL
     if error.code() is grpc.StatusCode.UNAUTHENTICATED:
         return str(error.details())
     return f"no router answers: {error.details()}"
+
+
+PING_S = 5.0
+
+
+@contextmanager
+def open_watch(address: str, interval_s: float, access: Access) -> Iterator[Iterator[WatchReport]]:
+    """What a router reports until it stops. Reading raises grpc.RpcError when it is lost, and
+    NotPossible for what it refuses."""
+    pings = [("grpc.keepalive_time_ms", int(1000 * PING_S)), ("grpc.keepalive_timeout_ms", 5000)]
+    with blocking_channel(address, access.dials, pings) as channel:
+        request = WatchClusterRequest(interval_s=interval_s)
+        try:
+            yield AdminStub(channel).Watch(request, metadata=access.metadata)
+        except grpc.RpcError as error:
+            if error.code() in FINAL:
+                raise NotPossible(f"{address}: {_told_by(error)}") from None
+            raise
+
+
+def _told_by(error: grpc.RpcError) -> str:
+    known = error.code() is not grpc.StatusCode.INVALID_ARGUMENT
+    return reason_of(error) if known else str(error.details())
 
 
 # --- what a router tells one of its workers ----------------------------------------------------

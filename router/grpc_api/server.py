@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvrelay.access.token import TokenCheck
-from kvrelay.errors import PeerError
+from kvrelay.errors import InvalidRequest, PeerError, Refused
 from kvrelay.status import LEDGER_KEY
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc, worker_pb2
 from kvrelay.v1 import inference_pb2 as pb
@@ -36,6 +36,7 @@ from router.grpc_api.messages import (
     sampling_of,
     worker_info,
 )
+from router.grpc_api.watches import Watches
 from router.text.bounds import MAX_ABORTED, check_count
 from router.text.generation import TextGeneration
 from router.text.request import PromptInput, TextRequest
@@ -181,6 +182,13 @@ class InferenceApi(inference_pb2_grpc.InferenceServicer):
             quarantined=[quarantined_pair(pair) for pair in dispatcher.quarantined()],
         )
 
+    def watch_report(self) -> admin_pb2.WatchReport:
+        report = self._service.dispatcher.watch_report()
+        report.cluster, report.version = self._cluster, self._version
+        report.uptime_s = time.monotonic() - self._started_s
+        report.leaving = self._service.leaving
+        return report
+
 
 def _metadata(context: grpc.aio.ServicerContext) -> dict[str, str]:
     return {k: v for k, v in context.invocation_metadata() or () if isinstance(v, str)}
@@ -203,8 +211,9 @@ def _tell_ledger(context: grpc.aio.ServicerContext, generation: TextGeneration) 
 
 
 class AdminApi(admin_pb2_grpc.AdminServicer):
-    def __init__(self, inference: InferenceApi) -> None:
+    def __init__(self, inference: InferenceApi, watches: Watches) -> None:
         self._inference = inference
+        self._watches = watches
 
     async def GetKv(  # noqa: N802
         self, request: admin_pb2.GetKvRequest, context: grpc.aio.ServicerContext
@@ -240,6 +249,20 @@ class AdminApi(admin_pb2_grpc.AdminServicer):
         self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetServerInfoResponse:
         return self._inference.server_info()
+
+    async def Watch(  # noqa: N802
+        self, request: admin_pb2.WatchClusterRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[admin_pb2.WatchReport]:
+        try:
+            self._watches.check(request.interval_s)
+        except InvalidRequest as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except Refused as error:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        reports = self._watches.reports(self._inference.watch_report, request.interval_s)
+        async with aclosing(reports):
+            async for report in reports:
+                yield report
 
 
 MOST_WATCHES = 256
@@ -327,11 +350,13 @@ REGISTERED = (
 """Both ends of a registration ping each other: nothing else is said, and either may vanish."""
 
 
-def create_internal_server(api: InferenceApi, watcher: Health, token: bytes) -> grpc.aio.Server:
+def create_internal_server(
+    api: InferenceApi, watcher: Health, watches: Watches, token: bytes
+) -> grpc.aio.Server:
     """The server for operators, and for workers and pool nodes that register. All but its health
     needs the token."""
     server = _server(watcher, REGISTERED, [TokenCheck(token)])
-    admin_pb2_grpc.add_AdminServicer_to_server(AdminApi(api), server)
+    admin_pb2_grpc.add_AdminServicer_to_server(AdminApi(api, watches), server)
     reflection.enable_server_reflection((ADMIN_NAME, REGISTRY_NAME, *STANDARD_NAMES), server)
     return server
 

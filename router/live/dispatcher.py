@@ -87,8 +87,11 @@ class GenerationOwner(Protocol):
 class WorkerGeneration:
     """A request on the workers. What it yields comes in index order, each token once."""
 
-    def __init__(self, owner: GenerationOwner, request_id: str, n: int = 1) -> None:
+    def __init__(
+        self, owner: GenerationOwner, request_id: str, n: int = 1, qos_tier: str = ""
+    ) -> None:
         self.request_id = request_id
+        self.qos_tier = qos_tier
         self.unread_tokens = 0
         self._most_unread = max(MAX_UNREAD_TOKENS, MAX_UNREAD_OF_CHOICE * n)
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -330,7 +333,8 @@ class WorkerDispatcher(ClusterViews):
         if request.delivered and request.admitted:
             self.abort(request.request_id)  # its client is not there any more
         self._check(request)
-        generation = WorkerGeneration(self, request.request_id, request.sampling.n)
+        tier = self.core.state.tiers[request.qos_tier].name
+        generation = WorkerGeneration(self, request.request_id, request.sampling.n, tier)
         self._generations[request.request_id] = generation
         self._post(Submitted(request=request))
         generation.request = self.core.state.requests.get(request.request_id)
@@ -425,9 +429,13 @@ class WorkerDispatcher(ClusterViews):
             case Deliver(request_id=request_id, done=done):
                 self._generation(request_id, done=done).put(command)
             case Admit(request_id=request_id):
-                self._settle_admission(self._generations[request_id], None)
+                generation = self._generations[request_id]
+                self.counts.admitted[generation.qos_tier] += 1
+                self._settle_admission(generation, None)
             case Refuse(request_id=request_id, refusal=refusal):
-                self._settle_admission(self._generation(request_id, done=True), _error_of(refusal))
+                generation = self._generation(request_id, done=True)
+                self.counts.refused[generation.qos_tier] += 1
+                self._settle_admission(generation, _error_of(refusal))
             case Fail(request_id=request_id):
                 generation = self._generation(request_id, done=True)
                 failure = RequestFailedError(command.reason, command.message)

@@ -36,7 +36,7 @@ from kvrelay.messages import (
 )
 from kvrelay.types import Incarnation, Role
 from kvrelay.v1 import admin_pb2 as pb
-from kvrelay.v1.admin_pb2 import GetKvResponse, TraceRequestResponse
+from kvrelay.v1.admin_pb2 import GetKvResponse, TraceRequestResponse, WatchReport
 from kvrelay.v1.pool_node_pb2 import PoolReport
 from kvrelay.v1.worker_pb2 import DebugKvResponse, SetStateRequest, SetStateResponse
 from kvrelay.wire import encode_hello
@@ -63,6 +63,7 @@ from router.core.state.worker_view import WorkerView, check_joins
 from router.core.workers import Workers, obstacle
 from router.live.link import WorkerLink
 from router.live.pool_nodes import PoolNodeLink, PoolNodes
+from router.live.watching import AdmissionCounts, Seen, report_of
 
 log = logging.getLogger(__name__)
 
@@ -219,6 +220,11 @@ class RecentActivity:
         while len(self._samples) > 1 and now_s - self._samples[1][0] >= WINDOW_S:
             self._samples.popleft()
 
+    @property
+    def heard_s(self) -> float | None:
+        """When the latest counters came; None: none have."""
+        return self._latest[0] if self._latest is not None else None
+
     def activity(self) -> Activity:
         if self._latest is None:
             return NO_ACTIVITY
@@ -235,6 +241,7 @@ class ClusterViews:
         self.pools = pools
         self.attached: dict[Incarnation, WorkerLink] = {}
         self.recent: dict[Incarnation, RecentActivity] = {}
+        self.counts = AdmissionCounts()
 
     def ready(self) -> bool:
         return self.not_ready() is None
@@ -352,6 +359,19 @@ class ClusterViews:
                 for tier, work in state.offered.tiers.items()
             ],
             workers=[_worker_demand(view) for view in state.workers.values()],
+        )
+
+    def watch_report(self) -> WatchReport:
+        seen = {worker: self._seen(worker) for worker in self.core.state.workers}
+        not_ready = self.not_ready() or ""
+        return report_of(self.core.state, seen, self.counts, not_ready, time.monotonic())
+
+    def _seen(self, worker: Incarnation) -> Seen:
+        link, recent = self.attached.get(worker), self.recent.get(worker)
+        return Seen(
+            address=link.address if link is not None else "",
+            heard_s=recent.heard_s if recent is not None else None,
+            activity=recent.activity() if recent is not None else NO_ACTIVITY,
         )
 
     async def set_worker(self, name: str, wanted: SetStateRequest) -> SetStateResponse:

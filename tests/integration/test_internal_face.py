@@ -40,8 +40,9 @@ METHODS = [
 NOBODYS = {
     "TraceRequest": "no request '' is known here",
     "SetWorker": "no worker is named : there are none",
+    "Watch": "interval_s is 0: give 0.1 to 3600 s",
 }
-"""What is asked about nobody is answered so."""
+"""What is asked about nobody, or with nothing said, is answered so."""
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,14 @@ def code_of(port: int, method: MethodDescriptor) -> grpc.StatusCode:
     asked = GetMessageClass(method.input_type)
     reply = GetMessageClass(method.output_type)
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        if method.server_streaming:
+            call = channel.unary_stream(
+                f"/{method.containing_service.full_name}/{method.name}",
+                request_serializer=asked.SerializeToString,
+                response_deserializer=reply.FromString,
+            )(asked(), timeout=LIMIT_S, metadata=ACCESS.metadata)
+            list(call)
+            return call.code()
         streams = method.client_streaming
         call = (channel.stream_unary if streams else channel.unary_unary)(
             f"/{method.containing_service.full_name}/{method.name}",

@@ -10,7 +10,12 @@ from kvrelay.errors import KvrelayError, Refused
 from kvrelay.gc_pauses import GcPauses
 from kvrelay.messages import Counters
 from kvrelay.types import FinishReason, PromptLogprob, Role, TokenLogprobs
-from kvrelay.v1.admin_pb2 import GetDemandResponse, GetKvResponse, TraceRequestResponse
+from kvrelay.v1.admin_pb2 import (
+    GetDemandResponse,
+    GetKvResponse,
+    TraceRequestResponse,
+    WatchReport,
+)
 from kvrelay.v1.worker_pb2 import DebugKvResponse, SetStateRequest, SetStateResponse
 from router.core.load.offered import OfferedWork
 from router.core.state.generation import (
@@ -248,6 +253,9 @@ class FakeDispatcher:
 
     def running_requests(self) -> int:
         return len(self.running)
+
+    def watch_report(self) -> WatchReport:
+        return WatchReport(open_requests=len(self.running))
 
     def trace(self, request_id: str) -> TraceRequestResponse:
         return TraceRequestResponse()

@@ -2,12 +2,26 @@ from kvrelay.v1 import inference_pb2 as _inference_pb2
 from kvrelay.v1 import pool_node_pb2 as _pool_node_pb2
 from kvrelay.v1 import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORKER_STATE_UNSPECIFIED: _ClassVar[WorkerState]
+    WORKER_STATE_READY: _ClassVar[WorkerState]
+    WORKER_STATE_DRAINING: _ClassVar[WorkerState]
+    WORKER_STATE_SILENT: _ClassVar[WorkerState]
+    WORKER_STATE_QUARANTINED: _ClassVar[WorkerState]
+WORKER_STATE_UNSPECIFIED: WorkerState
+WORKER_STATE_READY: WorkerState
+WORKER_STATE_DRAINING: WorkerState
+WORKER_STATE_SILENT: WorkerState
+WORKER_STATE_QUARANTINED: WorkerState
 
 class GetDemandRequest(_message.Message):
     __slots__ = ()
@@ -66,6 +80,104 @@ class WorkerDemand(_message.Message):
     running: int
     waiting_tokens: int
     def __init__(self, hello: _Optional[_Union[_worker_pb2.WorkerHello, _Mapping]] = ..., role: _Optional[str] = ..., draining: _Optional[bool] = ..., running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ...) -> None: ...
+
+class WatchClusterRequest(_message.Message):
+    __slots__ = ("interval_s",)
+    INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    interval_s: float
+    def __init__(self, interval_s: _Optional[float] = ...) -> None: ...
+
+class WatchReport(_message.Message):
+    __slots__ = ("cluster", "version", "uptime_s", "not_ready", "leaving", "open_requests", "waiting_requests", "queued_prompts", "tiers", "workers", "links")
+    CLUSTER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    NOT_READY_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
+    OPEN_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    cluster: str
+    version: str
+    uptime_s: float
+    not_ready: str
+    leaving: bool
+    open_requests: int
+    waiting_requests: int
+    queued_prompts: int
+    tiers: _containers.RepeatedCompositeFieldContainer[WatchedTier]
+    workers: _containers.RepeatedCompositeFieldContainer[WatchedWorker]
+    links: _containers.RepeatedCompositeFieldContainer[WatchedLink]
+    def __init__(self, cluster: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., not_ready: _Optional[str] = ..., leaving: _Optional[bool] = ..., open_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., queued_prompts: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[WatchedTier, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WatchedWorker, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[WatchedLink, _Mapping]]] = ...) -> None: ...
+
+class WatchedTier(_message.Message):
+    __slots__ = ("name", "open_requests", "admitted", "refused")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    OPEN_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    open_requests: int
+    admitted: int
+    refused: int
+    def __init__(self, name: _Optional[str] = ..., open_requests: _Optional[int] = ..., admitted: _Optional[int] = ..., refused: _Optional[int] = ...) -> None: ...
+
+class WatchedWorker(_message.Message):
+    __slots__ = ("name", "address", "incarnation", "role", "role_epoch", "state", "heard_ago_s", "running", "waiting", "waiting_tokens", "free_blocks", "cached_blocks", "total_blocks", "prompt_tokens_per_s", "generated_tokens_per_s", "transfer_bytes_per_s", "prefill_token_s", "decode_step_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    ROLE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    HEARD_AGO_S_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEP_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    address: str
+    incarnation: str
+    role: str
+    role_epoch: int
+    state: WorkerState
+    heard_ago_s: float
+    running: int
+    waiting: int
+    waiting_tokens: int
+    free_blocks: int
+    cached_blocks: int
+    total_blocks: int
+    prompt_tokens_per_s: float
+    generated_tokens_per_s: float
+    transfer_bytes_per_s: float
+    prefill_token_s: float
+    decode_step_s: float
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., role_epoch: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., heard_ago_s: _Optional[float] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., prompt_tokens_per_s: _Optional[float] = ..., generated_tokens_per_s: _Optional[float] = ..., transfer_bytes_per_s: _Optional[float] = ..., prefill_token_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ...) -> None: ...
+
+class WatchedLink(_message.Message):
+    __slots__ = ("source", "target", "transport", "bytes_per_s", "latency_s")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_S_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    target: str
+    transport: str
+    bytes_per_s: float
+    latency_s: float
+    def __init__(self, source: _Optional[str] = ..., target: _Optional[str] = ..., transport: _Optional[str] = ..., bytes_per_s: _Optional[float] = ..., latency_s: _Optional[float] = ...) -> None: ...
 
 class SetWorkerRequest(_message.Message):
     __slots__ = ("worker", "state")

@@ -62,6 +62,11 @@ class AdminStub:
                 request_serializer=kvrelay_dot_v1_dot_admin__pb2.GetDemandRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_admin__pb2.GetDemandResponse.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/kvrelay.v1.Admin/Watch',
+                request_serializer=kvrelay_dot_v1_dot_admin__pb2.WatchClusterRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_admin__pb2.WatchReport.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -104,6 +109,14 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Watch(self, request, context):
+        """What this router knows, at once and then again and again, until the client or the router goes.
+        A client that reads slowly skips reports. INVALID_ARGUMENT: another interval than 0.1 to 3600 s.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -131,6 +144,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.GetDemand,
                     request_deserializer=kvrelay_dot_v1_dot_admin__pb2.GetDemandRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_admin__pb2.GetDemandResponse.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=kvrelay_dot_v1_dot_admin__pb2.WatchClusterRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_admin__pb2.WatchReport.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -269,6 +287,33 @@ class Admin:
             '/kvrelay.v1.Admin/GetDemand',
             kvrelay_dot_v1_dot_admin__pb2.GetDemandRequest.SerializeToString,
             kvrelay_dot_v1_dot_admin__pb2.GetDemandResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvrelay.v1.Admin/Watch',
+            kvrelay_dot_v1_dot_admin__pb2.WatchClusterRequest.SerializeToString,
+            kvrelay_dot_v1_dot_admin__pb2.WatchReport.FromString,
             options,
             channel_credentials,
             insecure,

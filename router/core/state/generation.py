@@ -23,7 +23,12 @@ from kvrelay.types import (
     StepCoefficients,
     TokenLogprobs,
 )
-from kvrelay.v1.admin_pb2 import GetDemandResponse, GetKvResponse, TraceRequestResponse
+from kvrelay.v1.admin_pb2 import (
+    GetDemandResponse,
+    GetKvResponse,
+    TraceRequestResponse,
+    WatchReport,
+)
 from kvrelay.v1.worker_pb2 import SetStateRequest, SetStateResponse
 from router.core.load.offered import OfferedWork
 from router.core.promises.work import ToldPromise
@@ -263,6 +268,9 @@ class Dispatcher(Protocol):
     async def set_worker(self, name: str, wanted: SetStateRequest) -> SetStateResponse:
         """Drains a worker, or gives it another role. Raises LookupError where no worker has this
         name, PeerError for a role that it can't have beside the others."""
+
+    def watch_report(self) -> WatchReport:
+        """What it knows now, for Admin.Watch."""
 
     def trace(self, request_id: str) -> TraceRequestResponse:
         """What happened to the requests that a client knows by this id; without stories where

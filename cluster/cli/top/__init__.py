@@ -1,0 +1,1 @@
+"""`kvrelay top`: what routers report, live in the terminal."""

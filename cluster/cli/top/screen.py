@@ -1,0 +1,176 @@
+"""What `kvrelay top` shows: reports become rows of text, of at most 80 columns. Pure.
+
+Several routers know the same workers: each worker is shown as the router knows it that heard from
+it last, and requests are added up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from math import inf
+from typing import Protocol
+
+from google.protobuf.json_format import MessageToDict
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvrelay.messages import speed_text
+from kvrelay.v1 import admin_pb2 as pb
+
+
+class Router(Protocol):
+    """The latest report of one router, or why there is none."""
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def report(self) -> pb.WatchReport | None: ...
+
+    @property
+    def trouble(self) -> str: ...
+
+
+STATES: Mapping[int, tuple[str, str]] = {
+    pb.WORKER_STATE_UNSPECIFIED: ("unknown", "dim"),
+    pb.WORKER_STATE_READY: ("ready", "green"),
+    pb.WORKER_STATE_DRAINING: ("draining", "yellow"),
+    pb.WORKER_STATE_SILENT: ("silent", "red"),
+    pb.WORKER_STATE_QUARANTINED: ("quarant.", "magenta"),
+}
+"""# state |-> (its word, its colour)"""
+ROLES = ("prefill", "decode", "both")
+COLUMNS = ("worker", "role", "state", "run", "wait", "tokens", "KV used", "in/s", "out/s", "step")
+NUMBERS = COLUMNS[3:]
+MOST_LINKS = 8
+NAME_WIDTH = 16
+
+
+def as_facts(routers: Sequence[Router]) -> dict[str, object]:
+    """JSON: `kvrelay top --json`."""
+    return {"routers": [_facts(one) for one in routers]}
+
+
+def _facts(router: Router) -> dict[str, object]:
+    report = router.report or pb.WatchReport()
+    told = MessageToDict(
+        report, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    facts = told if router.report is not None else None
+    return {"address": router.address, "trouble": router.trouble, "report": facts}
+
+
+def screen(routers: Sequence[Router]) -> RenderableType:
+    reports = [one.report for one in routers if one.report is not None]
+    parts: list[RenderableType] = [_router_line(one) for one in routers]
+    if reports:
+        parts += [Text(), _workers(merged(reports))]
+        parts += [Text(), _tiers(reports)]
+        parts += _links(reports)
+    return Group(*parts)
+
+
+def merged(reports: Sequence[pb.WatchReport]) -> list[pb.WatchedWorker]:
+    """By pool, then by number."""
+    latest: dict[str, pb.WatchedWorker] = {}
+    for worker in (worker for report in reports for worker in report.workers):
+        known = latest.get(worker.incarnation)
+        if known is None or _age_s(worker) < _age_s(known):
+            latest[worker.incarnation] = worker
+    return sorted(latest.values(), key=_order)
+
+
+def _age_s(worker: pb.WatchedWorker) -> float:
+    return worker.heard_ago_s if worker.HasField("heard_ago_s") else inf
+
+
+def _order(worker: pb.WatchedWorker) -> tuple[str, int, str]:
+    """A pool's workers are named POOL-0, POOL-1 and so on."""
+    found = re.fullmatch(r"(.*?)-?(\d*)", worker.name)
+    assert found is not None, worker.name
+    return found[1], int(found[2] or 0), worker.incarnation
+
+
+def _router_line(router: Router) -> Text:
+    report = router.report
+    if report is None:
+        told = router.trouble or "no report yet"
+        return Text.assemble(f"{router.address}: ", (f"{told}; trying again", "red"))
+    state, colour = _router_state(report)
+    waiting = report.waiting_requests + report.queued_prompts
+    told = f", {report.open_requests} requests open, {waiting} waiting, up {report.uptime_s:.0f} s"
+    return Text.assemble(f"{router.address}: ", (state, colour), told)
+
+
+def _router_state(report: pb.WatchReport) -> tuple[str, str]:
+    if report.leaving:
+        return "leaving", "yellow"
+    return (f"not ready: {report.not_ready}", "red") if report.not_ready else ("ready", "green")
+
+
+def _workers(workers: Sequence[pb.WatchedWorker]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in COLUMNS:
+        width = NAME_WIDTH if column == "worker" else None
+        right = column in NUMBERS
+        table.add_column(
+            column, justify="right" if right else "left", max_width=width, no_wrap=True
+        )
+    for worker in workers:
+        table.add_row(*_row(worker))
+    return table
+
+
+def _row(worker: pb.WatchedWorker) -> Iterator[Text]:
+    state, colour = STATES.get(worker.state, STATES[pb.WORKER_STATE_UNSPECIFIED])
+    available = worker.free_blocks + worker.cached_blocks
+    used = 1 - available / worker.total_blocks if worker.total_blocks else 0.0
+    yield Text(worker.name)
+    yield Text(worker.role)
+    yield Text(state, style=colour)
+    for count in (worker.running, worker.waiting, worker.waiting_tokens):
+        yield Text(short(count))
+    yield Text(f"{used:.0%}")
+    yield Text(short(worker.prompt_tokens_per_s))
+    yield Text(short(worker.generated_tokens_per_s))
+    yield Text(f"{worker.decode_step_s * 1e3:.3g} ms" if worker.HasField("decode_step_s") else "-")
+
+
+def short(number: float) -> str:
+    """At most five characters below 1,000 millions."""
+    if number < 10_000:
+        return f"{number:.0f}"
+    return f"{number / 1e3:.0f}k" if number < 1e6 else f"{number / 1e6:.1f}M"
+
+
+def _tiers(reports: Sequence[pb.WatchReport]) -> Table:
+    """Sums over the routers."""
+    sums: dict[str, list[int]] = {}
+    for tier in (tier for report in reports for tier in report.tiers):
+        counts = sums.setdefault(tier.name, [0, 0, 0])
+        for i, count in enumerate((tier.open_requests, tier.admitted, tier.refused)):
+            counts[i] += count
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in ("tier", "open", "admitted", "refused"):
+        table.add_column(column, justify="left" if column == "tier" else "right")
+    for name, counts in sums.items():
+        table.add_row(name, *map(str, counts))
+    return table
+
+
+def _links(reports: Sequence[pb.WatchReport]) -> list[Text]:
+    """The slowest ones of those that were measured."""
+    found = {(one.source, one.target): one for report in reports for one in report.links}
+    links = sorted((one for one in found.values() if one.bytes_per_s), key=lambda o: o.bytes_per_s)
+    if not links:
+        return []
+    some = f"the slowest {MOST_LINKS} of {len(links)} links"
+    title = "links" if len(links) <= MOST_LINKS else some
+    return [Text(), Text(title, style="bold"), *map(_link, links[:MOST_LINKS])]
+
+
+def _link(link: pb.WatchedLink) -> Text:
+    speed, latency = speed_text(link.bytes_per_s), f"{link.latency_s * 1e6:.0f} us"
+    return Text(f"{link.source} -> {link.target} over {link.transport}: {speed}, {latency}")

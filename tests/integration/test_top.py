@@ -1,0 +1,152 @@
+"""Admin.Watch and `kvrelay top` on real processes: a flip and a drain as they happen, and routers
+that go."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from cluster.cli.top.follow import followed
+from cluster.process.admin import NotPossible, drain, flip, open_watch
+from kvrelay.types import Role
+from kvrelay.v1 import admin_pb2 as pb
+from tests.access import ACCESS, token_file
+from tests.integration.plain_kit import KVRELAY
+from tests.integration.split_kit import (
+    RouterThread,
+    WorkerHost,
+    running_cluster,
+    wait_until,
+    worker_settings,
+)
+from tests.integration.test_cluster_life import ask_all, prompts
+
+MOST_REPORTS = 300
+Workers = dict[str, pb.WatchedWorker]
+
+
+def until_told(
+    reports: Iterator[pb.WatchReport], found: Callable[[Workers], bool]
+) -> pb.WatchReport:
+    """The first report of which this holds."""
+    for report, _ in zip(reports, range(MOST_REPORTS), strict=False):
+        if found({one.name: one for one in report.workers}):
+            return report
+    raise AssertionError(f"not told: {report}")
+
+
+def top(address: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [KVRELAY, "top", "--address", address, *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_watch_shows_a_flip_and_a_drain(llama: Path, hosts: tuple[WorkerHost, WorkerHost]) -> None:
+    """The worker that drains ends its answer first, since no other one decodes."""
+    workers = [(hosts[0], worker_settings("stays", Role.PREFILL, llama))]
+    with running_cluster(llama, workers) as cluster, ThreadPoolExecutor(1) as pool:
+        address = cluster.add(hosts[1], worker_settings("leaves", Role.BOTH, llama))
+        with open_watch(cluster.internal_grpc, 0.1, ACCESS) as reports:
+            first = next(reports)
+            assert {one.name for one in first.workers} == {"stays", "leaves"}
+            assert not first.not_ready
+            assert not first.leaving
+            flip("leaves", Role.DECODE, cluster.internal_grpc, ACCESS)
+            flipped = until_told(reports, lambda w: w["leaves"].role == "decode")
+            (found,) = [one for one in flipped.workers if one.name == "leaves"]
+            assert (found.role_epoch, found.state) == (1, pb.WORKER_STATE_READY)
+            answer = pool.submit(ask_all, cluster, prompts(1, 50), max_tokens=900)
+            busy = until_told(reports, lambda w: w["leaves"].running == 1)
+            assert busy.open_requests == 1
+            assert [(t.name, t.open_requests, t.admitted) for t in busy.tiers] == [
+                ("default", 1, 1)
+            ]
+            drain("leaves", cluster.internal_grpc, ACCESS, 60.0, wait=False)
+            until_told(reports, lambda w: w["leaves"].state == pb.WORKER_STATE_DRAINING)
+            after = until_told(reports, lambda w: "leaves" not in w)
+            assert after.open_requests == 0
+            assert len(answer.result()[0]) == 900
+        hosts[1].stop(address)
+        cluster.router.call(cluster.router.process.remove_worker(address))
+
+
+def test_clients_that_go_leave_nothing(llama: Path) -> None:
+    router = RouterThread(llama)
+    try:
+        internal = f"127.0.0.1:{router.address.internal.grpc}"
+        watches = router.process._servers._watches
+        with open_watch(internal, 3600.0, ACCESS) as reports:
+            assert next(reports).not_ready == "no worker has joined yet"
+            assert watches.open == 1
+        wait_until(lambda: watches.open == 0, "the stream is closed")
+        told = "interval_s is nan: give 0.1 to 3600 s"
+        with (
+            pytest.raises(NotPossible, match=told),
+            open_watch(internal, float("nan"), ACCESS) as r,
+        ):
+            next(r)
+    finally:
+        router.close()
+
+
+def test_a_router_that_stops_ends_its_streams(llama: Path) -> None:
+    """And who follows it says so, while another router is still heard."""
+    goes, stays = RouterThread(llama), RouterThread(llama)
+    addresses = [f"127.0.0.1:{one.address.internal.grpc}" for one in (goes, stays)]
+    try:
+        with (
+            followed(addresses, 0.1, ACCESS) as following,
+            open_watch(addresses[0], 3600.0, ACCESS) as reports,
+        ):
+            next(reports)
+            wait_until(lambda: all(one.report for one in following.now()), "both are heard")
+            goes.close()
+            assert list(reports) == []
+            wait_until(lambda: bool(following.now()[0].trouble), "its end is told")
+            gone, other = following.now()
+            assert gone.report is None
+            assert other.report is not None
+            assert not other.trouble
+    finally:
+        stays.close()
+
+
+def test_top_as_a_user_runs_it(llama: Path, hosts: tuple[WorkerHost, WorkerHost]) -> None:
+    workers = [
+        (hosts[0], worker_settings("prefill-0", Role.PREFILL, llama)),
+        (hosts[1], worker_settings("decode-0", Role.DECODE, llama)),
+    ]
+    with running_cluster(llama, workers) as cluster:
+        shown = top(cluster.internal_grpc, "--once")
+        assert shown.returncode == 0, shown.stderr
+        lines = shown.stdout.splitlines()
+        assert max(map(len, lines)) <= 80
+        assert lines[0].startswith(f"{cluster.internal_grpc}: ready, 0 requests open")
+        rows = [line.split()[:3] for line in lines if " -> " not in line]
+        assert ["decode-0", "decode", "ready"] in rows
+        assert ["prefill-0", "prefill", "ready"] in rows
+        (told,) = json.loads(top(cluster.internal_grpc, "--once", "--json").stdout)["routers"]
+        assert (told["address"], told["trouble"]) == (cluster.internal_grpc, "")
+        assert {one["name"] for one in told["report"]["workers"]} == {"prefill-0", "decode-0"}
+        address = cluster.internal_grpc
+        public = top(cluster.grpc_address, "--once")
+        assert public.returncode == 2
+        assert "not the internal gRPC address" in public.stderr
+    gone = top(address, "--once")
+    assert gone.returncode == 2
+    assert "no router answers" in gone.stderr
+
+
+def test_another_token_is_refused(llama: Path, tmp_path: Path) -> None:
+    router = RouterThread(llama)
+    try:
+        address = f"127.0.0.1:{router.address.internal.grpc}"
+        refused = top(address, "--once", "--token-file", token_file(tmp_path))
+        assert refused.returncode == 2
+        assert "--token-file" in refused.stderr
+    finally:
+        router.close()

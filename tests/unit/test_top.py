@@ -1,0 +1,100 @@
+"""What `kvrelay top` shows of reports, at 80 columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from rich.console import Console
+
+from cluster.cli.top.screen import as_facts, merged, screen, short
+from kvrelay.v1 import admin_pb2 as pb
+
+
+@dataclass
+class Router:
+    address: str = "h:1"
+    report: pb.WatchReport | None = None
+    trouble: str = ""
+
+
+def worker(name: str, **fields: object) -> pb.WatchedWorker:
+    return pb.WatchedWorker(
+        name=name,
+        incarnation=name,
+        role="decode",
+        state=pb.WORKER_STATE_READY,
+        total_blocks=100,
+        free_blocks=60,
+        cached_blocks=15,
+        **fields,
+    )
+
+
+def shown(*routers: Router) -> list[str]:
+    console = Console(width=80, highlight=False, markup=False)
+    with console.capture() as captured:
+        console.print(screen(routers))
+    return [line.rstrip() for line in captured.get().splitlines()]
+
+
+def test_workers_of_several_routers_are_shown_once_as_heard_last() -> None:
+    """And sorted by pool and number."""
+    first = pb.WatchReport(workers=[worker("d-10"), worker("d-2", running=1, heard_ago_s=3.0)])
+    second = pb.WatchReport(workers=[worker("d-2", running=2, heard_ago_s=0.5), worker("a-0")])
+    found = merged([first, second])
+    assert [one.name for one in found] == ["a-0", "d-2", "d-10"]
+    assert found[1].running == 2
+
+
+def test_requests_are_added_up() -> None:
+    tier = pb.WatchedTier(name="gold", open_requests=1, admitted=2, refused=3)
+    report = pb.WatchReport(tiers=[tier])
+    lines = shown(Router(report=report), Router(address="h:2", report=report))
+    assert lines[-1].split() == ["gold", "2", "4", "6"]
+
+
+def test_a_router_that_is_gone_says_so() -> None:
+    lines = shown(
+        Router(trouble="the router has stopped"),
+        Router(address="h:2", report=pb.WatchReport(not_ready="all workers drain")),
+        Router(address="h:3", report=pb.WatchReport(leaving=True)),
+    )
+    assert lines[0] == "h:1: the router has stopped; trying again"
+    assert lines[1].startswith("h:2: not ready: all workers drain, 0 requests open")
+    assert lines[2].startswith("h:3: leaving")
+
+
+def test_eighty_columns_are_enough() -> None:
+    busy = worker(
+        "prefill-of-a-long-name-0",
+        running=9999,
+        waiting=9999,
+        waiting_tokens=9_999_999,
+        prompt_tokens_per_s=999_999.0,
+        generated_tokens_per_s=999_999.0,
+        decode_step_s=0.0123,
+    )
+    busy.state = pb.WORKER_STATE_QUARANTINED
+    link = pb.WatchedLink(source="p-0", target="d-0", transport="shm", bytes_per_s=2e9)
+    lines = shown(Router(report=pb.WatchReport(workers=[busy], links=[link])))
+    assert max(map(len, lines)) <= 80
+    row = next(line for line in lines if line.startswith("prefill-of"))
+    assert row.split()[1:] == [
+        *("decode", "quarant.", "9999", "9999", "10.0M", "25%", "1000k", "1000k", "12.3", "ms")
+    ]
+    assert lines[-1] == "p-0 -> d-0 over shm: 2.0 GB/s, 0 us"
+
+
+def test_facts_tell_what_is_not_there() -> None:
+    told = as_facts([Router(trouble="gone"), Router(address="h:2", report=pb.WatchReport())])
+    gone, here = told["routers"]  # type: ignore[misc]
+    assert gone == {"address": "h:1", "trouble": "gone", "report": None}
+    assert here["report"]["open_requests"] == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0"), (9999, "9999"), (12_345, "12k"), (1_500_000, "1.5M")]
+)
+def test_short(number: float, text: str) -> None:
+    assert short(number) == text
