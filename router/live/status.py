@@ -24,7 +24,6 @@ from typing import TypeVar
 import grpc
 
 from kvpool.core.layout.hashes import tenant_label
-from kvrelay.codec import MessageCodec
 from kvrelay.gc_pauses import PAUSES
 from kvrelay.messages import (
     NO_ACTIVITY,
@@ -39,13 +38,11 @@ from kvrelay.v1 import admin_pb2 as pb
 from kvrelay.v1.admin_pb2 import GetKvResponse, TraceRequestResponse, WatchReport
 from kvrelay.v1.pool_node_pb2 import PoolReport
 from kvrelay.v1.worker_pb2 import DebugKvResponse, SetStateRequest, SetStateResponse
-from kvrelay.wire import encode_hello
 from router.core.core import RouterCore
 from router.core.events import LadderStepped, PairQuarantined, PairTrusted
 from router.core.faults.poison import Ending
 from router.core.load.flow import OfferedRate
 from router.core.load.needs import Needs, model_of
-from router.core.load.offered import OfferedWork
 from router.core.state.generation import (
     ClusterSnapshot,
     DirectoryStatus,
@@ -63,7 +60,7 @@ from router.core.state.worker_view import WorkerView, check_joins
 from router.core.workers import Workers, obstacle
 from router.live.link import WorkerLink
 from router.live.pool_nodes import PoolNodeLink, PoolNodes
-from router.live.watching import AdmissionCounts, Seen, report_of
+from router.live.watching import AdmissionCounts, Seen, demand_of, report_of
 
 log = logging.getLogger(__name__)
 
@@ -352,14 +349,7 @@ class ClusterViews:
         return TraceRequestResponse(stories=stories, left_out=len(found) - len(told))
 
     def demand(self) -> pb.GetDemandResponse:
-        state = self.core.state
-        return pb.GetDemandResponse(
-            tiers=[
-                pb.TierDemand(tier=tier, offered=_OFFERED.encode(work))
-                for tier, work in state.offered.tiers.items()
-            ],
-            workers=[_worker_demand(view) for view in state.workers.values()],
-        )
+        return demand_of(self.core.state)
 
     def watch_report(self) -> WatchReport:
         seen = {worker: self._seen(worker) for worker in self.core.state.workers}
@@ -404,17 +394,3 @@ RATE_S = 60.0
 def _need(busy: float, capacity: float, workers: int) -> NeedStatus:
     saturation = busy / capacity if capacity else 0.0
     return NeedStatus(busy=busy, desired=saturation * workers, saturation=saturation)
-
-
-_OFFERED = MessageCodec(OfferedWork, pb.OfferedWork, "a router")
-
-
-def _worker_demand(view: WorkerView) -> pb.WorkerDemand:
-    counters = view.counters
-    return pb.WorkerDemand(
-        hello=encode_hello(view.hello),
-        role=view.own_role,
-        draining=view.draining,
-        running=max(counters.running, view.outlook.sequences),
-        waiting_tokens=counters.prefill_waiting_tokens,
-    )

@@ -1,4 +1,4 @@
-"""What Admin.Watch tells of a router: one report, from its core and from what it has heard.
+"""What Admin.Watch and Admin.GetDemand tell of a router: from its core and from what it has heard.
 
 The report is a copy: nothing in it changes once it is built. Built in the router's event loop.
 """
@@ -10,9 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
+from kvrelay.codec import MessageCodec
 from kvrelay.messages import NO_ACTIVITY, Activity
 from kvrelay.types import Incarnation
 from kvrelay.v1 import admin_pb2 as pb
+from kvrelay.wire import encode_hello
+from router.core.load.offered import OfferedWork
 from router.core.router_state import RouterState
 from router.core.state.worker_view import WorkerView
 from router.core.workers import Workers
@@ -59,6 +62,9 @@ def report_of(
     )
 
 
+NOTHING_OFFERED = OfferedWork()
+
+
 def _tiers(state: RouterState, counts: AdmissionCounts) -> list[pb.WatchedTier]:
     """Those of the cluster file first."""
     here = Counter(request.tier.name for request in state.requests.values())
@@ -70,6 +76,7 @@ def _tiers(state: RouterState, counts: AdmissionCounts) -> list[pb.WatchedTier]:
             open_requests=here[name],
             admitted=counts.admitted[name],
             refused=counts.refused[name],
+            offered=_OFFERED.encode(state.offered.tiers.get(name, NOTHING_OFFERED)),
         )
         for name in dict.fromkeys(known)
     ]
@@ -128,3 +135,27 @@ def _links(workers: Workers) -> Iterator[pb.WatchedLink]:
                     bytes_per_s=link.bytes_per_s,
                     latency_s=link.latency_s,
                 )
+
+
+_OFFERED = MessageCodec(OfferedWork, pb.OfferedWork, "a router")
+
+
+def demand_of(state: RouterState) -> pb.GetDemandResponse:
+    """What was offered to this router, and the workers that it knows."""
+    return pb.GetDemandResponse(
+        tiers=[
+            pb.TierDemand(tier=tier, offered=_OFFERED.encode(work))
+            for tier, work in state.offered.tiers.items()
+        ],
+        workers=[_worker_demand(view) for view in state.workers.values()],
+    )
+
+
+def _worker_demand(view: WorkerView) -> pb.WorkerDemand:
+    return pb.WorkerDemand(
+        hello=encode_hello(view.hello),
+        role=view.own_role,
+        draining=view.draining,
+        running=max(view.counters.running, view.outlook.sequences),
+        waiting_tokens=view.counters.prefill_waiting_tokens,
+    )

@@ -114,16 +114,18 @@ class WatchReport(_message.Message):
     def __init__(self, cluster: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., not_ready: _Optional[str] = ..., leaving: _Optional[bool] = ..., open_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., queued_prompts: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[WatchedTier, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WatchedWorker, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[WatchedLink, _Mapping]]] = ...) -> None: ...
 
 class WatchedTier(_message.Message):
-    __slots__ = ("name", "open_requests", "admitted", "refused")
+    __slots__ = ("name", "open_requests", "admitted", "refused", "offered")
     NAME_FIELD_NUMBER: _ClassVar[int]
     OPEN_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    OFFERED_FIELD_NUMBER: _ClassVar[int]
     name: str
     open_requests: int
     admitted: int
     refused: int
-    def __init__(self, name: _Optional[str] = ..., open_requests: _Optional[int] = ..., admitted: _Optional[int] = ..., refused: _Optional[int] = ...) -> None: ...
+    offered: OfferedWork
+    def __init__(self, name: _Optional[str] = ..., open_requests: _Optional[int] = ..., admitted: _Optional[int] = ..., refused: _Optional[int] = ..., offered: _Optional[_Union[OfferedWork, _Mapping]] = ...) -> None: ...
 
 class WatchedWorker(_message.Message):
     __slots__ = ("name", "address", "incarnation", "role", "role_epoch", "state", "heard_ago_s", "running", "waiting", "waiting_tokens", "free_blocks", "cached_blocks", "total_blocks", "prompt_tokens_per_s", "generated_tokens_per_s", "transfer_bytes_per_s", "prefill_token_s", "decode_step_s")
