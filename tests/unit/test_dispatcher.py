@@ -207,6 +207,24 @@ def test_a_refusal_is_raised_and_leaves_nothing() -> None:
     play(scene)
 
 
+def test_a_watch_counts_what_was_admitted_and_refused() -> None:
+    async def scene(s: Scene) -> None:
+        before = s.dispatcher.watch_report().workers[0]
+        assert not before.HasField("heard_ago_s")
+        await s.admitted()
+        s.dispatcher.core.state.workers[B].draining = True
+        with pytest.raises(Refused):
+            await s.dispatcher.submit(request("other"))
+        told = s.dispatcher.watch_report()
+        (tier,) = told.tiers
+        counts = (tier.name, tier.open_requests, tier.admitted, tier.refused)
+        assert counts == ("default", 1, 1, 1)
+        assert told.workers[0].heard_ago_s >= 0
+        assert told.not_ready == "all workers drain"
+
+    play(scene)
+
+
 def test_a_refusal_tells_its_promise_and_what_became_of_it_is_counted() -> None:
     async def scene(s: Scene) -> None:
         for number in range(4):

@@ -58,8 +58,14 @@ def _facts(router: Router) -> dict[str, object]:
     told = MessageToDict(
         report, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-    facts = told if router.report is not None else None
+    tiers = [_numbers(tier) for tier in report.tiers]
+    facts = told | {"tiers": tiers} if router.report is not None else None
     return {"address": router.address, "trouble": router.trouble, "report": facts}
+
+
+def _numbers(tier: pb.WatchedTier) -> dict[str, object]:
+    """MessageToDict makes text of 64 bits."""
+    return {one.name: getattr(tier, one.name) for one in tier.DESCRIPTOR.fields}
 
 
 def screen(routers: Sequence[Router]) -> RenderableType:
