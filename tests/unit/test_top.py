@@ -87,14 +87,16 @@ def test_eighty_columns_are_enough() -> None:
 
 
 def test_facts_tell_what_is_not_there() -> None:
-    report = pb.WatchReport(tiers=[pb.WatchedTier(name="gold", admitted=2**40)])
+    offered = pb.OfferedWork(requests=7)
+    gold = pb.WatchedTier(name="gold", admitted=2**40, offered=offered)
+    report = pb.WatchReport(tiers=[gold])
     told = as_facts([Router(trouble="gone"), Router(address="h:2", report=report)])
     gone, here = told["routers"]  # type: ignore[misc]
     assert gone == {"address": "h:1", "trouble": "gone", "report": None}
     assert here["report"]["open_requests"] == 0
-    assert here["report"]["tiers"] == [
-        {"name": "gold", "open_requests": 0, "admitted": 2**40, "refused": 0}
-    ]
+    (tier,) = here["report"]["tiers"]
+    assert tier.pop("offered")["requests"] == 7.0
+    assert tier == {"name": "gold", "open_requests": 0, "admitted": 2**40, "refused": 0}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from math import inf
 from typing import Protocol
 
 from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -63,9 +64,13 @@ def _facts(router: Router) -> dict[str, object]:
     return {"address": router.address, "trouble": router.trouble, "report": facts}
 
 
-def _numbers(tier: pb.WatchedTier) -> dict[str, object]:
+def _numbers(told: Message) -> dict[str, object]:
     """MessageToDict makes text of 64 bits."""
-    return {one.name: getattr(tier, one.name) for one in tier.DESCRIPTOR.fields}
+    found = {one.name: getattr(told, one.name) for one in told.DESCRIPTOR.fields}
+    return {
+        name: _numbers(value) if isinstance(value, Message) else value
+        for name, value in found.items()
+    }
 
 
 def screen(routers: Sequence[Router]) -> RenderableType:
