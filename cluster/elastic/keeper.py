@@ -39,6 +39,7 @@ class RoleKeeper:
     rules: RoleRules
     access: Access
     _controller: RoleController | None = None
+    _told: str = ""
     _stopping: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
@@ -47,12 +48,17 @@ class RoleKeeper:
             self.turn()
 
     def turn(self) -> list[tuple[str, Role]]:
-        """The workers that got another role. What fails is logged, and tried again."""
+        """The workers that got another role. What fails is logged once, and tried again."""
+        reason = ""
         try:
             return self.look(time.monotonic())
         except (ConfigError, NotKnown, NotPossible, PeerError) as error:
-            log.warning("roles stay as they are: %s", error)
+            reason = str(error)
+            if reason != self._told:
+                log.warning("roles stay as they are until it works: %s", reason)
             return []
+        finally:
+            self._told = reason
 
     def stop(self) -> None:
         self._stopping.set()
