@@ -197,11 +197,8 @@ def with_key(stub: Stub, api_key: str) -> Stub:
 
 
 class Routers(Generic[Stub]):
-    """Routers in the order in which they were given."""
-
     def __init__(self, stubs: Sequence[Stub]) -> None:
-        self.stubs = tuple(stubs)
-        self.current = 0
+        self.stubs, self.current = tuple(stubs), 0
 
     def tour(self) -> Tour[Stub]:
         return Tour(self)
@@ -224,9 +221,10 @@ class Tour(Generic[Stub]):
         return self._routers.stubs[self._at]
 
     def try_next(self, error: KvrelayError) -> bool:
-        """True if the router is gone, by the error of a call without any result, and another router
-        is left to try."""
-        if not is_gone(error) or not self._left:
+        """True if another router is left to try, and may serve a call that had no result: this one
+        is gone, or stops, or knows no worker yet."""
+        elsewhere = isinstance(error, Refused) and error.reason in ("draining", "no_capacity")
+        if not (elsewhere or is_gone(error)) or not self._left:
             return False
         self._left -= 1
         self.go_on()
@@ -239,7 +237,7 @@ class Tour(Generic[Stub]):
 
 
 def is_gone(error: KvrelayError) -> bool:
-    """A router itself never sends this."""
+    """A router itself never sends this reason."""
     return isinstance(error, RequestFailedError) and error.reason == "unavailable"
 
 
