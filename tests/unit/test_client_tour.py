@@ -9,10 +9,9 @@ from kvrelay.errors import KvrelayError, Refused, RequestFailedError
 
 GONE = RequestFailedError("unavailable", "connection refused")
 STOPS = Refused("draining", "this router is stopping", retry_after_s=1.0)
-NEW = Refused("no_capacity", "no worker has joined yet", retry_after_s=None)
 
 
-@pytest.mark.parametrize("error", [GONE, STOPS, NEW], ids=["gone", "stops", "new"])
+@pytest.mark.parametrize("error", [GONE, STOPS], ids=["gone", "stops"])
 def test_another_router_may_serve(error: KvrelayError) -> None:
     routers = Routers(["a", "b", "c"])
     tour = routers.tour()

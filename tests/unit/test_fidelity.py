@@ -58,7 +58,7 @@ def recorded(folder: Path) -> Path:
         for number in range(61)
     ]
     simulated = ClusterSimulation(config, requests, Scale())
-    lines = [to_line(_beginning(simulated._config, 0))]
+    lines = [to_line(_beginning(simulated.config, 0))]
     (router,) = simulated.routers
     for worker in simulated.fleet.workers.values():
         told = worker.hello.step_times

@@ -25,7 +25,7 @@ def widths(model: Model) -> list[int]:
     products = {
         id(m.product): m.product for m in model.module.modules() if isinstance(m, MergedLinear)
     }
-    return [one.weight.shape[0] for one in products.values()]
+    return [one.width for one in products.values()]
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -56,9 +56,9 @@ def test_old_weights_go_one_product_at_a_time(
     most: list[int] = []
 
     class Watched(merging._Product):
-        def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        def __init__(self, linear: torch.nn.Linear) -> None:
             most.append(sum(one() is not None for one in layers))
-            super().__init__(weight, bias)
+            super().__init__(linear)
 
     monkeypatch.setattr(merging, "_Product", Watched)
     gc.disable()

@@ -163,7 +163,7 @@ class AsInThePaper(ClusterSimulation):
     def _router(self, number: int) -> SimRouter:
         core = super()._router(number).core
         paper = core.state.admitting = Paper(self.way, core.state)
-        simulation = self._config.simulation
+        simulation = self.config.simulation
         latency_s = simulation.fabric.router_latency
         router = JudgedAgain(core, self.clock, latency_s, simulation.service)
         router.paper = paper

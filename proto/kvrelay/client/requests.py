@@ -222,9 +222,9 @@ class Tour(Generic[Stub]):
 
     def try_next(self, error: KvrelayError) -> bool:
         """True if another router is left to try, and may serve a call that had no result: this one
-        is gone, or stops, or knows no worker yet."""
-        elsewhere = isinstance(error, Refused) and error.reason in ("draining", "no_capacity")
-        if not (elsewhere or is_gone(error)) or not self._left:
+        is gone, or stops."""
+        stops = isinstance(error, Refused) and error.reason == "draining"
+        if not (stops or is_gone(error)) or not self._left:
             return False
         self._left -= 1
         self.go_on()
