@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from cluster.core.elastic.roles import Fleet, RoleController
+from cluster.core.elastic.roles import Busy, Fleet, RoleController, who_changes
 from cluster.core.elastic.rules import RoleRules
 from cluster.process.admin import NotKnown, NotPossible, ask, flip
 from kvrelay.access.values import Access
@@ -92,17 +92,16 @@ class RoleKeeper:
     def _change(
         self, workers: Sequence[pb.WorkerDemand], more_prefill: int
     ) -> list[tuple[str, Role]]:
-        """Those with the least to do."""
-        if more_prefill > 0:
-            idlest = sorted(_of(workers, Role.DECODE), key=lambda one: one.running)
-            role = Role.PREFILL
-        else:
-            idlest = sorted(_of(workers, Role.PREFILL), key=lambda one: one.waiting_tokens)
-            role = Role.DECODE
-        chosen = [one.hello.name for one in idlest[: abs(more_prefill)]]
-        for name in chosen:
+        names, role = who_changes(map(_busy, workers), more_prefill)
+        for name in names:
             flip(name, role, self.routers()[0], self.access)
-        return [(name, role) for name in chosen]
+        return [(name, role) for name in names]
+
+
+def _busy(worker: pb.WorkerDemand) -> Busy:
+    role = Role(worker.role)
+    work = worker.running if role is Role.DECODE else worker.waiting_tokens
+    return Busy(name=worker.hello.name, role=role, work=work)
 
 
 def said(controller: RoleController, fleet: Fleet, prefill: int) -> str:

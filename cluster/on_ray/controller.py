@@ -251,6 +251,7 @@ class Controller:
     async def _keep_roles(self) -> None:
         """As the plan says by now."""
         keeper: RoleKeeper | None = None
+        known: list[str] = []
         while self._core.phase is not Phase.STOPPED:
             await asyncio.sleep(EVERY_S)
             rules = self._fleet.plan.roles
@@ -258,14 +259,11 @@ class Controller:
                 keeper = None
                 continue
             if keeper is None or keeper.rules != rules:
-                keeper = RoleKeeper(
-                    routers=self._internal_addresses, rules=rules, access=await self.access()
-                )
+                access = await self.access()
+                keeper = RoleKeeper(routers=lambda: known, rules=rules, access=access)
+            known[:] = [router.internal_grpc for router in self._routers()]
             for name, role in await asyncio.to_thread(keeper.turn):
                 self._notes.append(f"{name} is a {role} worker now: the offered work asks for it")
-
-    def _internal_addresses(self) -> list[str]:
-        return [router.internal_grpc for router in self._routers()]
 
     async def _watch_driver(self, driver: DriverAt) -> None:
         while (state := await asyncio.to_thread(state_of, driver)) is DriverState.RUNS:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from cluster.config.elastic import ElasticSection
 from cluster.config.simulation import FailureSection
-from cluster.core.elastic.roles import Fleet, RoleController, RolePolicy
+from cluster.core.elastic.roles import Busy, Fleet, RoleController, RolePolicy, who_changes
 from cluster.core.plan import role_rules
 from cluster.sim.machines.clock import Clock
 from cluster.sim.pools import SimPools
@@ -137,26 +137,25 @@ class SimElastic:
             self.clock.after(EVERY_S, self._look)
 
     def _of(self, role: Role) -> list[SimWorker]:
-        living = (worker for worker in self.workers.values() if not worker.is_dead)
-        return [worker for worker in living if worker.core.role is role]
+        return [worker for worker in self._living if worker.core.role is role]
+
+    @property
+    def _living(self) -> list[SimWorker]:
+        return [worker for worker in self.workers.values() if not worker.is_dead]
 
     def _change(self, more_prefill: int) -> None:
-        """Those with the least to do change."""
-        if more_prefill > 0:
-            idlest = sorted(self._of(Role.DECODE), key=_running)[:more_prefill]
-            role = Role.PREFILL
-        else:
-            idlest = sorted(self._of(Role.PREFILL), key=_queued)[:-more_prefill]
-            role = Role.DECODE
-        for worker in idlest:
+        names, role = who_changes(map(_busy, self._living), more_prefill)
+        for worker in [one for one in self._living if one.name in names]:
             self.flips.append(Flip(at_s=self.clock.now_s, worker=worker.name, role=role))
             worker.core.take_role(role)
             worker.hear(())
 
 
+def _busy(worker: SimWorker) -> Busy:
+    role = worker.core.role
+    work = _running(worker) if role is Role.DECODE else worker.core.prefill.queue.tokens
+    return Busy(name=worker.name, role=role, work=work)
+
+
 def _running(worker: SimWorker) -> int:
     return len(worker.core.decode.batch.running_set.running)
-
-
-def _queued(worker: SimWorker) -> int:
-    return worker.core.prefill.queue.tokens

@@ -6,11 +6,13 @@ what is offered, and then not again for a while: so noise changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
 from cluster.core.elastic.rules import RoleRules
+from kvrelay.types import Role
 from router.core.load.flow import OfferedRate
 from router.core.load.needs import Needs, WorkerModel
 from router.core.load.offered import OfferedWork
@@ -27,6 +29,22 @@ class Fleet:
     @property
     def workers(self) -> int:
         return self.prefill + self.decode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Busy:
+    """A worker that may change: sequences that it decodes, or prompt tokens that wait there."""
+
+    name: str
+    role: Role
+    work: int
+
+
+def who_changes(workers: Iterable[Busy], more_prefill: int) -> tuple[list[str], Role]:
+    """Those with the least to do, and their new role."""
+    old, new = (Role.DECODE, Role.PREFILL) if more_prefill > 0 else (Role.PREFILL, Role.DECODE)
+    idlest = sorted((one for one in workers if one.role is old), key=lambda one: one.work)
+    return [one.name for one in idlest[: abs(more_prefill)]], new
 
 
 class RolePolicy(Protocol):
@@ -61,7 +79,8 @@ class RoleController:
         return best
 
     def _best(self, needs: Needs, fleet: Fleet) -> int:
-        """Of those that serve the most, the one with the fewest changes."""
+        """Of those that serve the most, the one with the fewest changes; where several serve all,
+        the one with most to spare in both roles."""
         rules, workers = self.rules, fleet.workers
         splits = range(rules.least_prefill, workers - rules.least_decode + 1)
         holding = [p for p in splits if p <= fleet.prefill or _holds(needs, fleet, workers - p)]
@@ -69,7 +88,7 @@ class RoleController:
             return fleet.prefill
         served = {p: min(1.0, needs.served(p, workers - p)) for p in holding}
         most = max(served.values())
-        if most >= 1.0:  # one in the middle of those that serve all: it stays good for longest
+        if most >= 1.0:
             return max(holding, key=lambda p: (needs.served(p, workers - p), -p))
         return min((p for p in holding if served[p] == most), key=lambda p: abs(p - fleet.prefill))
 
