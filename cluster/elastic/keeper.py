@@ -1,4 +1,4 @@
-"""Keeps the roles of a cluster's workers as the offered work asks: the shell of RoleController.
+"""Keeps the roles of a cluster's workers as the offered work asks: the shell of ElasticController.
 
 It asks all routers each second, on a thread of its own. Where one does not answer, less is known
 than was offered: nothing changes then. It keeps nothing that matters: one that begins anew looks
@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from cluster.core.elastic.roles import Busy, Fleet, RoleController, who_changes
+from cluster.core.elastic.controller import ElasticController
+from cluster.core.elastic.fleet import Busy, Fleet, who_changes
+from cluster.core.elastic.roles import RoleController
 from cluster.core.elastic.rules import RoleRules
 from cluster.process.admin import NotKnown, NotPossible, ask, flip
 from kvrelay.access.values import Access
@@ -38,7 +40,7 @@ class RoleKeeper:
     routers: Callable[[], Sequence[str]]
     rules: RoleRules
     access: Access
-    _controller: RoleController | None = None
+    _controller: ElasticController | None = None
     _told: str = ""
     _stopping: threading.Event = field(default_factory=threading.Event)
 
@@ -71,7 +73,11 @@ class RoleKeeper:
             return []
         model = _model(workers)
         if self._controller is None:
-            self._controller = RoleController(model=model, rules=self.rules)
+            self._controller = ElasticController(
+                model=model,
+                window_s=self.rules.window_s,
+                roles=RoleController(rules=self.rules),
+            )
         self._controller.model = model  # workers may have been replaced
         fleet = Fleet(
             prefill=len(_of(workers, Role.PREFILL)),
@@ -79,7 +85,7 @@ class RoleKeeper:
             running=sum(one.running for one in _of(workers, Role.DECODE)),
         )
         offered = sum((_offered(one) for one in found), OfferedWork())
-        wanted = self._controller.look(offered, fleet, now_s)
+        wanted = self._controller.look(offered, fleet, now_s).prefill
         if wanted is None:
             return []
         log.info("%s", said(self._controller, fleet, wanted))
@@ -104,7 +110,7 @@ def _busy(worker: pb.WorkerDemand) -> Busy:
     return Busy(name=worker.hello.name, role=role, work=work)
 
 
-def said(controller: RoleController, fleet: Fleet, prefill: int) -> str:
+def said(controller: ElasticController, fleet: Fleet, prefill: int) -> str:
     needs = controller.needs
     assert needs is not None, "it has decided"
     return (

@@ -1,4 +1,4 @@
-"""How roles follow the offered work. Pure."""
+"""How workers follow the offered work. Pure."""
 
 from __future__ import annotations
 
@@ -16,3 +16,25 @@ class RoleRules:
     gain: float = 0.05
     dwell_s: float = 15.0
     window_s: float = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Of a number of workers."""
+
+    least: int
+    most: int
+
+    def clamp(self, count: int) -> int:
+        return max(self.least, min(count, self.most))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TotalRules:
+    """`workers`: of both roles together, where workers change roles, so that only the sum counts;
+    None: each role has its own. Workers leave once no more were needed for `cooldown_s`."""
+
+    prefill: Bounds
+    decode: Bounds
+    workers: Bounds | None = None
+    cooldown_s: float = 300.0
