@@ -68,7 +68,12 @@ class Shown:
 
 def config_of(cell: Cell, fleet: Fleet) -> Config:
     decode = fleet.workers - cell.prefill
-    pools = (("prefill", cell.prefill), ("decode", decode))
+    pools = [{"role": "auto", "replicas": fleet.workers}]
+    if cell.way == "static":
+        pools = [
+            {"role": "prefill", "replicas": cell.prefill},
+            {"role": "decode", "replicas": decode},
+        ]
     simulation = {
         "seed": cell.seed,
         "profile": fleet.profile,
@@ -78,9 +83,8 @@ def config_of(cell: Cell, fleet: Fleet) -> Config:
         "slo": {"ttft": TTFT, "tpot": TPOT},
     }
     file = {
-        "workers": [{"role": role, "replicas": count} for role, count in pools],
+        "workers": pools,
         "scheduler": {"prefill_chunk_tokens": 2048, "max_running_requests": 256},
-        "elastic": {"roles": "auto" if cell.way == "auto" else "fixed"},
         "simulation": simulation,
     }
     if cell.way == "served, no admission":

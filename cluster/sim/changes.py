@@ -10,11 +10,13 @@ Workers that change their role as the offered work asks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cluster.config.elastic import ElasticSection
+from cluster.config.schema import Config
 from cluster.config.simulation import FailureSection
+from cluster.core.desired import pool_of
 from cluster.core.elastic.roles import Busy, Fleet, RoleController, RolePolicy, who_changes
 from cluster.core.plan import role_rules
 from cluster.sim.machines.clock import Clock
@@ -106,7 +108,7 @@ class SimElastic:
     """`goes_on`: there is still something to serve."""
 
     clock: Clock
-    section: ElasticSection
+    config: Config
     routers: Sequence[SimRouter]
     workers: Mapping[Incarnation, SimWorker]
     goes_on: Callable[[], bool]
@@ -115,10 +117,12 @@ class SimElastic:
 
     def begin(self) -> None:
         """`policy` decides, else a cluster's own if the file says so."""
-        rules = role_rules(self.section)
-        if self.policy is None and rules is not None:
-            model = model_of(next(iter(self.workers.values())).hello)
-            self.policy = RoleController(model=model, rules=rules)
+        flexible = self._flexible
+        if self.policy is None and flexible:
+            fixed = Counter(one.core.role for one in self._living if one not in flexible)
+            rules = role_rules(self.config.elastic)
+            rules = rules.with_fixed(prefill=fixed[Role.PREFILL], decode=fixed[Role.DECODE])
+            self.policy = RoleController(model=model_of(flexible[0].hello), rules=rules)
         if self.policy is not None:
             self.clock.at(0.0, self._look)
 
@@ -143,9 +147,15 @@ class SimElastic:
     def _living(self) -> list[SimWorker]:
         return [worker for worker in self.workers.values() if not worker.is_dead]
 
+    @property
+    def _flexible(self) -> list[SimWorker]:
+        """Those of pools whose workers take either role."""
+        pools = {pool.label for pool in self.config.workers if pool.role is None}
+        return [worker for worker in self._living if pool_of(worker.name) in pools]
+
     def _change(self, more_prefill: int) -> None:
-        names, role = who_changes(map(_busy, self._living), more_prefill)
-        for worker in [one for one in self._living if one.name in names]:
+        names, role = who_changes(map(_busy, self._flexible), more_prefill)
+        for worker in [one for one in self._flexible if one.name in names]:
             self.flips.append(Flip(at_s=self.clock.now_s, worker=worker.name, role=role))
             worker.core.take_role(role)
             worker.hear(())

@@ -11,6 +11,7 @@ from random import Random
 
 from cluster.config.schema import Config
 from cluster.config.simulation import SimulatedPool, Simulation
+from cluster.config.workers import role_at
 from cluster.core.plan import router_settings, worker_settings
 from cluster.core.resolve import Site, resolve, worker_names
 from cluster.sim.changes import Failures, Flip, SimElastic, check_failures
@@ -116,7 +117,7 @@ class ClusterSimulation:
 
         self.elastic = SimElastic(
             clock=self.clock,
-            section=self.config.elastic,
+            config=self.config,
             routers=self.routers,
             workers=self.fleet.workers,
             goes_on=self.clients.is_waiting,
@@ -138,8 +139,9 @@ class ClusterSimulation:
         names = worker_names(self.config.workers)
         for index, pool in enumerate(self.config.workers):
             profile, hardware = self._hardware(index)
-            for name in names[index]:
+            for number, name in enumerate(names[index]):
                 settings = worker_settings(self.config, pool, name)
+                settings = settings.with_role(role_at(pool.role, number))
                 worker = SimWorker(settings, hardware, self._around)
                 workers[worker.incarnation] = worker
                 profiles[worker.incarnation] = profile
