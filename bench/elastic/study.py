@@ -107,7 +107,13 @@ class Shown:
 
 
 def config_of(cell: Cell, fleet: Fleet) -> Config:
-    pools = (("prefill", cell.prefill), ("decode", _began(cell) - cell.prefill))
+    began = _began(cell)
+    pools: list[dict[str, object]] = [{"role": "auto", "replicas": began}]
+    if cell.way not in ("roles", "elastic"):
+        pools = [
+            {"role": "prefill", "replicas": cell.prefill},
+            {"role": "decode", "replicas": began - cell.prefill},
+        ]
     simulation = {
         "seed": cell.seed,
         "profile": fleet.profile,
@@ -118,9 +124,8 @@ def config_of(cell: Cell, fleet: Fleet) -> Config:
         "start_up": f"{START_UP_S:g}s",
     }
     file = {
-        "workers": [{"role": role, "replicas": count} for role, count in pools],
+        "workers": pools,
         "scheduler": {"prefill_chunk_tokens": 2048, "max_running_requests": 256},
-        "elastic": {"roles": "auto" if cell.way == "roles" else "fixed"},
         "simulation": simulation,
     }
     if cell.way.endswith("no admission"):

@@ -17,7 +17,7 @@ from cluster.core.elastic.controller import ElasticController
 from cluster.core.elastic.fleet import Busy, Fleet, who_changes
 from cluster.core.elastic.roles import RoleController
 from cluster.core.elastic.rules import RoleRules
-from cluster.process.admin import NotKnown, NotPossible, ask, flip
+from cluster.process.admin import NotKnown, NotPossible, ask
 from kvrelay.access.values import Access
 from kvrelay.codec import MessageCodec
 from kvrelay.errors import ConfigError, PeerError
@@ -35,11 +35,14 @@ _OFFERED = MessageCodec(OfferedWork, pb.OfferedWork, "a router")
 
 @dataclass(slots=True, kw_only=True)
 class RoleKeeper:
-    """`routers`: internal gRPC addresses, asked for at each look."""
+    """`routers`: internal gRPC addresses, asked for at each look. `change` gives a worker another
+    role, if it `may_change`."""
 
     routers: Callable[[], Sequence[str]]
     rules: RoleRules
     access: Access
+    change: Callable[[str, Role], None]
+    may_change: Callable[[str], bool]
     _controller: ElasticController | None = None
     _told: str = ""
     _stopping: threading.Event = field(default_factory=threading.Event)
@@ -69,16 +72,20 @@ class RoleKeeper:
         """As `turn`. Raises ConfigError where a router doesn't answer."""
         found = [self._asked(router) for router in self.routers()]
         workers = _workers(found)
-        if not workers:
+        flexible = [one for one in workers if self.may_change(one.hello.name)]
+        if not flexible:
             return []
-        model = _model(workers)
+        model = _model(flexible)
         if self._controller is None:
             self._controller = ElasticController(
-                model=model,
-                window_s=self.rules.window_s,
-                roles=RoleController(rules=self.rules),
+                model=model, window_s=self.rules.window_s, roles=RoleController()
             )
         self._controller.model = model  # workers may have been replaced
+        fixed = [one for one in workers if one not in flexible]
+        assert self._controller.roles is not None
+        self._controller.roles.rules = self.rules.with_fixed(
+            prefill=len(_of(fixed, Role.PREFILL)), decode=len(_of(fixed, Role.DECODE))
+        )
         fleet = Fleet(
             prefill=len(_of(workers, Role.PREFILL)),
             decode=len(_of(workers, Role.DECODE)),
@@ -89,7 +96,7 @@ class RoleKeeper:
         if wanted is None:
             return []
         log.info("%s", said(self._controller, fleet, wanted))
-        return self._change(workers, wanted - fleet.prefill)
+        return self._change(flexible, wanted - fleet.prefill)
 
     def _asked(self, router: str) -> pb.GetDemandResponse:
         request = pb.GetDemandRequest()
@@ -100,7 +107,7 @@ class RoleKeeper:
     ) -> list[tuple[str, Role]]:
         names, role = who_changes(map(_busy, workers), more_prefill)
         for name in names:
-            flip(name, role, self.routers()[0], self.access)
+            self.change(name, role)
         return [(name, role) for name in names]
 
 

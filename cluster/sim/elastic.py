@@ -36,13 +36,14 @@ class Life:
 
 @dataclass(slots=True, kw_only=True)
 class SimElastic:
-    """`start` makes one more worker of a role, which serves from then on; it takes `start_s`.
-    `end`: all hear that one has left. `goes_on`: there is still something to serve."""
+    """`may_change`: the workers that take either role. `start` makes one more worker of a role,
+    which serves from then on; it takes `start_s`. `end`: all hear that one has left. `goes_on`: there is still something to serve."""
 
     clock: Clock
     policy: ElasticPolicy | None
     routers: Sequence[SimRouter]
     workers: Mapping[Incarnation, SimWorker]
+    may_change: Callable[[], Sequence[SimWorker]]
     start: Callable[[Role], SimWorker]
     start_s: float
     end: Callable[[SimWorker], None]
@@ -94,7 +95,8 @@ class SimElastic:
         return [w for w in self.workers.values() if not (w.is_dead or w.core.draining)]
 
     def _change(self, more_prefill: int) -> None:
-        names, role = who_changes(map(_busy, self._there), more_prefill)
+        may_change = [one for one in self.may_change() if one in self._there]
+        names, role = who_changes(map(_busy, may_change), more_prefill)
         for worker in self._named(names):
             self.flips.append(Flip(at_s=self.clock.now_s, worker=worker.name, role=role))
             worker.core.take_role(role)

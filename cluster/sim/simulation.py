@@ -11,6 +11,8 @@ from random import Random
 
 from cluster.config.schema import Config
 from cluster.config.simulation import SimulatedPool, Simulation
+from cluster.config.workers import role_at
+from cluster.core.desired import pool_of
 from cluster.core.elastic.controller import ElasticController, ElasticPolicy
 from cluster.core.elastic.roles import RoleController
 from cluster.core.plan import role_rules, router_settings, worker_settings
@@ -137,8 +139,9 @@ class ClusterSimulation:
         names = worker_names(self.config.workers)
         for index, pool in enumerate(self.config.workers):
             profile, hardware = self._hardware(index)
-            for name in names[index]:
+            for number, name in enumerate(names[index]):
                 settings = worker_settings(self.config, pool, name)
+                settings = settings.with_role(role_at(pool.role, number))
                 worker = SimWorker(settings, hardware, self._around)
                 workers[worker.incarnation] = worker
                 profiles[worker.incarnation] = profile
@@ -168,6 +171,7 @@ class ClusterSimulation:
             policy=self._policy(),
             routers=self.routers,
             workers=self.fleet.workers,
+            may_change=self._flexible,
             start=self._one_more,
             start_s=self.config.simulation.start_up,
             end=self.failures.end,
@@ -176,12 +180,19 @@ class ClusterSimulation:
 
     def _policy(self) -> ElasticPolicy | None:
         """As the cluster file says."""
-        rules = role_rules(self.config.elastic)
-        if rules is None:
+        flexible, rules = self._flexible(), role_rules(self.config.elastic)
+        if not flexible:
             return None
-        model = model_of(next(iter(self.fleet.workers.values())).hello)
-        roles = RoleController(rules=rules)
+        workers = self.fleet.workers.values()
+        fixed = [one.core.role for one in workers if one not in flexible]
+        rules = rules.with_fixed(prefill=fixed.count(Role.PREFILL), decode=fixed.count(Role.DECODE))
+        model, roles = model_of(flexible[0].hello), RoleController(rules=rules)
         return ElasticController(model=model, window_s=rules.window_s, roles=roles)
+
+    def _flexible(self) -> list[SimWorker]:
+        """Those of pools whose workers take either role."""
+        pools = {pool.label for pool in self.config.workers if pool.role is None}
+        return [one for one in self.fleet.workers.values() if pool_of(one.name) in pools]
 
     def _one_more(self, role: Role) -> SimWorker:
         """As the first one of this role."""

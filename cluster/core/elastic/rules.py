@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +16,14 @@ class RoleRules:
     gain: float = 0.05
     dwell_s: float = 15.0
     window_s: float = 20.0
+
+    def with_fixed(self, *, prefill: int, decode: int) -> RoleRules:
+        """Beside so many workers that keep their roles."""
+        return replace(
+            self,
+            least_prefill=max(self.least_prefill, prefill),
+            least_decode=max(self.least_decode, decode),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
