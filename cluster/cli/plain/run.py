@@ -23,6 +23,7 @@ from cluster.cli.plain.joins import addresses_of, registrations
 from cluster.core.elastic.rules import RoleRules
 from cluster.core.settings import PoolNodeSettings, RouterSettings, WorkerSettings
 from cluster.process.bars import DownloadBars
+from cluster.process.born import ledger_of_process
 from engine.core.activity import Stage, StartActivity
 from kvrelay.access.values import Access
 from kvrelay.gc_pauses import freeze
@@ -78,7 +79,8 @@ async def run_worker(
     from cluster.worker.process import WorkerProcess
 
     stopping = _Stopping()
-    worker = WorkerProcess(settings, LastWords(settings.host, settings.port_range))
+    words = LastWords(settings.host, settings.port_range)
+    worker = WorkerProcess(settings, words, ledger_of_process())
     async with showing(settings.name, worker):
         telling = asyncio.create_task(_tell_choice(worker))
         address = await worker.start()
