@@ -17,7 +17,7 @@ from cluster.process.logs import configure_logging
 from cluster.process.net import host_id
 from engine.core.activity import Stage, StartActivity
 from kvrelay.errors import KvrelayError
-from kvrelay.gc_pauses import freeze
+from kvrelay.gc_pauses import freeze, paused
 from kvrelay.starts import StartLedger
 
 if TYPE_CHECKING:
@@ -246,8 +246,9 @@ class RouterHost(Host[RouterAt]):
 
 def _worker_maker() -> Callable[[WorkerSettings, StartLedger], WorkerProcess]:
     """Imported late: PyTorch takes seconds."""
-    from cluster.worker.last_words import LastWords
-    from cluster.worker.process import WorkerProcess
+    with paused():
+        from cluster.worker.last_words import LastWords
+        from cluster.worker.process import WorkerProcess
 
     def made(settings: WorkerSettings, ledger: StartLedger) -> WorkerProcess:
         return WorkerProcess(settings, LastWords(settings.host, settings.port_range), ledger)

@@ -26,7 +26,7 @@ from cluster.process.bars import DownloadBars
 from cluster.process.born import ledger_of_process
 from engine.core.activity import Stage, StartActivity
 from kvrelay.access.values import Access
-from kvrelay.gc_pauses import freeze
+from kvrelay.gc_pauses import freeze, paused
 from kvrelay.v1 import worker_pb2
 
 if TYPE_CHECKING:
@@ -75,8 +75,9 @@ async def run_worker(
 ) -> None:
     """Serve until SIGTERM or SIGINT. `ready_file` is there as long as it serves and does not drain.
     Raises the error that made the worker stop by itself."""
-    from cluster.worker.last_words import LastWords
-    from cluster.worker.process import WorkerProcess
+    with paused():
+        from cluster.worker.last_words import LastWords
+        from cluster.worker.process import WorkerProcess
 
     stopping = _Stopping()
     words = LastWords(settings.host, settings.port_range)
