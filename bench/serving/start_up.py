@@ -1,4 +1,4 @@
-"""How long `kvrelay serve` takes to start."""
+"""How long `kvrelay serve` takes to start, and a worker's imports, its longest phase."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import subprocess
 import sys
 import time
 
-from bench.report import Reading, Row
+from bench.report import Reading, Row, print_table
 from bench.serving.plain_cluster import is_ready
 
 START_GOAL_S = 20.0
+REPEATS = 5
 
 
 def start_up(repeats: int) -> list[Row]:
@@ -57,3 +58,37 @@ def _start_once() -> float:
     finally:
         process.terminate()
         process.wait(timeout=120)
+
+
+_IMPORTS = """
+import contextlib, sys, time
+from kvrelay.gc_pauses import freeze, paused
+with paused() if sys.argv[1] == "paused" else contextlib.nullcontext():
+    import cluster.worker.last_words, cluster.worker.process
+freeze()
+print(time.process_time())
+"""
+
+
+def imports(repeats: int) -> Row:
+    """CPU time of a worker's imports, until it is frozen: without collections by with them."""
+    values = [_import_s("paused") / _import_s("collecting") for _ in range(repeats)]
+    reading = Reading(values=tuple(values))
+    return Row(
+        name="imports of a worker, without collections by with them",
+        value=reading.median,
+        unit="x",
+        method="CPU seconds of a process each, in turn",
+        spread=reading.spread(),
+        lower_is_better=True,
+    )
+
+
+def _import_s(how: str) -> float:
+    command = [sys.executable, "-c", _IMPORTS, how]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return float(done.stdout)
+
+
+if __name__ == "__main__":
+    print_table("imports of a worker", [imports(REPEATS)])

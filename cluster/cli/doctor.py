@@ -57,6 +57,7 @@ def _print(found: Diagnosis) -> None:
     if found.choices:
         console.print(table)
     console.print(f"KV pool of this host: {found.pool}", markup=False)
+    console.print(f"snapshots by CRIU: {found.snapshots}", markup=False)
     for problem in found.problems:
         console.print(f"problem: {problem}", markup=False)
     if not found.problems:

@@ -28,6 +28,7 @@ from kvrelay.access.values import Access
 from kvrelay.client.requests import server_info_of
 from kvrelay.errors import ConfigError, KvrelayError
 from kvrelay.messages import SHOWN, speed_text
+from kvrelay.starts import start_text
 from kvrelay.v1 import admin_pb2 as pb
 from kvrelay.v1.inference_pb2 import GetServerInfoRequest
 from kvrelay.v1.pool_node_pb2 import CachedBlocks, PoolReport
@@ -186,6 +187,9 @@ def _print_workers(console: Console, workers: object) -> None:
     console.print(_table(rows, columns))
     for worker in workers:
         console.print(f"{worker['name']} {_times(worker)}", highlight=False)
+    for worker in (worker for worker in workers if worker["start"]):
+        phases = {one["phase"]: one["seconds"] for one in worker["start"]}
+        console.print(f"{worker['name']} started in {start_text(phases)}", highlight=False)
     _print_links(console, workers)
 
 

@@ -12,11 +12,13 @@ from cluster.core.plan import NODE_HOST
 from cluster.core.processes import STARTS
 from cluster.core.settings import PoolNodeSettings, RouterSettings, WorkerSettings
 from cluster.core.supervision import Home
+from cluster.process.born import ledger_since
 from cluster.process.logs import configure_logging
 from cluster.process.net import host_id
 from engine.core.activity import Stage, StartActivity
 from kvrelay.errors import KvrelayError
-from kvrelay.gc_pauses import freeze
+from kvrelay.gc_pauses import freeze, paused
+from kvrelay.starts import StartLedger
 
 if TYPE_CHECKING:
     from cluster.worker.process import WorkerProcess
@@ -121,8 +123,10 @@ class Host(Generic[Address]):
 class WorkerHost(Host[str]):
     """Async actor."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(self, settings: WorkerSettings, asked_at: float) -> None:
+        """`asked_at`: when its controller wanted it, by the wall clock. Hosts' clocks are close."""
         configure_logging(settings.name)
+        self._ledger = ledger_since(asked_at)
         self._settings = replace(settings, host=_own_host(settings.host))
         self._worker: WorkerProcess | None = None
         self._activity = STARTS
@@ -135,7 +139,7 @@ class WorkerHost(Host[str]):
     async def _start(self) -> str:
         self._activity = StartActivity(stage=Stage.IMPORTS)
         made = await asyncio.to_thread(_worker_maker)
-        self._worker = made(self._settings)
+        self._worker = made(self._settings, self._ledger)
         return await self._worker.start()
 
     async def answer(self) -> None:
@@ -240,12 +244,16 @@ class RouterHost(Host[RouterAt]):
         )
 
 
-def _worker_maker() -> Callable[[WorkerSettings], WorkerProcess]:
+def _worker_maker() -> Callable[[WorkerSettings, StartLedger], WorkerProcess]:
     """Imported late: PyTorch takes seconds."""
-    from cluster.worker.last_words import LastWords
-    from cluster.worker.process import WorkerProcess
+    with paused():
+        from cluster.worker.last_words import LastWords
+        from cluster.worker.process import WorkerProcess
 
-    return lambda settings: WorkerProcess(settings, LastWords(settings.host, settings.port_range))
+    def made(settings: WorkerSettings, ledger: StartLedger) -> WorkerProcess:
+        return WorkerProcess(settings, LastWords(settings.host, settings.port_range), ledger)
+
+    return made
 
 
 def _reachable(host: str) -> str:

@@ -67,12 +67,13 @@ class Fleet:
         pool, nodes = self.plan.worker_pool(pool_of(name)), self.plan.pool
         if name in routers:
             router = routers[name]
-            made = self._make(name, RouterHost, router.settings, router.placement)
+            made = self._make(name, RouterHost, (router.settings,), router.placement)
         elif pool is not None and role is not None:
             worker = pool.worker(name, role)
-            made = self._make(name, WorkerHost, worker.settings, worker.placement)
+            told = (worker.settings, time.time())
+            made = self._make(name, WorkerHost, told, worker.placement)
         elif nodes is not None and node is not None:
-            made = self._make(name, PoolNodeHost, nodes.settings, nodes.placement, node)
+            made = self._make(name, PoolNodeHost, (nodes.settings,), nodes.placement, node)
         elif (made := self.find(name)) is None:
             raise ValueError("the cluster has no such pool any more")
         self._handles[name] = made
@@ -125,7 +126,12 @@ class Fleet:
         return actor_name(self.plan.name, name)
 
     def _make(
-        self, name: str, host: type, settings: object, place: RayResources, node: str | None = None
+        self,
+        name: str,
+        host: type,
+        told: tuple[object, ...],
+        place: RayResources,
+        node: str | None = None,
     ) -> Handle:
         options = _ray_options(self._place(place))
         if node is not None:
@@ -133,7 +139,7 @@ class Fleet:
         return (
             ray.remote(host)
             .options(name=self._actor_name(name), get_if_exists=True, **options)
-            .remote(settings)
+            .remote(*told)
         )
 
 

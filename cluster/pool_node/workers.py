@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from cluster.core.plan import pool_name
-from cluster.process.outbox import Outbox
+from cluster.worker.pool.outbox import Outbox
 from kvpool.core.node.messages import PoolMessage
 from kvpool.transport.endpoints import EndpointOptions
 from kvpool.transport.mapped import memfd

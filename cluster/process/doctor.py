@@ -6,8 +6,12 @@ Each transport is tried for real: its endpoint is opened and registers memory.
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,12 +68,13 @@ class TransportChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """`pool`: what a pool node of this host would take now. `problems`: why the cluster file can't
-    run here; empty: it can."""
+    """`pool`: what a pool node of this host would take now. `snapshots`: whether CRIU can dump a
+    process here. `problems`: why the cluster file can't run here; empty: it can."""
 
     findings: tuple[Finding, ...]
     choices: tuple[TransportChoice, ...]
     pool: str
+    snapshots: str
     problems: tuple[str, ...]
 
 
@@ -85,6 +90,7 @@ def examine(config: Config) -> Diagnosis:
         findings=findings,
         choices=tuple(_choices(config, by_name)),
         pool=pool,
+        snapshots=_snapshots(),
         problems=(
             *_link_problems(config, by_name),
             *too_little,
@@ -184,6 +190,45 @@ def _shm_size() -> str:
 
 def _gib(count: float) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**27 else f"{count / 2**10:.0f} KiB"
+
+
+# --- CRIU ---------------------------------------------------------------------------------------
+
+CRIU_S = 20.0
+_ASLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+_SYMPTOM = re.compile(r"exited, status=\d+$")
+"""Of a probe of CRIU's own; the errors behind it say more."""
+
+
+def _snapshots() -> str:
+    """A process that does nothing is dumped. Its exact errors where that fails."""
+    criu = shutil.which("criu", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
+    if criu is None:
+        return "no: criu is not installed"
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(
+        _ASLEEP, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
+    ) as asleep:
+        try:
+            why = _dump(criu, asleep.pid)
+        finally:
+            asleep.kill()
+    return f"no: {why}" if why else "yes"
+
+
+def _dump(criu: str, pid: int) -> str:
+    """Why it fails; empty: it does not."""
+    with tempfile.TemporaryDirectory() as images:
+        command = [criu, "dump", "--tree", str(pid), "--images-dir", images, "--leave-running"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=CRIU_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+    if not done.returncode:
+        return ""
+    lines = [line.strip() for line in done.stderr.splitlines()]
+    errors = [line for line in lines if "Error" in line and not _SYMPTOM.search(line)]
+    return "; ".join(errors or lines[-1:]) or f"criu dump ended with {done.returncode}"
 
 
 # --- a cluster file -----------------------------------------------------------------------------

@@ -37,7 +37,8 @@ class Life:
 @dataclass(slots=True, kw_only=True)
 class SimElastic:
     """`may_change`: the workers that take either role. `start` makes one more worker of a role,
-    which serves from then on; it takes `start_s`. `end`: all hear that one has left. `goes_on`: there is still something to serve."""
+    which serves from then on; it takes `start_s`. `end`: all hear that one has left. `goes_on`:
+    there is still something to serve."""
 
     clock: Clock
     policy: ElasticPolicy | None

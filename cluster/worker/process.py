@@ -19,6 +19,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import chain
 
 import grpc
@@ -32,7 +33,7 @@ from cluster.process.net import bind_port, grpc_server
 from cluster.worker.build import WorkerParts, build_worker
 from cluster.worker.events import Close, Incoming, RunOnLoop
 from cluster.worker.last_words import LastWords, key_of
-from engine.core.activity import Stage, StartActivity
+from engine.core.activity import PHASE_OF, Stage, StartActivity
 from engine.device.threads import run_apart, use_threads
 from kvpool.core.blocks.pool import BlockState
 from kvpool.core.blocks.tables import BlockTables
@@ -40,6 +41,7 @@ from kvpool.core.layout.hashes import TenantBlocks, most_of
 from kvpool.wire.pool import cached_blocks
 from kvrelay.errors import PeerError
 from kvrelay.messages import BlockChanges, Counters, WorkerEvent, WorkerHello
+from kvrelay.starts import StartLedger, StartPhase, start_text
 from kvrelay.types import WIRE_VERSION, Role
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
@@ -85,8 +87,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         inbox: queue.SimpleQueue[Incoming],
         report: Callable[[], pb.DebugKvResponse],
         take: Callable[[pb.SetStateRequest], Awaitable[pb.SetStateResponse]],
+        ledger: StartLedger,
     ) -> None:
         self._hello = hello
+        self._ledger = ledger
         self._inbox = inbox
         self._report = report
         self._take = take
@@ -106,13 +110,22 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._inbox.put(RouterJoined(stream))
         reader = asyncio.ensure_future(self._read(stream, requests))
         try:
-            yield pb.FromWorker(hello=encode_hello(self._hello))
+            yield pb.FromWorker(hello=encode_hello(self._greeting()))
             async for batch in stream.batches():
                 yield batch
         finally:
             reader.cancel()
             self._streams.discard(stream)
             self._inbox.put(RouterLost(stream))
+
+    def _greeting(self) -> WorkerHello:
+        """With the first one the start has ended."""
+        is_new = self._ledger.end(time.monotonic())
+        start = self._ledger.phases()
+        if is_new:
+            told = start_text({one.phase: one.seconds for one in start})
+            log.info("%s serves after %s", self._hello.name, told)
+        return replace(self._hello, start=start, is_new=is_new)
 
     async def _greet(
         self, requests: AsyncIterator[pb.ToWorker], context: grpc.aio.ServicerContext
@@ -202,9 +215,16 @@ class WorkerProcess:
     """Start once, stop once. `wait_closed` tells when, and why, the worker has stopped. While it
     starts, `activity` is what it does now; `chosen` says which device and transports it took."""
 
-    def __init__(self, settings: WorkerSettings, words: LastWords | None = None) -> None:
-        """`words`: what routers hear when it has died."""
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        words: LastWords | None = None,
+        ledger: StartLedger | None = None,
+    ) -> None:
+        """`words`: what routers hear when it has died. `ledger`: of a start that has begun
+        earlier."""
         self._settings = settings
+        self._ledger = StartLedger(time.monotonic()) if ledger is None else ledger
         self._words = words
         self._inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         self._closed: Future[None] = Future()
@@ -225,9 +245,12 @@ class WorkerProcess:
         self._thread.start()
         parts = await asyncio.wrap_future(started)
         self._parts = parts
+        self._ledger.enter(StartPhase.JOIN, time.monotonic())
         self._server = grpc_server(self._settings.access)
         hello = parts.hello
-        self._service = WorkerService(hello, self._inbox, self._report, self._take_state)
+        self._service = WorkerService(
+            hello, self._inbox, self._report, self._take_state, self._ledger
+        )
         worker_pb2_grpc.add_WorkerServicer_to_server(self._service, self._server)
         settings = self._settings
         port = bind_port(self._server, settings.host, settings.port_range, settings.access)
@@ -324,11 +347,13 @@ class WorkerProcess:
             parts.close()
 
     def _build(self) -> WorkerParts:
+        self._now_does(StartActivity(stage=Stage.CHOOSES))
         settings, self.chosen = settle(self._settings)
         return build_worker(settings, self._inbox, self._now_does, self._words)
 
     def _now_does(self, activity: StartActivity) -> None:
         self.activity = activity
+        self._ledger.enter(PHASE_OF[activity.stage], time.monotonic())
 
     def _report(self) -> pb.DebugKvResponse:
         """Taken by the loop between two events, so it is consistent."""

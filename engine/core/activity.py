@@ -6,17 +6,34 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvrelay.starts import StartPhase
+
 
 class Stage(StrEnum):
     WAITS = "waits for resources"
     STARTS = "starts"
     IMPORTS = "loads its libraries"
+    CHOOSES = "chooses its device and transports"
     DOWNLOADS = "downloads the model"
     LOADS = "loads the model"
     COMPILES = "compiles"
     CHECKS = "checks the model's steps"
     RECORDS = "records CUDA graphs"
     TIMES = "times steps"
+
+
+PHASE_OF = {
+    Stage.WAITS: StartPhase.PLACE,
+    Stage.STARTS: StartPhase.PLACE,
+    Stage.IMPORTS: StartPhase.IMPORT,
+    Stage.CHOOSES: StartPhase.CHOOSE,
+    Stage.DOWNLOADS: StartPhase.FETCH,
+    Stage.LOADS: StartPhase.LOAD,
+    Stage.COMPILES: StartPhase.COMPILE,
+    Stage.CHECKS: StartPhase.CHECK,
+    Stage.RECORDS: StartPhase.RECORD,
+    Stage.TIMES: StartPhase.TIME,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 
@@ -42,3 +44,16 @@ def freeze() -> None:
     gc.freeze()
     if PAUSES not in gc.callbacks:
         gc.callbacks.append(PAUSES)
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """No collections meanwhile, such as while a process imports: hardly anything of that is
+    garbage. `freeze` collects what is."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
+from kvrelay.starts import PhaseSeconds
 from kvrelay.types import (
     FinishReason,
     Incarnation,
@@ -125,7 +126,8 @@ class WorkerHello:
     """`physical_format` and `rope_border_tokens`, with the fingerprint, name its blocks;
     `kv_token_bytes` is the KV of one token; `cpus`, such as 0-3, are its own, if it has any.
     `handoff_by_pool`: prompts that are computed elsewhere come to it through the pool. When it has
-    died, the process at `witness` tells how, to those who have the key."""
+    died, the process at `witness` tells how, to those who have the key. `start`: the phases of its
+    start; the first router that hears of it (`is_new`) counts them."""
 
     name: str
     incarnation: Incarnation
@@ -149,6 +151,8 @@ class WorkerHello:
     handoff_by_pool: bool = False
     witness: str = ""
     witness_key: str = ""
+    start: tuple[PhaseSeconds, ...] = ()
+    is_new: bool = False
 
 
 @value

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvrelay.messages import Counters
+from kvrelay.starts import PhaseSeconds
 from kvrelay.types import FinishReason, PromptLogprob, StepCoefficients, TokenLogprobs
 
 
@@ -116,7 +117,8 @@ class WorkerInfo:
 
     Rates and `hit_rate` are means over about the last 10 s; `hit_rate` is None when no prompt was
     looked up. `kv_used` is the share of KV blocks that requests hold, 0 to 1. `kv_token_bytes` is
-    the KV of one token. `counters` are all its counters except those of its links.
+    the KV of one token. `counters` are all its counters except those of its links. `start`: the
+    phases of its start, in their order.
     """
 
     name: str
@@ -142,6 +144,7 @@ class WorkerInfo:
     hit_rate: float | None = None
     transfer_bytes_per_s: float = 0.0
     kv_token_bytes: int = 0
+    start: tuple[PhaseSeconds, ...] = ()
     counters: Counters = field(default_factory=Counters)
 
 

@@ -62,7 +62,7 @@ def value(cls: type[T]) -> type[T]:
 Incarnation = NewType("Incarnation", str)
 """Random id of one process life: a restarted worker is a new peer."""
 
-WIRE_VERSION = 22
+WIRE_VERSION = 23
 """1: first. 2: pool nodes have addresses for workers of other hosts. 3: requests are resumed from
 what they have emitted. 4: reservations without a source. 5: pieces of a handoff are cut at
 multiples of 16 tokens. 6: a worker's KV may be shared out among ranks. 7: the pieces of a span are
@@ -75,7 +75,8 @@ prefix sources. 16: and of what prefill workers have stored so far. 17: workers 
 ones. 18: leases are renewed for what moves, and peers hear that a link has stalled. 19: workers
 have a witness of their end, and requests may run alone. 20: the output of a request may have to
 match a grammar. 21: workers tell their role, and a request leaves a worker in one message.
-22: all choices of a request are moved together."""
+22: all choices of a request are moved together. 23: workers tell how long each
+phase of their start took."""
 
 
 class Role(StrEnum):

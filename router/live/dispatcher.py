@@ -234,6 +234,8 @@ class WorkerDispatcher(ClusterViews):
     def joined(self, link: WorkerLink, hello: WorkerHello) -> None:
         check_joins(hello, (view.hello for view in self.core.state.workers.values()))
         log.info("worker %s joined: %s on %s", hello.name, hello.role, hello.device)
+        if hello.is_new:
+            self.starts.count(hello.start)
         self.attached[hello.incarnation] = link
         self.recent[hello.incarnation] = RecentActivity(hello.total_blocks)
         self._silence.joined(hello.incarnation)

@@ -16,10 +16,12 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     Metric,
     SummaryMetricFamily,
 )
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from kvrelay.gc_pauses import GcPauses
 from kvrelay.messages import SHOWN, LinkState, Shown, kv_used
@@ -166,6 +168,7 @@ class ClusterGauges(Collector):
         yield from self._tiers()
         yield from self._offered()
         yield from self._needs()
+        yield self._starts()
         yield from self._pauses()
 
     def _offered(self) -> Iterable[Metric]:
@@ -195,6 +198,15 @@ class ClusterGauges(Collector):
             for role, need in self._snapshot.needs.items():
                 gauge.add_metric((self._model_name, role), getattr(need, attribute))
             yield gauge
+
+    def _starts(self) -> Metric:
+        text = "Phases of the starts of workers, each counted by the router that it joined first."
+        labels = ("model_name", "phase")
+        family = HistogramMetricFamily("kvrelay:start_seconds", text, labels=labels)
+        for phase, times in self._snapshot.starts.items():
+            buckets = [(floatToGoString(border), count) for border, count in times.up_to().items()]
+            family.add_metric((self._model_name, phase), buckets, times.sum_s)
+        return family
 
     def _pauses(self) -> Iterable[Metric]:
         """Of the router itself, of each worker and of each pool node."""

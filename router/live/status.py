@@ -43,6 +43,7 @@ from router.core.events import LadderStepped, PairQuarantined, PairTrusted
 from router.core.faults.poison import Ending
 from router.core.load.flow import OfferedRate
 from router.core.load.needs import Needs, model_of
+from router.core.load.starts import Starts
 from router.core.state.generation import (
     ClusterSnapshot,
     DirectoryStatus,
@@ -239,6 +240,7 @@ class ClusterViews:
         self.attached: dict[Incarnation, WorkerLink] = {}
         self.recent: dict[Incarnation, RecentActivity] = {}
         self.counts = AdmissionCounts()
+        self.starts = Starts()
 
     def ready(self) -> bool:
         return self.not_ready() is None
@@ -282,6 +284,7 @@ class ClusterViews:
             pauses=PAUSES,
             offered={tier: replace(work) for tier, work in state.offered.tiers.items()},
             needs=self._needs(now_s),
+            starts=self.starts.told(),
         )
 
     def _needs(self, now_s: float) -> dict[Role, NeedStatus]:
@@ -318,6 +321,7 @@ class ClusterViews:
             step_times=hello.step_times,
             activity=recent.activity() if recent is not None else NO_ACTIVITY,
             kv_token_bytes=hello.kv_token_bytes,
+            start=hello.start,
         )
 
     def _with_links(self, view: WorkerView) -> WorkerStatus:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.errors import KvrelayError, Refused
@@ -18,6 +18,7 @@ from kvrelay.v1.admin_pb2 import (
 )
 from kvrelay.v1.worker_pb2 import DebugKvResponse, SetStateRequest, SetStateResponse
 from router.core.load.offered import OfferedWork
+from router.core.load.starts import StartTimes
 from router.core.state.generation import (
     ChoiceTokens,
     ClusterSnapshot,
@@ -170,6 +171,7 @@ class FakeDispatcher:
     capped_tokens: int | None = None
     tier_statuses: tuple[TierStatus, ...] = ()
     pauses: GcPauses = field(default_factory=GcPauses)
+    starts: Mapping[str, StartTimes] = field(default_factory=dict)
     yielded_tokens: int = 0
     requests: list[GenerationRequest] = field(default_factory=list)
     generations: list[FakeGeneration] = field(default_factory=list)
@@ -243,6 +245,7 @@ class FakeDispatcher:
             pauses=self.pauses,
             offered={"gold": OfferedWork(requests=5, prompt_tokens=700, output_tokens=90)},
             needs={Role.DECODE: NeedStatus(busy=1.5, desired=2.0, saturation=0.5)},
+            starts=self.starts,
         )
 
     def quarantined(self) -> tuple[QuarantinedPair, ...]:

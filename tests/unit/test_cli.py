@@ -451,7 +451,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.processes
 def test_help_and_config_import_nothing_heavy() -> None:
-    heavy = ["torch", "ray", "transformers", "grpc", "numpy"]
+    heavy = ["torch", "ray", "transformers", "grpc", "numpy", "httpx"]
     done = python(
         "import sys\nfrom cluster.cli.main import main\n"
         "from cluster.process.site import local_site\n"

@@ -6,8 +6,10 @@ import json
 import socket
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from cluster.cli import main as cli
@@ -35,6 +37,7 @@ def test_the_default_cluster_can_run_here(
     assert "kvrelay[nixl]" in out and "memlock limit: " in out and "UCX: " in out
     assert "CMA (process_vm_writev) within a host: " in out
     assert "this cluster can run here" in out
+    assert "snapshots by CRIU: " in out
     (pair,) = [line.split() for line in out.splitlines() if line.startswith(" workers.0")]
     assert pair == ["workers.0", "(prefill)", "workers.1", "(decode)", "shm", "nixl"]
 
@@ -146,3 +149,56 @@ def test_the_pool_that_would_be_chosen_is_shown(
     code, text = shown()
     assert code == 0 and text.startswith("none: no memory to spare")
     assert shown("--set", "pool.enabled=on")[0] == 1
+
+
+# --- CRIU ---------------------------------------------------------------------------------------
+
+DEBIAN = """\
+Error (criu/util.c:642): exited, status=1
+Error (criu/vdso.c:381): vdso: Unexpected rt vDSO area bounds
+Error (criu/vdso.c:613): vdso: Failed to fill self vdso symtable
+"""
+
+
+def criu(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = folder / "criu"
+    program.write_text(f"#!/bin/sh\n{script}")
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
+def test_what_criu_says_where_it_can_not_dump(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    criu(tmp_path, f"cat >&2 <<'E'\n{DEBIAN}E\nexit 1\n", monkeypatch)
+    assert doctor._snapshots() == (
+        "no: Error (criu/vdso.c:381): vdso: Unexpected rt vDSO area bounds; "
+        "Error (criu/vdso.c:613): vdso: Failed to fill self vdso symtable"
+    )
+    criu(tmp_path, "echo 'You need to be root' >&2; exit 1", monkeypatch)
+    assert doctor._snapshots() == "no: You need to be root"
+    criu(tmp_path, "exit 3", monkeypatch)
+    assert doctor._snapshots() == "no: criu dump ended with 3"
+
+
+def test_a_process_that_runs_is_dumped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And ends, however that went."""
+    note = tmp_path / "note"
+    kept = f'[ -d /proc/$3 ] && [ -d "$5" ] && echo "$1 $2 $3 $4 $6" > {note}'
+    criu(tmp_path, kept, monkeypatch)
+    assert doctor._snapshots() == "yes"
+    told = note.read_text().split()
+    assert told[:2] + told[3:] == ["dump", "--tree", "--images-dir", "--leave-running"]
+    assert not psutil.pid_exists(int(told[2]))
+
+
+def test_a_criu_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "CRIU_S", 0.2)
+    criu(tmp_path, "exec sleep 60", monkeypatch)
+    assert "timed out after 0.2 seconds" in doctor._snapshots()
+
+
+def test_without_criu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "which", lambda *_, **__: None)
+    assert doctor._snapshots() == "no: criu is not installed"
+    assert examine(load_config(None, [])).problems == (), "it is no problem"

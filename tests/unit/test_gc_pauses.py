@@ -35,6 +35,30 @@ def test_a_started_process_freezes_and_measures() -> None:
     subprocess.run([sys.executable, "-c", FROZEN], check=True, timeout=60)
 
 
+IMPORTING = """
+import gc
+from kvrelay.gc_pauses import PAUSES, paused
+gc.callbacks.append(PAUSES)
+try:
+    with paused():
+        kept = [[] for _ in range(100_000)]
+        assert PAUSES.count == 0
+        raise ImportError
+except ImportError:
+    assert gc.isenabled()
+kept += [[] for _ in range(100_000)]
+assert PAUSES.count > 0
+gc.disable()
+with paused():
+    pass
+assert not gc.isenabled(), "as before"
+"""
+
+
+def test_nothing_is_collected_while_a_process_imports() -> None:
+    subprocess.run([sys.executable, "-c", IMPORTING], check=True, timeout=60)
+
+
 def test_pauses_add_up() -> None:
     pauses = GcPauses()
     for seconds in (0.25, 0.5, 0.125):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
 from cluster.cli.status import link_verdict, print_table, step_times_verdict
 from kvrelay.messages import Counters
 from kvrelay.results import LinkInfo, ServerInfo, WorkerInfo
+from kvrelay.starts import PhaseSeconds
 from tests.unit.router_kit import STEP_TIMES
 
 
@@ -70,6 +71,15 @@ def test_what_workers_do_comes_before_how_long_steps_take(
     )
     assert lines[3].startswith("prefill-0 step times: prefill x 1.00 (good) of ")
     assert "; decode x 2.50 (bad: less than half of the speed measured at the start) of" in lines[3]
+
+
+def test_how_long_a_worker_took_to_start(capsys: pytest.CaptureFixture[str]) -> None:
+    phases = {"import": 3.1, "fetch": 0.0, "load": 0.9}
+    start = tuple(PhaseSeconds(phase=name, seconds=s) for name, s in phases.items())
+    lines = shown(capsys, replace(worker("decode-0"), start=start), worker("decode-1"))
+    assert [line for line in lines if "started" in line] == [
+        "decode-0 started in 4.0 s: import 3.1, load 0.9"
+    ]
 
 
 def test_a_link_says_whether_it_is_good(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import typer
 
 from kvrelay.errors import ConfigError, KvrelayError
@@ -111,6 +110,8 @@ class ServerGone(KvrelayError):
 
 def gone(server: Server, error: Exception) -> ServerGone:
     """What a user can do about an error of httpx."""
+    import httpx
+
     said = str(error) or type(error).__name__
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         advice = "kvrelay serve starts one, --address names another"

@@ -23,9 +23,10 @@ from cluster.cli.plain.joins import addresses_of, registrations
 from cluster.core.elastic.rules import RoleRules
 from cluster.core.settings import PoolNodeSettings, RouterSettings, WorkerSettings
 from cluster.process.bars import DownloadBars
+from cluster.process.born import ledger_of_process
 from engine.core.activity import Stage, StartActivity
 from kvrelay.access.values import Access
-from kvrelay.gc_pauses import freeze
+from kvrelay.gc_pauses import freeze, paused
 from kvrelay.v1 import worker_pb2
 
 if TYPE_CHECKING:
@@ -74,11 +75,13 @@ async def run_worker(
 ) -> None:
     """Serve until SIGTERM or SIGINT. `ready_file` is there as long as it serves and does not drain.
     Raises the error that made the worker stop by itself."""
-    from cluster.worker.last_words import LastWords
-    from cluster.worker.process import WorkerProcess
+    with paused():
+        from cluster.worker.last_words import LastWords
+        from cluster.worker.process import WorkerProcess
 
     stopping = _Stopping()
-    worker = WorkerProcess(settings, LastWords(settings.host, settings.port_range))
+    words = LastWords(settings.host, settings.port_range)
+    worker = WorkerProcess(settings, words, ledger_of_process())
     async with showing(settings.name, worker):
         telling = asyncio.create_task(_tell_choice(worker))
         address = await worker.start()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.process.outbox import Outbox
+from cluster.worker.pool.outbox import Outbox
 from kvpool.core.fetch.client_events import OWN_NODE, FromNode, PoolJoined, PoolLost
 from kvpool.core.node.messages import FromPool, PoolHello, PoolRefused, PoolWelcome, ToPool
 from kvpool.transport.endpoints import EndpointOptions, Endpoints, SharedRegion

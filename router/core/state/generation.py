@@ -13,6 +13,7 @@ from typing import Protocol
 from kvrelay.errors import Refused
 from kvrelay.gc_pauses import GcPauses
 from kvrelay.messages import NO_ACTIVITY, Activity, Counters
+from kvrelay.starts import PhaseSeconds
 from kvrelay.types import (
     NO_OBJECTIVES,
     FinishReason,
@@ -31,6 +32,7 @@ from kvrelay.v1.admin_pb2 import (
 )
 from kvrelay.v1.worker_pb2 import SetStateRequest, SetStateResponse
 from router.core.load.offered import OfferedWork
+from router.core.load.starts import StartTimes
 from router.core.promises.work import ToldPromise
 from router.core.state.quarantine import Pair
 
@@ -133,6 +135,7 @@ class WorkerStatus:
     cpus: str = ""
     activity: Activity = NO_ACTIVITY
     kv_token_bytes: int = 0
+    start: tuple[PhaseSeconds, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +226,8 @@ class ClusterSnapshot:
     offered: Mapping[str, OfferedWork]
     """# tier |-> its work"""
     needs: Mapping[Role, NeedStatus]
+    starts: Mapping[str, StartTimes]
+    """# phase of a start, or whole |-> how long it took the workers that came here first"""
 
 
 class Dispatcher(Protocol):
