@@ -144,6 +144,7 @@ def assert_they_leave_in_time(head: Head, left: Counter[str], count: int) -> Non
     assert time.monotonic() - empty_s <= IDLE_S + LATE_S
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("most", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_nodes_come_with_the_workers_and_leave_after_them(tmp_path: Path, most: int) -> None:
     file, log = tmp_path / "cluster.yaml", tmp_path / "serve.log"

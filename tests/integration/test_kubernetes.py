@@ -397,7 +397,8 @@ def test_code_comes_after_what_it_needs() -> None:
     for target in ("cpu", "cuda"):
         stage = text.partition(f" AS {target}\n")[2].partition("\nFROM ")[0]
         assert stage.index("requirements.txt") < stage.index("COPY --from=source / ./")
-        assert stage.index("COPY --from=source / ./") < stage.index("pip install --no-deps .")
+        code = stage.index("pip install --no-deps --no-build-isolation .")
+        assert stage.index("COPY --from=source / ./") < code
     assert "project['optional-dependencies']['nixl']" in text, "pods hand over by it"
 
 
