@@ -30,7 +30,7 @@ TTFT, TPOT = "2s", "50ms"
 STEP_S, STEP_FROM, STEP_TO = 300.0, 4.0, 12.0
 DAY_S, NIGHT, NOON = 3600.0, 2.0, 11.5
 """Requests/s."""
-START_UP_S = 100.0
+START_UP = "100s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

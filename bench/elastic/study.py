@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.elastic import loads
-from bench.elastic.loads import H200_70B, SEEDS, START_UP_S, TPOT, TTFT, Fleet
+from bench.elastic.loads import H200_70B, SEEDS, START_UP, TPOT, TTFT, Fleet
 from bench.elastic.served import (
     FlipsByLatency,
     ScalesByLatency,
@@ -31,20 +31,16 @@ from bench.elastic.served import (
     ServedLatency,
 )
 from cluster.config.schema import Config
-from cluster.core.elastic.controller import ElasticController, ElasticPolicy
-from cluster.core.elastic.roles import RoleController
-from cluster.core.elastic.rules import Bounds, RoleRules, TotalRules
-from cluster.core.elastic.totals import Totals
+from cluster.core.elastic.controller import ElasticPolicy
 from cluster.sim.results.report import report
 from cluster.sim.simulation import ClusterSimulation, Scale
 from cluster.sim.trace import Outcome, TraceRequest
-from router.core.load.needs import model_of
 
 LOADS = ("swing", "conversation", "step", "day", "steady")
 NUMBERS = ("elastic", "use", "latency")
 """Ways that change the number of workers."""
 WAYS = ("static", "roles", *NUMBERS, "flips", "flips, no admission")
-COOLDOWN_S = 120.0
+COOLDOWN = "120s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +104,8 @@ class Shown:
 
 def config_of(cell: Cell, fleet: Fleet) -> Config:
     began = _began(cell)
-    pools: list[dict[str, object]] = [{"role": "auto", "replicas": began}]
+    bounds = {"min": began, "max": cell.workers} if cell.way == "elastic" else began
+    pools: list[dict[str, object]] = [{"role": "auto", "replicas": bounds}]
     if cell.way not in ("roles", "elastic"):
         pools = [
             {"role": "prefill", "replicas": cell.prefill},
@@ -121,12 +118,13 @@ def config_of(cell: Cell, fleet: Fleet) -> Config:
         "block_size": 512,
         "kv": {"layers": fleet.kv_layers},
         "slo": {"ttft": TTFT, "tpot": TPOT},
-        "start_up": f"{START_UP_S:g}s",
+        "start_up": START_UP,
     }
     file = {
         "workers": pools,
         "scheduler": {"prefill_chunk_tokens": 2048, "max_running_requests": 256},
         "simulation": simulation,
+        "elastic": {"cooldown": COOLDOWN, "start_up": START_UP},
     }
     if cell.way.endswith("no admission"):
         file["router"] = {"admission": {"policy": "none"}}
@@ -142,8 +140,6 @@ def policy_of(cell: Cell, simulation: ClusterSimulation) -> ElasticPolicy | None
     """None: that of the cluster file."""
     served = ServedLatency(simulation)
     match cell.way.partition(",")[0]:
-        case "elastic":
-            return _elastic(cell, simulation)
         case "use":
             return ScalesByUse(simulation, Scaling(most=cell.workers))
         case "latency":
@@ -152,18 +148,6 @@ def policy_of(cell: Cell, simulation: ClusterSimulation) -> ElasticPolicy | None
             return FlipsByLatency(served)
         case _:
             return None
-
-
-def _elastic(cell: Cell, simulation: ClusterSimulation) -> ElasticController:
-    hello = next(iter(simulation.fleet.workers.values())).hello
-    role, both = (Bounds(least=n, most=cell.workers - 2 + n) for n in (1, 2))
-    rules = TotalRules(prefill=role, decode=role, workers=both, cooldown_s=COOLDOWN_S)
-    return ElasticController(
-        model=model_of(hello),
-        window_s=RoleRules().window_s,
-        roles=RoleController(),
-        totals=Totals(rules=rules, lead_s=START_UP_S, period_s=loads.DAY_S),
-    )
 
 
 def run(cell: Cell) -> Shown:

@@ -224,7 +224,8 @@ def controller(
 
     from cluster.access.chosen import token_of
     from cluster.config.load import load_config
-    from cluster.core.plan import access_of, role_rules
+    from cluster.core.elastic.of_file import role_rules
+    from cluster.core.plan import access_of
     from cluster.process.logs import configure_logging
     from cluster.process.net import split_address
 

@@ -10,8 +10,8 @@ from cluster.config.types import Count, Seconds, Section
 
 
 class ElasticSection(Section):
-    """How the workers of pools with role auto follow what clients ask for, refused requests
-    included."""
+    """How workers follow what clients ask for, refused requests included: the roles of pools with
+    role auto, and the numbers of pools whose replicas are a range."""
 
     least_prefill: Count = 1
     """At least so many workers keep the role prefill."""
@@ -22,4 +22,9 @@ class ElasticSection(Section):
     dwell: Seconds = 15.0
     """Time between two changes of roles, at least."""
     window: Seconds = 20.0
-    """Offered work is the mean over this time."""
+    """For roles, offered work is the mean over this time; for numbers, over a minute."""
+    cooldown: Seconds = 300.0
+    """Workers leave once fewer were enough for so long."""
+    start_up: Seconds = 60.0
+    """A worker is added so long before it is needed, until the first ones have shown how long they
+    take to start."""

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Annotated
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    GetJsonSchemaHandler,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    WrapSerializer,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 
 from cluster.config.types import (
     AutoCount,
@@ -37,6 +48,41 @@ class ParallelSection(Section):
     heads; on device cuda each has its own GPU."""
 
 
+class Replicas(Section):
+    min: Count
+    max: Count
+
+    @model_validator(mode="after")
+    def _is_range(self) -> Replicas:
+        if self.min > self.max:
+            raise ValueError(f"min: at most max, which is {self.max}")
+        return self
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.min == self.max
+
+
+def _range(given: object) -> object:
+    if isinstance(given, bool | str | float) or (isinstance(given, int) and given < 1):
+        raise ValueError("a number from 1, or {min: 2, max: 8}")
+    return {"min": given, "max": given} if isinstance(given, int) else given
+
+
+class _OrNumber:
+    """The JSON schema allows a number beside the range."""
+
+    @staticmethod
+    def __get_pydantic_json_schema__(
+        core: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, object]:
+        return {"anyOf": [{"type": "integer", "minimum": 1}, handler(core)]}
+
+
+def _number(value: Replicas, inner: SerializerFunctionWrapHandler) -> object:
+    return value.min if value.is_fixed else inner(value)
+
+
 class WorkerPool(Section):
     """Identical workers. A role may have several pools."""
 
@@ -46,7 +92,11 @@ class WorkerPool(Section):
     role: AutoRole
     """prefill, decode or both: that of each of its workers, until it is flipped by hand. auto: half
     of them begin with each, and the cluster changes them as the offered work asks."""
-    replicas: Count = 1
+    replicas: Annotated[Replicas, BeforeValidator(_range), WrapSerializer(_number), _OrNumber] = (
+        Replicas(min=1, max=1)
+    )
+    """A number, or {min: 2, max: 8}: so many at first, and later as many as the offered work asks
+    for, within these bounds."""
     device: Device = "auto"
     """auto: a GPU, shared with other workers if there are few, else the CPU; cpu; cuda (a GPU that
     Ray picks) or cuda:N (that GPU of the machine)."""
@@ -127,4 +177,6 @@ def _named_by(role: Role | None) -> str:
 
 def roles_of(pools: Iterable[WorkerPool]) -> Counter[Role]:
     """Those with which all their workers begin."""
-    return Counter(role_at(pool.role, number) for pool in pools for number in range(pool.replicas))
+    return Counter(
+        role_at(pool.role, number) for pool in pools for number in range(pool.replicas.min)
+    )

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
+from cluster.core.elastic.rules import ElasticRules
 from cluster.core.plan import ClusterPlan, RouterPlan, WorkerPoolPlan
 from cluster.core.settings import RouterSettings, WorkerSettings
 from kvrelay.errors import ConfigError
@@ -50,7 +51,8 @@ def _sharing(pools: tuple[WorkerPoolPlan, ...]) -> tuple[WorkerPoolPlan, ...]:
 
 
 def successor(running: ClusterPlan, wanted: ClusterPlan) -> ClusterPlan:
-    """`wanted`, with the ports that the routers have. Raises ConfigError for what needs another
+    """`wanted`, with the ports that the routers have, and as many workers as by now where their
+    number follows the offered work. Raises ConfigError for what needs another
     cluster: a client's answers would not be the same model's, or processes would not hear each
     other."""
     ours, theirs = running.routers[0].settings, wanted.routers[0].settings
@@ -67,7 +69,19 @@ def successor(running: ClusterPlan, wanted: ClusterPlan) -> ClusterPlan:
         )
     known = {router.settings.process: router for router in running.routers}
     routers = (_on_same_ports(one, known.get(one.settings.process)) for one in wanted.routers)
-    return replace(wanted, routers=tuple(routers))
+    pools = tuple(_as_many(pool, running, wanted.elastic) for pool in wanted.worker_pools)
+    return replace(wanted, routers=tuple(routers), worker_pools=_sharing(pools))
+
+
+def _as_many(
+    pool: WorkerPoolPlan, running: ClusterPlan, elastic: ElasticRules | None
+) -> WorkerPoolPlan:
+    """As there are by now, where the number follows the offered work."""
+    before, sized = running.worker_pool(pool.name), elastic.sized.values() if elastic else ()
+    bounds = next((one.bounds for one in sized if one.name == pool.name), None)
+    if before is None or bounds is None:
+        return pool
+    return replace(pool, count=bounds.clamp(before.count))
 
 
 def _on_same_ports(router: RouterPlan, before: RouterPlan | None) -> RouterPlan:

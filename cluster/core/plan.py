@@ -6,18 +6,18 @@ Also the names by which a pool node and the workers of its host find each other.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
 from typing import get_args
 
-from cluster.config.elastic import ElasticSection
 from cluster.config.router import RouterSection
 from cluster.config.schema import Config, PreloadSection, Ucx
 from cluster.config.types import FarTransport
 from cluster.config.workers import WorkerPool, role_at
 from cluster.core.desired import Desired, process_name
-from cluster.core.elastic.rules import RoleRules
+from cluster.core.elastic.of_file import elastic_rules
+from cluster.core.elastic.rules import ElasticRules
 from cluster.core.qos import qos_tiers, router_tiers, tier_match
 from cluster.core.resolve import ROUTERS, device_share, router_names
 from cluster.core.revision import router_revision, worker_revision
@@ -136,7 +136,7 @@ class ClusterPlan:
     startup_timeout_s: float
     hang_timeout_s: float
     drain_s: float
-    roles: RoleRules | None = None  # of the pools whose workers take either role
+    elastic: ElasticRules | None = None  # by which pools follow the offered work
 
     @property
     def workers(self) -> tuple[WorkerPlan, ...]:
@@ -188,29 +188,14 @@ def plan_cluster(
         startup_timeout_s=config.ray.startup_timeout,
         hang_timeout_s=config.ray.hang_timeout,
         drain_s=config.drain_timeout,
-        roles=role_rules(config.elastic) if follows_work(config.workers) else None,
-    )
-
-
-def follows_work(pools: Iterable[WorkerPool]) -> bool:
-    """Some workers change their roles as the offered work asks."""
-    return any(pool.role is None for pool in pools)
-
-
-def role_rules(section: ElasticSection) -> RoleRules:
-    return RoleRules(
-        least_prefill=section.least_prefill,
-        least_decode=section.least_decode,
-        gain=section.gain,
-        dwell_s=section.dwell,
-        window_s=section.window,
+        elastic=elastic_rules(config.workers, config.elastic),
     )
 
 
 def _pool_plan(config: Config, pool: WorkerPool, revision: str, access: Access) -> WorkerPoolPlan:
     return WorkerPoolPlan(
         name=pool.label,
-        count=pool.replicas,
+        count=pool.replicas.min,
         role=pool.role,
         settings=worker_settings(config, pool, pool.label, access),
         placement=_placement(pool),

@@ -38,7 +38,7 @@ def resolve(config: Config, site: Site) -> Config:
     given = share_gpus(config.workers, site.gpus)
     share = threads_per_rank(given, site)
     pools = tuple(_resolve_pool(pool, given, share, site) for pool in given)
-    if sum(pool.replicas * (pool.cpu_threads or 0) for pool in pinned(pools)) > site.total_cpus:
+    if sum(pool.replicas.max * (pool.cpu_threads or 0) for pool in pinned(pools)) > site.total_cpus:
         pools = tuple(pool.model_copy(update={"cpu_pinning": "off"}) for pool in pools)
     network = config.network.model_copy(update={"host": config.network.host or site.host})
     internal = config.router.internal_host or ("node" if site.spans_hosts else LOOPBACK)
@@ -55,7 +55,8 @@ def router_names(replicas: int) -> tuple[str, ...]:
 def worker_names(pools: tuple[WorkerPool, ...]) -> tuple[tuple[str, ...], ...]:
     """# pool |-> names of its workers"""
     return tuple(
-        tuple(process_name(pool.label, number) for number in range(pool.replicas)) for pool in pools
+        tuple(process_name(pool.label, number) for number in range(pool.replicas.min))
+        for pool in pools
     )
 
 
@@ -67,8 +68,8 @@ def device_share(pool: WorkerPool, pools: tuple[WorkerPool, ...]) -> int:
     if pool.on_gpu and ":" not in pool.device:
         return max(1, floor(1 / (pool.resources.get("GPU") or 1)))
     if not pool.on_gpu:
-        return sum(other.replicas for other in pools if not other.on_gpu)
-    return sum(other.replicas for other in pools if other.device == pool.device)
+        return sum(other.replicas.max for other in pools if not other.on_gpu)
+    return sum(other.replicas.max for other in pools if other.device == pool.device)
 
 
 def share_gpus(pools: tuple[WorkerPool, ...], gpus: float) -> tuple[WorkerPool, ...]:
@@ -102,14 +103,14 @@ def _shares_gpus(pool: WorkerPool) -> bool:
 def _gpus_taken(pools: tuple[WorkerPool, ...]) -> float:
     numbered = {pool.device for pool in pools if ":" in pool.device}
     others = [p for p in pools if p.device == "cuda" or (p.device == "auto" and p.on_gpu)]
-    asked = (p.replicas * p.resources.get("GPU", p.parallel.tensor) for p in others)
+    asked = (p.replicas.max * p.resources.get("GPU", p.parallel.tensor) for p in others)
     return len(numbered) + sum(asked)
 
 
 def threads_per_rank(pools: tuple[WorkerPool, ...], site: Site) -> int:
     """CPU threads of each rank of a CPU worker without a given number: an equal share, at least
     one."""
-    asked = sum(pool.replicas * (pool.cpu_threads or 0) for pool in pools)
+    asked = sum(pool.replicas.max * (pool.cpu_threads or 0) for pool in pools)
     on_gpus = sum(_ranks(p) for p in pools if p.on_gpu and p.cpu_threads is None)
     sharing = sum(_ranks(p) for p in pools if not p.on_gpu and p.cpu_threads is None)
     spare = floor((site.total_cpus - asked - on_gpus) / max(1, sharing))
@@ -138,7 +139,7 @@ def _resolve_pool(
 
 
 def _ranks(pool: WorkerPool) -> int:
-    return pool.replicas * pool.parallel.tensor
+    return pool.replicas.max * pool.parallel.tensor
 
 
 def _resolve_model(model: ModelSection, site: Site) -> ModelSection:

@@ -1,4 +1,5 @@
-"""Keeps the roles of a cluster's workers as the offered work asks: the shell of ElasticController.
+"""Keeps roles and numbers of a cluster's workers as the offered work asks: the shell of
+ElasticController.
 
 It asks all routers each second, on a thread of its own. Where one does not answer, less is known
 than was offered: nothing changes then. It keeps nothing that matters: one that begins anew looks
@@ -13,14 +14,17 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from cluster.core.elastic.controller import ElasticController
-from cluster.core.elastic.fleet import Busy, Fleet, who_changes
-from cluster.core.elastic.roles import RoleController
-from cluster.core.elastic.rules import RoleRules
+from cluster.core.desired import pool_of
+from cluster.core.elastic.controller import ElasticController, new_controller
+from cluster.core.elastic.fleet import STARTS, Busy, Counts, Fleet, who_changes, who_leaves
+from cluster.core.elastic.rules import ElasticRules
+from cluster.core.elastic.starts import LatestStarts
+from cluster.elastic.owners import Owner
 from cluster.process.admin import NotKnown, NotPossible, ask
 from kvrelay.access.values import Access
 from kvrelay.codec import MessageCodec
 from kvrelay.errors import ConfigError, PeerError
+from kvrelay.messages import WorkerHello
 from kvrelay.types import Role
 from kvrelay.v1 import admin_pb2 as pb
 from kvrelay.wire import decode_hello
@@ -34,16 +38,14 @@ _OFFERED = MessageCodec(OfferedWork, pb.OfferedWork, "a router")
 
 
 @dataclass(slots=True, kw_only=True)
-class RoleKeeper:
-    """`routers`: internal gRPC addresses, asked for at each look. `change` gives a worker another
-    role, if it `may_change`."""
+class Keeper:
+    """`routers`: internal gRPC addresses, asked for at each look."""
 
     routers: Callable[[], Sequence[str]]
-    rules: RoleRules
+    owner: Owner
     access: Access
-    change: Callable[[str, Role], None]
-    may_change: Callable[[str], bool]
     _controller: ElasticController | None = None
+    _starts: LatestStarts | None = None
     _told: str = ""
     _stopping: threading.Event = field(default_factory=threading.Event)
 
@@ -52,15 +54,15 @@ class RoleKeeper:
         while not self._stopping.wait(EVERY_S):
             self.turn()
 
-    def turn(self) -> list[tuple[str, Role]]:
-        """The workers that got another role. What fails is logged once, and tried again."""
+    def turn(self) -> list[str]:
+        """What changes, in words. What fails is logged once, and tried again."""
         reason = ""
         try:
             return self.look(time.monotonic())
         except (ConfigError, NotKnown, NotPossible, PeerError) as error:
             reason = str(error)
             if reason != self._told:
-                log.warning("roles stay as they are until it works: %s", reason)
+                log.warning("workers stay as they are until it works: %s", reason)
             return []
         finally:
             self._told = reason
@@ -68,47 +70,91 @@ class RoleKeeper:
     def stop(self) -> None:
         self._stopping.set()
 
-    def look(self, now_s: float) -> list[tuple[str, Role]]:
+    def look(self, now_s: float) -> list[str]:
         """As `turn`. Raises ConfigError where a router doesn't answer."""
         found = [self._asked(router) for router in self.routers()]
-        workers = _workers(found)
-        flexible = [one for one in workers if self.may_change(one.hello.name)]
-        if not flexible:
+        there = _workers(found)
+        rules = self.owner.rules([one.hello.name for one in there])
+        following = [one for one in there if rules.is_followed_by(pool_of(one.hello.name))]
+        if not following:
             return []
-        model = _model(flexible)
-        if self._controller is None:
-            self._controller = ElasticController(
-                model=model, window_s=self.rules.window_s, roles=RoleController()
-            )
-        self._controller.model = model  # workers may have been replaced
-        fixed = [one for one in workers if one not in flexible]
-        assert self._controller.roles is not None
-        self._controller.roles.rules = self.rules.with_fixed(
-            prefill=len(_of(fixed, Role.PREFILL)), decode=len(_of(fixed, Role.DECODE))
-        )
-        fleet = Fleet(
-            prefill=len(_of(workers, Role.PREFILL)),
-            decode=len(_of(workers, Role.DECODE)),
-            running=sum(one.running for one in _of(workers, Role.DECODE)),
-        )
+        controller = self._prepared(rules, following)
+        fixed = [one for one in there if one not in following]
+        controller.keep(rules, Counts(_count(fixed, Role.PREFILL), _count(fixed, Role.DECODE)))
+        starting = self._starting(there)
+        fleet = _fleet(there, starting)
         offered = sum((_offered(one) for one in found), OfferedWork())
-        wanted = self._controller.look(offered, fleet, now_s).prefill
-        if wanted is None:
-            return []
-        log.info("%s", said(self._controller, fleet, wanted))
-        return self._change(flexible, wanted - fleet.prefill)
+        decision = controller.look(offered, fleet, now_s)
+        if decision.prefill is not None:
+            return self._change(following, fleet, decision.prefill)
+        if decision.counts is not None:
+            return self._resize([*starting, *map(_busy, following)], fleet.all, decision.counts)
+        return []
+
+    def _prepared(
+        self, rules: ElasticRules, following: Sequence[pb.WorkerDemand]
+    ) -> ElasticController:
+        """Workers may have been replaced since the last look."""
+        model = _model(following)
+        if self._controller is None:
+            self._controller = new_controller(rules, model)
+            self._starts = LatestStarts(guess_s=rules.start_s)
+        assert self._starts is not None
+        for one in following:
+            self._starts.hear(_hello(one))
+        self._controller.model = model
+        if self._controller.totals is not None:
+            self._controller.totals.lead_s = self._starts.p90_s
+        return self._controller
 
     def _asked(self, router: str) -> pb.GetDemandResponse:
         request = pb.GetDemandRequest()
         return ask(router, lambda stub: stub.GetDemand, request, self.access, timeout_s=ANSWER_S)
 
-    def _change(
-        self, workers: Sequence[pb.WorkerDemand], more_prefill: int
-    ) -> list[tuple[str, Role]]:
-        names, role = who_changes(map(_busy, workers), more_prefill)
+    def _starting(self, there: Sequence[pb.WorkerDemand]) -> list[Busy]:
+        known = {one.hello.name for one in there}
+        expected = self.owner.expected().items()
+        return [
+            Busy(name=name, role=role, work=STARTS) for name, role in expected if name not in known
+        ]
+
+    def _change(self, workers: Sequence[pb.WorkerDemand], fleet: Fleet, prefill: int) -> list[str]:
+        names, role = who_changes(map(_busy, workers), prefill - fleet.prefill)
         for name in names:
-            self.change(name, role)
-        return [(name, role) for name in names]
+            self.owner.change(name, role)
+        because = self._because()
+        return [f"{name} becomes a {role} worker: {because}" for name in names]
+
+    def _resize(self, workers: Sequence[Busy], have: Counts, wanted: Counts) -> list[str]:
+        more = Counts(*(max(0, then - now) for then, now in zip(wanted, have, strict=True)))
+        leaving = who_leaves(workers, have, wanted)
+        self.owner.resize(more, leaving)
+        because = self._because()
+        told = [f"{name} leaves: {because}" for name in leaving]
+        return [f"{more.workers} workers more: {because}", *told] if more.workers else told
+
+    def _because(self) -> str:
+        assert self._controller is not None
+        needs = self._controller.needs
+        assert needs is not None, "it has decided"
+        return (
+            f"offered work keeps {needs.prefill:.1f} prefill and {needs.decode:.1f} decode workers "
+            "busy"
+        )
+
+
+def _fleet(there: Sequence[pb.WorkerDemand], starting: Sequence[Busy]) -> Fleet:
+    roles = [one.role for one in starting]
+    return Fleet(
+        prefill=_count(there, Role.PREFILL),
+        decode=_count(there, Role.DECODE),
+        running=sum(one.running for one in there if one.role == Role.DECODE),
+        starting=Counts(roles.count(Role.PREFILL), roles.count(Role.DECODE)),
+    )
+
+
+def _count(workers: Sequence[pb.WorkerDemand], role: Role) -> int:
+    return sum(one.role == role for one in workers)
 
 
 def _busy(worker: pb.WorkerDemand) -> Busy:
@@ -117,19 +163,14 @@ def _busy(worker: pb.WorkerDemand) -> Busy:
     return Busy(name=worker.hello.name, role=role, work=work)
 
 
-def said(controller: ElasticController, fleet: Fleet, prefill: int) -> str:
-    needs = controller.needs
-    assert needs is not None, "it has decided"
-    return (
-        f"offered work keeps {needs.prefill:.1f} prefill and {needs.decode:.1f} decode workers "
-        f"busy: {prefill} + {fleet.workers - prefill} instead of {fleet.prefill} + {fleet.decode}"
-    )
-
-
 def _model(workers: Sequence[pb.WorkerDemand]) -> WorkerModel:
     """Workers are taken to be alike. Raises PeerError for another version of kvrelay."""
     chunk_tokens = max(one.hello.prefill_chunk_tokens for one in workers)
-    return replace(model_of(decode_hello(workers[0].hello)), chunk_tokens=chunk_tokens)
+    return replace(model_of(_hello(workers[0])), chunk_tokens=chunk_tokens)
+
+
+def _hello(worker: pb.WorkerDemand) -> WorkerHello:
+    return decode_hello(worker.hello)
 
 
 def _workers(found: Iterable[pb.GetDemandResponse]) -> list[pb.WorkerDemand]:
@@ -138,10 +179,6 @@ def _workers(found: Iterable[pb.GetDemandResponse]) -> list[pb.WorkerDemand]:
     return sorted(
         (one for one in known.values() if not one.draining), key=lambda one: one.hello.name
     )
-
-
-def _of(workers: Sequence[pb.WorkerDemand], role: Role) -> list[pb.WorkerDemand]:
-    return [one for one in workers if one.role == role]
 
 
 def _offered(response: pb.GetDemandResponse) -> OfferedWork:

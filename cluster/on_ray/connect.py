@@ -112,7 +112,7 @@ def _start_own(config: Config, log_to_driver: bool) -> None:
     itself."""
     ray = _import_ray()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    workers = sum(pool.replicas for pool in config.workers)
+    workers = sum(pool.replicas.max for pool in config.workers)
     with _children_ignore_sigterm():
         ray.init(
             address="local",
@@ -145,7 +145,7 @@ def _custom_resources(config: Config) -> dict[str, float]:
     named: dict[str, float] = {}
     for pool in config.workers:
         for name, amount in pool.resources.items():
-            named[name] = named.get(name, 0.0) + amount * pool.replicas
+            named[name] = named.get(name, 0.0) + amount * pool.replicas.max
     others = [config.router.resources] * config.router.replicas
     others += [config.pool.resources] if config.pool.enabled != "off" else []
     for resources in others:

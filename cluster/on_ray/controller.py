@@ -205,7 +205,9 @@ class Controller:
         self._core = _new_core(record, left)
         tell = self._events.put_nowait
         self._wishes = Wishes(self._fleet, self._core, tell)
-        self._roles = Roles(self._fleet, self._core, self._routers, tell, self._notes.append)
+        self._roles = Roles(
+            self._fleet, self._core, self._wishes, self._routers, tell, self._notes.append
+        )
         if left or record.phase is not Phase.STARTING:
             self._notes.append(f"the controller was restarted; the cluster was {record.phase}")
         self._begun.set()

@@ -1,4 +1,4 @@
-"""The roles of a cluster's workers on Ray: gives them new ones, and follows the offered work.
+"""Roles and numbers of a cluster's workers on Ray: changes them, and follows the offered work.
 
 Every wish to change a role goes through the supervisor, which remembers it.
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from cluster.core.desired import pool_of
-from cluster.core.elastic.rules import RoleRules
+from cluster.core.elastic.fleet import Counts
+from cluster.core.elastic.rules import ElasticRules
 from cluster.core.supervision import (
     Phase,
     RoleAsked,
@@ -21,8 +21,9 @@ from cluster.core.supervision import (
     SupervisorEvent,
 )
 from cluster.core.supervisor import Supervisor
-from cluster.elastic.keeper import EVERY_S, RoleKeeper
+from cluster.elastic.keeper import EVERY_S, Keeper
 from cluster.on_ray.actor import RouterAt
+from cluster.on_ray.wishes import Wishes
 from cluster.process.admin import NotKnown, NotPossible, flip
 from kvrelay.access.values import Access
 from kvrelay.errors import ConfigError
@@ -35,18 +36,19 @@ RETRY_S = 1.0
 
 
 class Roles:
-    """Lives in the controller's event loop. `routers`: those that have served. `say`: for the
-    people who watch."""
+    """Lives in the controller's event loop. `wishes` change numbers. `routers`: those that have
+    served. `say`: for the people who watch."""
 
     def __init__(
         self,
         fleet: Fleet,
         core: Supervisor,
+        wishes: Wishes,
         routers: Callable[[], Sequence[RouterAt]],
         tell: Callable[[SupervisorEvent], None],
         say: Callable[[str], None],
     ) -> None:
-        self._fleet, self._core, self._routers_at = fleet, core, routers
+        self._fleet, self._core, self._wishes, self._routers_at = fleet, core, wishes, routers
         self._tell, self._say = tell, say
         self._changing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -79,34 +81,55 @@ class Roles:
 
     async def keep(self) -> None:
         """As the plan says by now, until the cluster has stopped."""
-        keeper: RoleKeeper | None = None
+        keeper: Keeper | None = None
+        owner: OnRay | None = None
         known: list[str] = []
         while self._core.phase is not Phase.STOPPED:
             await asyncio.sleep(EVERY_S)
-            rules = self._fleet.plan.roles
+            rules = self._fleet.plan.elastic
             if rules is None or self._core.phase is not Phase.READY:
                 keeper = None
                 continue
-            if keeper is None or keeper.rules != rules:
-                keeper = self._keeper(known, rules)
-            known[:] = self._routers()
-            for name, role in await asyncio.to_thread(keeper.turn):
-                self._say(f"{name} becomes a {role} worker: the offered work asks for it")
+            if keeper is None or owner is None or owner.followed != rules:
+                owner = OnRay(rules, self._wishes, self._tell)
+                keeper = Keeper(routers=lambda: known, owner=owner, access=self._access)
+            known[:], owner.workers = self._routers(), self._expected()
+            for line in await asyncio.to_thread(keeper.turn):
+                self._say(line)
 
-    def _keeper(self, known: list[str], rules: RoleRules) -> RoleKeeper:
-        loop = asyncio.get_running_loop()
+    def _expected(self) -> dict[str, Role]:
+        there = self._core.workers.values()
+        return {one.name: one.role for one in there if not one.leaves and one.role is not None}
 
-        def change(name: str, role: Role) -> None:
-            loop.call_soon_threadsafe(self._tell, RoleAsked(name, role))
 
-        return RoleKeeper(
-            routers=lambda: known,
-            rules=rules,
-            access=self._access,
-            change=change,
-            may_change=self._may_change,
-        )
+class OnRay:
+    """Implements Owner: used by another thread, it acts in the controller's event loop."""
 
-    def _may_change(self, name: str) -> bool:
-        pool = self._fleet.plan.worker_pool(pool_of(name))
-        return pool is not None and pool.role is None
+    def __init__(
+        self, rules: ElasticRules, wishes: Wishes, tell: Callable[[SupervisorEvent], None]
+    ) -> None:
+        self.followed, self.workers = rules, dict[str, Role]()
+        self._wishes, self._tell = wishes, tell
+        self._loop = asyncio.get_running_loop()
+
+    def rules(self, names: Sequence[str]) -> ElasticRules:
+        return self.followed
+
+    def expected(self) -> Mapping[str, Role]:
+        return self.workers
+
+    def change(self, name: str, role: Role) -> None:
+        self._loop.call_soon_threadsafe(self._tell, RoleAsked(name, role))
+
+    def resize(self, more: Counts, leaving: Sequence[str]) -> None:
+        for name in leaving:
+            self._loop.call_soon_threadsafe(self._wishes.let_go, name)
+        for pool, count in self._more(more).items():
+            self._loop.call_soon_threadsafe(self._wishes.add, pool, count)
+
+    def _more(self, more: Counts) -> dict[str, int]:
+        sized = self.followed.sized
+        if None in sized:
+            return {sized[None].name: more.workers} if more.workers else {}
+        counts = {Role.PREFILL: more.prefill, Role.DECODE: more.decode}
+        return {pool.name: counts[role] for role, pool in sized.items() if role and counts[role]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ from kvrelay.types import Role
 
 if TYPE_CHECKING:
     from cluster.on_ray.fleet import Fleet
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,7 @@ class Wishes:
                 back = self._flipped_back(plan)
                 return self._take(successor(running, plan), only_tell=only_tell, anew=True) + back
             case Scale(pool=pool, count=count):
+                self._check_is_ours(pool)
                 return self._take(with_count(running, pool, count))
             case Drain():
                 return self._drain(wish)
@@ -130,6 +135,29 @@ class Wishes:
                 return self._flip(name, role)
             case _:
                 assert_never(wish)
+
+    def _check_is_ours(self, pool: str) -> None:
+        """One owner per number. Raises ConfigError."""
+        elastic = self._fleet.plan.elastic
+        for sized in elastic.sized.values() if elastic is not None else ():
+            if sized.name == pool:
+                raise ConfigError(
+                    f"{pool}: its number follows the offered work, from {sized.bounds.least} to "
+                    f"{sized.bounds.most}: change workers.replicas in the file, and apply it"
+                )
+
+    def add(self, pool: str, count: int) -> None:
+        """As the offered work asks."""
+        running = self._fleet.plan.worker_pool(pool)
+        if running is not None:
+            self._take(with_count(self._fleet.plan, pool, running.count + count))
+
+    def let_go(self, name: str) -> None:
+        """As the offered work asks; another one may have gone meanwhile."""
+        try:
+            self._drain(Drain(name=name, replace=False))
+        except ConfigError as error:
+            log.info("%s stays: %s", name, error)
 
     def _take(
         self, wanted: ClusterPlan, *, only_tell: bool = False, anew: bool = False

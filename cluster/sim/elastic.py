@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cluster.core.elastic.controller import ElasticPolicy
-from cluster.core.elastic.fleet import Busy, Counts, Fleet, who_changes, who_leaves
+from cluster.core.elastic.fleet import STARTS, Busy, Counts, Fleet, who_changes, who_leaves
 from cluster.sim.machines.clock import Clock
 from cluster.sim.router import SimRouter
 from cluster.sim.worker import SimWorker
@@ -36,9 +36,9 @@ class Life:
 
 @dataclass(slots=True, kw_only=True)
 class SimElastic:
-    """`may_change`: the workers that take either role. `start` makes one more worker of a role,
-    which serves from then on; it takes `start_s`. `end`: all hear that one has left. `goes_on`:
-    there is still something to serve."""
+    """`may_change`: the workers of pools that follow the work. `start` makes one more worker of a
+    role, which serves from then on; it takes `start_s`. `end`: all hear that one has left.
+    `goes_on`: there is still something to serve."""
 
     clock: Clock
     policy: ElasticPolicy | None
@@ -74,18 +74,17 @@ class SimElastic:
             self.clock.after(EVERY_S, self._look)
 
     def _fleet(self) -> Fleet:
-        decode = self._of(Role.DECODE)
+        decode, starting = self._of(Role.DECODE), [life.role for life in self._starting]
         return Fleet(
             prefill=len(self._of(Role.PREFILL)),
             decode=len(decode),
             running=sum(map(_running, decode)),
-            starting=self._starting,
+            starting=Counts(starting.count(Role.PREFILL), starting.count(Role.DECODE)),
         )
 
     @property
-    def _starting(self) -> Counts:
-        roles = [life.role for life in self.lives if life.worker is None]
-        return Counts(roles.count(Role.PREFILL), roles.count(Role.DECODE))
+    def _starting(self) -> list[Life]:
+        return [life for life in self.lives if life.worker is None and life.until_s is None]
 
     def _of(self, role: Role) -> list[SimWorker]:
         return [worker for worker in self._there if worker.core.role is role]
@@ -95,9 +94,12 @@ class SimElastic:
         """Those that leave count no more."""
         return [w for w in self.workers.values() if not (w.is_dead or w.core.draining)]
 
+    @property
+    def _may_change(self) -> list[SimWorker]:
+        return [one for one in self.may_change() if one in self._there]
+
     def _change(self, more_prefill: int) -> None:
-        may_change = [one for one in self.may_change() if one in self._there]
-        names, role = who_changes(map(_busy, may_change), more_prefill)
+        names, role = who_changes(map(_busy, self._may_change), more_prefill)
         for worker in self._named(names):
             self.flips.append(Flip(at_s=self.clock.now_s, worker=worker.name, role=role))
             worker.core.take_role(role)
@@ -111,15 +113,24 @@ class SimElastic:
             for _ in range(more):
                 self.lives.append(Life(role=role, since_s=self.clock.now_s))
                 self.clock.after(self.start_s, self._join, self.lives[-1])
-        for worker in self._named(who_leaves(map(_busy, self._there), have, wanted)):
+        names = who_leaves([*self._still_starting(), *map(_busy, self._may_change)], have, wanted)
+        for life in self.lives:
+            if str(id(life)) in names:
+                life.until_s = self.clock.now_s
+        for worker in self._named(names):
             worker.core.drain()
             worker.hear(())
             self._leave(worker)
+
+    def _still_starting(self) -> list[Busy]:
+        return [Busy(name=str(id(one)), role=one.role, work=STARTS) for one in self._starting]
 
     def _named(self, names: Iterable[str]) -> list[SimWorker]:
         return [one for one in self._there if one.name in names]
 
     def _join(self, life: Life) -> None:
+        if life.until_s is not None:
+            return
         life.worker = self.start(life.role).name
 
     def _leave(self, worker: SimWorker) -> None:

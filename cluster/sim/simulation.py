@@ -12,10 +12,11 @@ from random import Random
 from cluster.config.schema import Config
 from cluster.config.simulation import SimulatedPool, Simulation
 from cluster.config.workers import role_at
-from cluster.core.desired import pool_of
-from cluster.core.elastic.controller import ElasticController, ElasticPolicy
-from cluster.core.elastic.roles import RoleController
-from cluster.core.plan import role_rules, router_settings, worker_settings
+from cluster.core.desired import pool_of, process_name
+from cluster.core.elastic.controller import ElasticPolicy, new_controller
+from cluster.core.elastic.fleet import Counts
+from cluster.core.elastic.of_file import elastic_rules
+from cluster.core.plan import router_settings, worker_settings
 from cluster.core.resolve import Site, resolve, worker_names
 from cluster.sim.changes import Failures, check_failures
 from cluster.sim.elastic import Flip, SimElastic
@@ -171,7 +172,7 @@ class ClusterSimulation:
             policy=self._policy(),
             routers=self.routers,
             workers=self.fleet.workers,
-            may_change=self._flexible,
+            may_change=self._followed,
             start=self._one_more,
             start_s=self.config.simulation.start_up,
             end=self.failures.end,
@@ -180,27 +181,33 @@ class ClusterSimulation:
 
     def _policy(self) -> ElasticPolicy | None:
         """As the cluster file says."""
-        flexible, rules = self._flexible(), role_rules(self.config.elastic)
-        if not flexible:
+        rules = elastic_rules(self.config.workers, self.config.elastic)
+        if rules is None:
             return None
         workers = self.fleet.workers.values()
-        fixed = [one.core.role for one in workers if one not in flexible]
-        rules = rules.with_fixed(prefill=fixed.count(Role.PREFILL), decode=fixed.count(Role.DECODE))
-        model, roles = model_of(flexible[0].hello), RoleController(rules=rules)
-        return ElasticController(model=model, window_s=rules.window_s, roles=roles)
+        followed = [one for one in workers if rules.is_followed_by(pool_of(one.name))]
+        fixed = [one.core.role for one in workers if one not in followed]
+        controller = new_controller(rules, model_of(followed[0].hello))
+        controller.keep(rules, Counts(fixed.count(Role.PREFILL), fixed.count(Role.DECODE)))
+        return controller
 
-    def _flexible(self) -> list[SimWorker]:
-        """Those of pools whose workers take either role."""
-        pools = {pool.label for pool in self.config.workers if pool.role is None}
-        return [one for one in self.fleet.workers.values() if pool_of(one.name) in pools]
+    def _followed(self) -> list[SimWorker]:
+        """Those of pools whose workers take either role, or whose number changes; if there are
+        none, and a policy nonetheless: all."""
+        rules = elastic_rules(self.config.workers, self.config.elastic)
+        workers = self.fleet.workers.values()
+        if rules is None:
+            return [*workers]
+        return [one for one in workers if rules.is_followed_by(pool_of(one.name))]
 
     def _one_more(self, role: Role) -> SimWorker:
-        """As the first one of this role."""
-        first = next(one for one in self.fleet.workers.values() if one.settings.role is role)
-        pool = first.name.rpartition("-")[0]
-        names = {worker.name for worker in self.fleet.workers.values()}
-        name = next(name for n in count() if (name := f"{pool}-{n}") not in names)
-        worker = SimWorker(replace(first.settings, name=name), first.hardware, self._around)
+        """As the first one that followed the work with this role, or of either."""
+        there = self._followed()
+        first = next((one for one in there if one.settings.role is role), there[0])
+        pool, names = pool_of(first.name), {worker.name for worker in there}
+        name = next(name for n in count() if (name := process_name(pool, n)) not in names)
+        settings = replace(first.settings.with_role(role), name=name)
+        worker = SimWorker(settings, first.hardware, self._around)
         self._take(worker, self.fleet.profiles[first.incarnation])
         return worker
 

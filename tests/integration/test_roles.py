@@ -13,8 +13,8 @@ import httpx
 import yaml
 
 from cluster.core.elastic.rules import RoleRules
-from cluster.elastic.keeper import RoleKeeper
-from cluster.process.admin import flip
+from cluster.elastic.keeper import Keeper
+from cluster.elastic.owners import ProcessesOfTheirOwn
 from kvrelay import Client, Slo
 from kvrelay.errors import Refused
 from kvrelay.types import Role
@@ -60,13 +60,8 @@ def offered(cluster: Cluster, tokens: int, max_tokens: int) -> Iterator[None]:
 @contextmanager
 def keeping(cluster: Cluster) -> Iterator[None]:
     at = cluster.internal_grpc
-    keeper = RoleKeeper(
-        routers=lambda: [at],
-        rules=RULES,
-        access=ACCESS,
-        change=lambda name, role: flip(name, role, at, ACCESS),
-        may_change=lambda name: True,
-    )
+    owner = ProcessesOfTheirOwn(role_rules=RULES, routers=lambda: [at], access=ACCESS)
+    keeper = Keeper(routers=lambda: [at], owner=owner, access=ACCESS)
     thread = Thread(target=keeper.run)
     thread.start()
     try:

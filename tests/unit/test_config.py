@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from cluster.config.load import Override, load_config
 from cluster.config.schema import Config
 from cluster.config.types import format_duration, format_size, parse_duration_s, parse_size_bytes
+from cluster.config.workers import Replicas
 from cluster.core.plan import (
     NODE_HOST,
     ClusterPlan,
@@ -60,8 +61,12 @@ REFUSED = {
     "'nixl', 'ucx' or 'cuda_ipc' (and 1 more)",
     "transfer.canary_every=-1": "transfer.canary_every: got -1, "
     "expected greater than or equal to 0",
-    "workers.0.replicas=0": "workers.0.replicas: got 0, expected greater than or equal to 1",
-    "workers.0.replicas=true": "workers.0.replicas: got true, expected a valid integer",
+    "workers.0.replicas=0": "workers.0.replicas: got 0, expected a number from 1, or "
+    "{min: 2, max: 8}",
+    "workers.0.replicas=true": "workers.0.replicas: got true, expected a number from 1, or "
+    "{min: 2, max: 8}",
+    "workers.0.replicas={min: 3, max: 2}": "workers.0.replicas: expected min: at most max, which "
+    "is 2",
     "workers.0.role=foo": "workers.0.role: got \"foo\", expected 'prefill', 'decode' or 'both'",
     "workers.0.device=gpu": 'workers.0.device: got "gpu", expected auto, cpu, cuda or cuda:N',
     "workers.0.parallel.tensor=0": "workers.0.parallel.tensor: got 0, "
@@ -184,7 +189,7 @@ def test_set_that_leads_nowhere(given: str, message: str) -> None:
 
 def test_set_makes_sections_and_reaches_lists() -> None:
     config = set_("workers.1.replicas=3", "workers.0.resources.mine=0.5", "engine.kv_memory=1MiB")
-    assert config.workers[1].replicas == 3
+    assert config.workers[1].replicas == Replicas(min=3, max=3)
     assert config.workers[0].resources == {"mine": 0.5}
     assert config.engine.kv_memory == 2**20
 
@@ -593,7 +598,16 @@ CHANGES = {
     "drain_timeout": "9s",
 }
 USED_WITH_ROLES = {
-    f"elastic.{key}" for key in ("least_prefill", "least_decode", "gain", "dwell", "window")
+    f"elastic.{key}"
+    for key in (
+        "least_prefill",
+        "least_decode",
+        "gain",
+        "dwell",
+        "window",
+        "cooldown",
+        "start_up",
+    )
 }
 USED_BY_SEVERAL_ROUTERS = {"router.same_ports"}
 USED_BEFORE_THE_PLAN = {"ray.address"}
@@ -625,9 +639,9 @@ def test_every_key_changes_the_plan(key: str, value: object) -> None:
 @pytest.mark.parametrize("key", sorted(USED_WITH_ROLES))
 def test_how_roles_follow_the_work_is_planned(key: str) -> None:
     auto = [*EVERYTHING, Override(("workers", "1", "role"), "auto")]
-    value = "9s" if key in ("elastic.dwell", "elastic.window") else 1 if "gain" in key else 7
+    value = 1 if "gain" in key else 7 if "least" in key else "9s"
     changed = load_config(None, [*auto, Override(tuple(key.split(".")), value)])
-    assert planned(changed).roles != planned(load_config(None, auto)).roles
+    assert planned(changed).elastic != planned(load_config(None, auto)).elastic
 
 
 REPLACE_NOBODY = ("workers.0.replicas", "workers.0.name", "workers.0.role", "router.replicas")

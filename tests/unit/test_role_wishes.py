@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
 from cluster.config.load import Override, load_config
+from cluster.core.changes import successor, with_count
+from cluster.core.elastic.fleet import Counts
 from cluster.core.plan import ClusterPlan, plan_cluster
 from cluster.core.resolve import Site, resolve
 from cluster.core.supervision import (
@@ -21,11 +22,12 @@ from cluster.core.supervision import (
 )
 from cluster.core.supervisor import Supervisor
 from cluster.on_ray import roles as shell
-from cluster.on_ray.roles import Roles
-from cluster.on_ray.wishes import Apply, Denied, Flip, Granted, Wish, Wishes
+from cluster.on_ray.roles import OnRay, Roles
+from cluster.on_ray.wishes import Apply, Denied, Flip, Granted, Scale, Wish, Wishes
 from cluster.process.admin import NotKnown, NotPossible
+from kvrelay.errors import ConfigError
 from kvrelay.types import Role
-from tests.unit.test_supervisor import LIMITS, ROUTER, D, P, act, serve
+from tests.unit.test_supervisor import LIMITS, ROUTER, D, act, serve
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 SITE = Site(total_cpus=4, node_cpus=4, host="h", bundled_path="/m")
@@ -55,7 +57,8 @@ class Cluster:
 
     def roles(self) -> Roles:
         router = SimpleNamespace(internal_grpc="r:1")
-        return Roles(self.fleet, self.core, lambda: [router], self.tell, lambda _: None)  # type: ignore[arg-type,list-item]
+        own = self.fleet, self.core, self.wishes
+        return Roles(*own, lambda: [router], self.tell, lambda _: None)  # type: ignore[arg-type,list-item]
 
 
 def shell_tick() -> SupervisorEvent:
@@ -145,12 +148,99 @@ def test_a_wish_that_was_taken_back_is_not_told(monkeypatch: pytest.MonkeyPatch)
     assert asked == []
 
 
-def test_only_pools_of_role_auto_follow_the_work() -> None:
-    found = plan({"role": "auto", "name": "any"})
-    assert found.roles is not None and plan().roles is None
+def test_only_pools_that_say_so_follow_the_work() -> None:
+    assert plan().elastic is None
+    rules = plan({"role": "auto", "name": "any"}).elastic
+    assert rules is not None and not rules.sized
+    assert [rules.is_followed_by(pool) for pool in ("any", "prefill", "decode")] == [
+        True,
+        False,
+        False,
+    ]
 
-    async def run() -> Callable[[str], bool]:
-        return Cluster(found).roles()._keeper([], found.roles).may_change  # type: ignore[arg-type]
 
-    may_change = asyncio.run(run())
-    assert [may_change(name) for name in ("any-0", P, D, "gone-1")] == [True, False, False, False]
+# --- numbers --------------------------------------------------------------------------------------
+
+RANGE = {"min": 2, "max": 5}
+AUTO_A: dict[str, object] = {"role": "auto", "name": "a"}
+
+
+def ranged(role: str = "auto", **more: object) -> ClusterPlan:
+    return plan({"role": role, "name": "any", "replicas": RANGE, **more})
+
+
+def test_a_range_begins_with_its_least_and_its_number_has_one_owner() -> None:
+    async def run() -> tuple[list[str], Granted | Denied, Granted | Denied]:
+        cluster = Cluster(ranged())
+        begun = [one for one in cluster.core.workers if one.startswith("any")]
+        wishes = cluster.wishes
+        return begun, await wishes.hear(Scale("any", 3)), await wishes.hear(Scale("decode", 2))
+
+    begun, denied, granted = asyncio.run(run())
+    assert begun == ["any-0", "any-1"]
+    assert denied == Denied(
+        "any: its number follows the offered work, from 2 to 5: change workers.replicas in the "
+        "file, and apply it"
+    )
+    assert granted == Granted(("decode: 1 -> 2 workers",))
+
+
+@pytest.mark.parametrize(
+    ("pools", "what"),
+    [
+        (
+            [{"role": "auto", "name": "a", "replicas": RANGE}, {"role": "auto", "name": "b"}],
+            "a and b",
+        ),
+        (
+            [{"role": "auto", "name": "a"}, {"role": "prefill", "name": "b", "replicas": RANGE}],
+            "a and b",
+        ),
+        ([{"role": "decode", "name": n, "replicas": RANGE} for n in "ab"], "a and b"),
+        ([{"role": "both", "name": "a", "replicas": RANGE}], "role both"),
+    ],
+)
+def test_two_owners_of_a_number_are_refused(pools: list[dict[str, object]], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        plan(*pools)
+
+
+def test_more_are_added_where_the_pool_is_and_one_that_leaves_is_not_replaced() -> None:
+    async def run() -> Cluster:
+        cluster = Cluster(ranged())
+        rules = cluster.fleet.plan.elastic
+        owner = OnRay(rules, cluster.wishes, cluster.tell)
+        owner.resize(Counts(1, 1), [])
+        await asyncio.sleep(0)
+        assert cluster.fleet.plan.worker_pool("any").count == 4
+        serve(cluster.core, *cluster.core.workers)
+        owner.resize(Counts(0, 0), ["any-1", "any-9"])
+        await asyncio.sleep(0)
+        return cluster
+
+    cluster = asyncio.run(run())
+    assert cluster.fleet.plan.worker_pool("any").count == 3
+    staying = [one.name for one in cluster.core.workers.values() if not one.leaves]
+    assert staying == ["prefill-0", "decode-0", "any-0", "any-2", "any-3"]
+
+
+def test_pools_of_one_role_each_grow_by_themselves() -> None:
+    async def run() -> ClusterPlan:
+        pools = [{"role": r, "name": f"my-{r}", "replicas": RANGE} for r in ("prefill", "decode")]
+        cluster = Cluster(plan(*pools))
+        owner = OnRay(cluster.fleet.plan.elastic, cluster.wishes, cluster.tell)
+        owner.resize(Counts(2, 0), [])
+        await asyncio.sleep(0)
+        return cluster.fleet.plan
+
+    found = asyncio.run(run())
+    assert [pool.count for pool in found.worker_pools] == [1, 1, 4, 2]
+
+
+def test_a_file_that_is_applied_keeps_the_number_within_its_bounds() -> None:
+    grown = with_count(ranged(), "any", 4)
+    assert successor(grown, ranged()).worker_pool("any").count == 4  # type: ignore[union-attr]
+    fewer = plan({"role": "auto", "name": "any", "replicas": {"min": 1, "max": 3}})
+    assert successor(grown, fewer).worker_pool("any").count == 3  # type: ignore[union-attr]
+    fixed = plan({"role": "auto", "name": "any", "replicas": 2})
+    assert successor(grown, fixed).worker_pool("any").count == 2  # type: ignore[union-attr]

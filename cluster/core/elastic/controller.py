@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cluster.core.elastic.fleet import Counts, Fleet
+from cluster.core.elastic.fleet import NOBODY, Counts, Fleet
 from cluster.core.elastic.roles import RoleController
-from cluster.core.elastic.totals import Totals
+from cluster.core.elastic.rules import ElasticRules
+from cluster.core.elastic.totals import DAY_S, Totals
 from router.core.load.flow import OfferedRate
 from router.core.load.needs import Needs, WorkerModel
 from router.core.load.offered import OfferedWork
@@ -51,6 +52,14 @@ class ElasticController:
         self.rate = OfferedRate(window_s=self.window_s)
         self.slow_rate = OfferedRate(window_s=TOTALS_WINDOW_S)
 
+    def keep(self, rules: ElasticRules, fixed: Counts) -> None:
+        """`fixed`: workers that no rule is for; there may be others by now."""
+        if self.roles is not None:
+            self.roles.rules = rules.roles.with_fixed(prefill=fixed.prefill, decode=fixed.decode)
+        totals = rules.totals(fixed)
+        if self.totals is not None and totals is not None:
+            self.totals.rules = totals
+
     def look(self, offered: OfferedWork, fleet: Fleet, now_s: float) -> Decision:
         self.needs = self._needs(self.rate, offered, now_s)
         slow = self._needs(self.slow_rate, offered, now_s)
@@ -69,10 +78,17 @@ class ElasticController:
         return Needs.of(rate.per_second, self.model, rate.covers_s)
 
 
+def new_controller(
+    rules: ElasticRules, model: WorkerModel, period_s: float = DAY_S
+) -> ElasticController:
+    """`period_s`: after which what is offered may repeat itself."""
+    roles = RoleController(rules=rules.roles) if rules.flexible else None
+    found = ElasticController(model=model, window_s=rules.roles.window_s, roles=roles)
+    if (totals := rules.totals(NOBODY)) is not None:
+        found.totals = Totals(rules=totals, lead_s=rules.start_s, period_s=period_s)
+    return found
+
+
 def _counts(totals: Totals, needs: Needs, fleet: Fleet, now_s: float) -> Counts | None:
-    """Nobody leaves while others start."""
-    have = fleet.all
-    wanted = totals.look(needs, have, now_s)
-    if wanted == have or (fleet.starting.workers and wanted.workers < have.workers):
-        return None
-    return wanted
+    wanted = totals.look(needs, fleet.all, now_s)
+    return None if wanted == fleet.all else wanted

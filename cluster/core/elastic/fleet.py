@@ -21,6 +21,8 @@ class Counts(NamedTuple):
 
 
 NOBODY = Counts(0, 0)
+STARTS = -1
+"""The work of a worker that still starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,8 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Busy:
-    """A worker that may change: sequences that it decodes, or prompt tokens that wait there."""
+    """A worker that may change: sequences that it decodes, or prompt tokens that wait there; less
+    than none: it still starts."""
 
     name: str
     role: Role
