@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 
 from cluster.core.elastic.rules import ElasticRules
 from cluster.core.plan import ClusterPlan, RouterPlan, WorkerPoolPlan
-from cluster.core.settings import RouterSettings, WorkerSettings
+from cluster.core.settings import PoolNodeSettings, RouterSettings, WorkerSettings
 from kvrelay.errors import ConfigError
 from kvrelay.types import Role
 
@@ -98,7 +98,8 @@ def _on_same_ports(router: RouterPlan, before: RouterPlan | None) -> RouterPlan:
 
 def changes(running: ClusterPlan, wanted: ClusterPlan) -> list[str]:
     """A line for each pool that changes."""
-    return [*_router_changes(running, wanted), *_worker_changes(running, wanted)]
+    workers = _worker_changes(running, wanted)
+    return [*_router_changes(running, wanted), *workers, *_pool_node_changes(running, wanted)]
 
 
 def _router_changes(running: ClusterPlan, wanted: ClusterPlan) -> Iterator[str]:
@@ -116,6 +117,12 @@ def _worker_changes(running: ClusterPlan, wanted: ClusterPlan) -> Iterator[str]:
     for pool in running.worker_pools:
         if wanted.worker_pool(pool.name) is None:
             yield f"{pool.name}: {pool.count} -> 0 workers, no pool any more"
+
+
+def _pool_node_changes(running: ClusterPlan, wanted: ClusterPlan) -> Iterator[str]:
+    ours, theirs = running.pool, wanted.pool
+    if ours is not None and theirs is not None and ours.revision != theirs.revision:
+        yield f"pool nodes: replaced one by one: {_differing(ours.settings, theirs.settings)}"
 
 
 def _pool_changes(before: WorkerPoolPlan | None, pool: WorkerPoolPlan) -> Iterator[str]:
@@ -136,7 +143,8 @@ def _role(pool: WorkerPoolPlan) -> str:
 
 
 def _differing(
-    ours: WorkerSettings | RouterSettings, theirs: WorkerSettings | RouterSettings
+    ours: WorkerSettings | RouterSettings | PoolNodeSettings,
+    theirs: WorkerSettings | RouterSettings | PoolNodeSettings,
 ) -> str:
     """The settings that differ, without what nobody shall see."""
     names = [field.name for field in fields(ours) if field.name not in (*BY_ITSELF, *PORTS)]

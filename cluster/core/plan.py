@@ -20,7 +20,7 @@ from cluster.core.elastic.of_file import elastic_rules
 from cluster.core.elastic.rules import ElasticRules
 from cluster.core.qos import qos_tiers, router_tiers, tier_match
 from cluster.core.resolve import ROUTERS, device_share, router_names
-from cluster.core.revision import router_revision, worker_revision
+from cluster.core.revision import pool_node_revision, router_revision, worker_revision
 from cluster.core.settings import PoolNodeSettings, RouterSettings, WorkerSettings
 from cluster.core.supervision import DesiredPool, ProcessKind
 from engine.core.options import CudaOptions
@@ -122,6 +122,7 @@ class PoolNodePlan:
 
     settings: PoolNodeSettings
     placement: RayResources
+    revision: str
     required: bool
 
 
@@ -184,7 +185,7 @@ def plan_cluster(
             _pool_plan(config, pool, worker_revision(before, asked), access)
             for pool, asked in pools
         ),
-        pool=_pool_node_plan(config, access) if config.pool.enabled != "off" else None,
+        pool=_pool_node_plan(config, before, access) if config.pool.enabled != "off" else None,
         startup_timeout_s=config.ray.startup_timeout,
         hang_timeout_s=config.ray.hang_timeout,
         drain_s=config.drain_timeout,
@@ -396,10 +397,11 @@ def _preload(one: PreloadSection) -> PreloadText:
     return PreloadText(text=text, is_system=one.system is not None, tenant=one.tenant)
 
 
-def _pool_node_plan(config: Config, access: Access) -> PoolNodePlan:
+def _pool_node_plan(config: Config, before: Config, access: Access) -> PoolNodePlan:
     return PoolNodePlan(
         settings=pool_node_settings(config, access),
         placement=_place(config.pool.resources),
+        revision=pool_node_revision(before),
         required=config.pool.enabled == "on",
     )
 

@@ -88,6 +88,22 @@ class Process:
         return now_s - self.served_s >= STABLE_S
 
 
+def doing(process: Process, routers: Collection[str]) -> str:
+    """Its current activity in words; empty once it serves and every router knows it."""
+    match process.state:
+        case State.STARTING if process.activity.stage is Stage.WAITS:
+            return f"{process.activity}, needs {process.needs}"
+        case State.STARTING:
+            return str(process.activity)
+        case State.LEFT_OUT:
+            return process.left_out
+        case State.SERVING:
+            knows_all = process.kind is ProcessKind.ROUTER or process.joined == routers
+            return "" if knows_all else "joins"
+        case state:
+            return state.value
+
+
 def pool_process(host: str) -> str:
     """The same name at every start, so that a restarted controller finds it."""
     return f"pool-{host}"
@@ -96,7 +112,9 @@ def pool_process(host: str) -> str:
 class PoolHomes:
     """Removed pool nodes stay known, so that events of their old lives are recognised."""
 
-    def __init__(self) -> None:
+    def __init__(self, revision: str) -> None:
+        """`revision`: of the settings that they shall have."""
+        self.revision = revision
         self._known: dict[str, Process] = {}
 
     def processes(self) -> tuple[Process, ...]:
@@ -105,11 +123,26 @@ class PoolHomes:
     def find(self, name: str) -> Process | None:
         return self._known.get(name)
 
-    def adopt(self, name: str, home: Home | None = None) -> None:
+    def adopt(self, name: str, home: Home | None = None, revision: str = "") -> None:
         """One that an earlier controller left."""
         process = Process(name=name, kind=ProcessKind.POOL_NODE, state=State.BACKING_OFF)
-        process.home = home
+        process.home, process.revision, process.adopted = home, revision, True
         self._known[name] = process
+
+    def starts(self, pool: Process) -> None:
+        """With the settings of today, unless it runs already."""
+        if not pool.adopted:
+            pool.revision = self.revision
+
+    def is_settled(self) -> bool:
+        return all(pool.revision == self.revision for pool in self.processes())
+
+    def replaceable(self) -> list[Process]:
+        """One of other settings, while all others are where they shall be."""
+        there = self.processes()
+        if any(pool.state not in (State.SERVING, State.LEFT_OUT) for pool in there):
+            return []
+        return [pool for pool in there if pool.revision != self.revision][:1]
 
     def settle(
         self, workers: Iterable[Process], states: Collection[State], now_s: float
@@ -131,6 +164,7 @@ class PoolHomes:
             pool.home = home
         if pool.state is State.GONE:
             pool.state, pool.start_at_s = State.BACKING_OFF, now_s
+            pool.adopted, pool.revision = False, self.revision
 
 
 def _runs(pool: Process) -> bool:

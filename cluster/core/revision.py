@@ -13,7 +13,7 @@ from importlib.metadata import version
 
 from pydantic import BaseModel
 
-from cluster.config.keys import ROUTER_KEYS, WORKER_KEYS
+from cluster.config.keys import POOL_KEYS, ROUTER_KEYS, WORKER_KEYS
 from cluster.config.schema import Config
 from cluster.config.workers import WorkerPool
 
@@ -34,6 +34,10 @@ def worker_revision(config: Config, pool: WorkerPool) -> str:
 def router_revision(config: Config) -> str:
     resources = config.router.resources
     return _word([resources, _values(config, ROUTER_KEYS)])
+
+
+def pool_node_revision(config: Config) -> str:
+    return _word([config.pool.resources, _values(config, POOL_KEYS)])
 
 
 def _values(config: Config, keys: Iterable[str]) -> dict[str, object]:

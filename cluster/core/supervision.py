@@ -133,10 +133,12 @@ class ProcessStopped:
 @dataclass(frozen=True, slots=True)
 class DesiredChanged:
     """From now on these are the pools of the cluster. `anew`: a file says so, and workers that were
-    flipped by hand get their pool's role back."""
+    flipped by hand get their pool's role back. `pool_revision`: of the pool nodes; None: as it
+    was."""
 
     desired: Mapping[str, DesiredPool]
     anew: bool = False
+    pool_revision: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import assert_never
 
 from cluster.core.desired import Desired
 from cluster.core.members import NEW, Former, Kept, Members
-from cluster.core.processes import STARTS, PoolHomes, Process
+from cluster.core.processes import STARTS, PoolHomes, Process, doing
 from cluster.core.supervision import (
     Announce,
     DesiredChanged,
@@ -49,7 +49,6 @@ from cluster.core.supervision import (
     Withdraw,
 )
 from cluster.core.watches import HangWatch, StartWatch
-from engine.core.activity import Stage
 from kvrelay.types import Role
 
 STARTS_BEFORE_FATAL = 3
@@ -81,13 +80,14 @@ class Supervisor:
         *,
         pool_needs: str | None = None,
         pool_required: bool = True,
+        pool_revision: str = "",
         former: Former = NEW,
     ) -> None:
         """`pool_needs`: the resources that a pool node asks of Ray, or None without a pool. Without
         `pool_required`, pool nodes start once the cluster is READY and the workers of their host
         have taken their memory; one that can't start is left out."""
         self.members = Members(desired, former)
-        self.pools = PoolHomes()
+        self.pools = PoolHomes(pool_revision)
         self._pool_needs = pool_needs
         self._pool_required = pool_required
         self._remind_at_s = now_s + REMIND_S
@@ -96,7 +96,7 @@ class Supervisor:
         self.phase, self.error = former.phase, former.error
         self._left = {*former.left}
         for name, kept in former.pool_nodes():
-            self.pools.adopt(name, kept.home)
+            self.pools.adopt(name, kept.home, kept.revision)
         self._redrained = [one for one in self.members if one.state is State.DRAINING]
         self.members.reconcile()
         if self.phase is Phase.STOPPING:
@@ -120,7 +120,8 @@ class Supervisor:
 
     def is_settled(self) -> bool:
         """Every process is there as desired, and serves."""
-        return self.phase is Phase.READY and self.members.is_settled()
+        settled = self.members.is_settled() and self.pools.is_settled()
+        return self.phase is Phase.READY and settled
 
     def current(self, name: str, life: int) -> Process | None:
         """The process, if this is its life."""
@@ -147,8 +148,9 @@ class Supervisor:
                 return []
             case ProcessStopped(name=name):
                 return self._stopped(name, now_s)
-            case DesiredChanged(desired=desired, anew=anew):
+            case DesiredChanged(desired=desired, anew=anew, pool_revision=revision):
                 self.members.want(desired, anew=anew)
+                self.pools.revision = self.pools.revision if revision is None else revision
                 return self._reconcile()
             case RoleAsked(name=name, role=role):
                 return self._role_asked(name, role)
@@ -204,20 +206,7 @@ class Supervisor:
 
     def doing(self, process: Process) -> str:
         """Its current activity in words; empty once it serves and every router knows it."""
-        match process.state:
-            case State.STARTING if process.activity.stage is Stage.WAITS:
-                return f"{process.activity}, needs {process.needs}"
-            case State.STARTING:
-                return str(process.activity)
-            case State.LEFT_OUT:
-                return process.left_out
-            case State.SERVING:
-                knows_all = (
-                    process.kind is ProcessKind.ROUTER or process.joined == self.routers.keys()
-                )
-                return "" if knows_all else "joins"
-            case state:
-                return state.value
+        return doing(process, self.routers.keys())
 
     def _does(self, event: Does) -> list[SupervisorCommand]:
         process = self.current(event.name, event.life)
@@ -237,6 +226,8 @@ class Supervisor:
 
     def _start(self, process: Process) -> list[SupervisorCommand]:
         self.members.starts(process)
+        if process.kind is ProcessKind.POOL_NODE:
+            self.pools.starts(process)
         process.state, process.activity, process.starting_s = State.STARTING, STARTS, 0.0
         home = process.home if process.kind is ProcessKind.POOL_NODE else None
         start = Start(process.name, process.life, home.node if home else None, process.role)
@@ -265,7 +256,9 @@ class Supervisor:
         if self._pool_needs is None or self._is_over:
             return []
         unwanted = self.pools.settle(self.workers.values(), self._states_for_pools(), now_s)
-        return [command for pool in unwanted for command in self._retire(pool)]
+        retired = [(pool, "no worker is there any more") for pool in unwanted]
+        retired += [(pool, "its settings have changed") for pool in self.pools.replaceable()]
+        return [command for pool, why in retired for command in self._retire(pool, why)]
 
     def _states_for_pools(self) -> Collection[State]:
         """The states of workers beside which a pool node starts."""
@@ -273,8 +266,8 @@ class Supervisor:
             return tuple(State)
         return (State.SERVING,) if self.phase is Phase.READY else ()
 
-    def _retire(self, pool: Process) -> list[SupervisorCommand]:
-        note = Note(f"{pool.name} is stopped: no worker is there any more")
+    def _retire(self, pool: Process, why: str) -> list[SupervisorCommand]:
+        note = Note(f"{pool.name} is stopped: {why}")
         return [note, *self._withdrawal(pool, pool.address), self._stop_process(pool)]
 
     def _serving(self, event: Serving, now_s: float) -> list[SupervisorCommand]:
@@ -377,7 +370,9 @@ class Supervisor:
 
     def _role_asked(self, name: str, role: Role) -> list[SupervisorCommand]:
         process = self.members.workers.get(name)
-        if process is None or process.leaves or process.role is role or self._is_over:
+        if process is None or process.leaves or process.role is role:
+            return []
+        if self.phase is not Phase.READY:  # else it might never be
             return []
         self.members.take_role(process, role)
         return [*self._set_role(process), *self._reconcile()]

@@ -378,11 +378,11 @@ class Controller:
         return process is not None and process.state is State.STARTING
 
     async def _ping(self, command: PingProcess) -> None:
-        host = self._fleet.find(command.name)
-        if host is not None and self._core.current(command.name, command.life) is not None:
+        name, life = command.name, command.life
+        if (host := self._fleet.find(name)) is not None and self._core.current(name, life):
             with suppress(RayActorError):  # `_start` reports a dead one
                 await _answer(host.answer)
-                self._events.put_nowait(ProcessAnswered(name=command.name, life=command.life))
+                self._events.put_nowait(ProcessAnswered(name=name, life=life))
 
     def _adopt(self, started: str | RouterAt) -> str:
         if isinstance(started, str):
@@ -392,8 +392,7 @@ class Controller:
         return f"{started.http} and {started.grpc}"
 
     async def _stop(self, command: StopProcess) -> None:
-        host = self._fleet.find(command.name)
-        if host is not None and command.drain:
+        if (host := self._fleet.find(command.name)) is not None and command.drain:
             await self._drain(command.name, host)
         self._fleet.kill(command.name)
         self._events.put_nowait(ProcessStopped(name=command.name))
@@ -446,13 +445,14 @@ class Controller:
 
 
 def _new_core(record: ClusterRecord, left: frozenset[str]) -> Supervisor:
-    plan = record.plan
+    plan, nodes = record.plan, record.plan.pool
     return Supervisor(
         plan.desired(),
         Limits(startup_timeout_s=plan.startup_timeout_s, hang_timeout_s=plan.hang_timeout_s),
         time.monotonic(),
-        pool_needs=None if plan.pool is None else str(plan.pool.placement),
-        pool_required=plan.pool is None or plan.pool.required,
+        pool_needs=None if nodes is None else str(nodes.placement),
+        pool_required=nodes is None or nodes.required,
+        pool_revision="" if nodes is None else nodes.revision,
         former=Former(
             phase=record.phase,
             error=record.error,

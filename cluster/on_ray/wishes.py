@@ -165,7 +165,8 @@ class Wishes:
         told = changes(self._fleet.plan, wanted)
         if not only_tell:
             self._fleet.plan = wanted
-            self._say(DesiredChanged(wanted.desired(), anew=anew))
+            nodes = None if wanted.pool is None else wanted.pool.revision
+            self._say(DesiredChanged(wanted.desired(), anew=anew, pool_revision=nodes))
         return told
 
     def _flipped_back(self, plan: ClusterPlan) -> list[str]:
@@ -179,6 +180,8 @@ class Wishes:
 
     def _flip(self, name: str, role: Role) -> list[str]:
         process = self._named(name, self._core.workers)
+        if self._core.phase is not Phase.READY:
+            raise ConfigError("roles change once the cluster serves: it still starts")
         told = [] if process.role is role else [f"{name}: {process.role} -> {role}"]
         self._say(RoleAsked(name, role))
         return told

@@ -297,6 +297,8 @@ SAMPLES: dict[str, object] = {
     "elastic.least_decode": 2,
     "elastic.gain": 0.1,
     "elastic.dwell": "9s",
+    "elastic.cooldown": "9s",
+    "elastic.start_up": "9s",
     "elastic.window": "9s",
     "engine.compile": "off",
     "engine.profile": "off",

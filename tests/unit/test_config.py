@@ -655,7 +655,9 @@ def test_who_gets_other_settings_is_replaced(key: str, value: object) -> None:
         for more in ([Override(tuple(key.split(".")), value)], [])
     )
     pools = zip(changed.worker_pools, default.worker_pools, strict=True)
-    first, *others = [*pools, (changed.routers[0], default.routers[0])]
+    assert changed.pool is not None and default.pool is not None
+    nodes = (changed.pool, default.pool)
+    first, *others = [*pools, (changed.routers[0], default.routers[0]), nodes]
     for now, before in [first, *others]:
         is_other = (now.settings, now.placement) != (before.settings, before.placement)
         is_of_first = key.startswith("workers.0.") and (now, before) != first

@@ -458,6 +458,15 @@ def test_nobody_flips_whom_nobody_knows_nor_a_router_nor_one_that_leaves() -> No
         assert act(core, RoleAsked(name, PREFILL)) == []
 
 
+def test_nobody_flips_before_each_half_of_a_request_was_served() -> None:
+    """Else the cluster would not become ready, and give up."""
+    core = Supervisor(pools(), LIMITS, 0.0)
+    act(core, SupervisionTick())
+    assert act(core, RoleAsked(P, DECODE)) == []
+    serve(core, ROUTER, P, D)
+    assert core.phase is Phase.READY
+
+
 def either(count: int) -> Desired:
     return {
         "router": pools()["router"],
@@ -552,6 +561,8 @@ class World:
         self.rng = random.Random(seed)
         self.alive: set[str] = set()
         self.roles: dict[str, Role | None] = {}  # that they really have
+        self.pool_revision = "1"
+        self.revisions: dict[str, str] = {}  # with which pool nodes started
         self.record = Former(phase=Phase.STARTING)
         self.now_s = 0.0
         self.events = 0
@@ -560,7 +571,13 @@ class World:
     def begin(self, desired: Desired) -> None:
         former = replace(self.record, left=frozenset(self.alive))
         self.core = Supervisor(
-            desired, LIMITS, self.now_s, pool_needs="{}", pool_required=False, former=former
+            desired,
+            LIMITS,
+            self.now_s,
+            pool_needs="{}",
+            pool_required=False,
+            pool_revision=self.pool_revision,
+            former=former,
         )
         self.todo: list[SupervisorCommand] = []
         assert not self.record.roles or self.core.members.roles == self.record.roles
@@ -581,6 +598,8 @@ class World:
                     self.alive.discard(name)
                 case Start(name=name, role=role):
                     self.roles[name] = self.roles[name] if name in self.alive else role
+                    if name not in self.alive:
+                        self.revisions[name] = self.pool_revision
                     self.alive.add(name)
                     self.todo.append(command)
                 case _:
@@ -619,7 +638,9 @@ class World:
             role = self.rng.choice([None, *Role])
             revision = str(self.rng.randint(1, 3))
             desired["more"] = replace(desired["decode"], revision=revision, role=role)
-        self.tell(DesiredChanged(desired, anew=self.rng.random() < 0.2))
+        self.pool_revision = self.rng.choice(["1", "2"])
+        anew = self.rng.random() < 0.2
+        self.tell(DesiredChanged(desired, anew=anew, pool_revision=self.pool_revision))
 
     def flip(self) -> None:
         name = self.rng.choice([*self.core.workers])
@@ -703,6 +724,9 @@ class World:
             assert Counter(self.roles[one.name] for one in there) == wanted, pool
         for worker in self.core.workers.values():
             assert self.roles[worker.name] is worker.role, worker
+        for pool in self.core.pools.processes():
+            if pool.state is State.SERVING:
+                assert self.revisions[pool.name] == self.pool_revision, pool
 
 
 @pytest.mark.parametrize("seed", range(HISTORIES))

@@ -16,10 +16,10 @@ def config(cell: Cell, *pools: tuple[str, int]) -> Config:
 
 
 def test_workers_of_pools_that_take_either_role_follow_the_work_and_no_others() -> None:
-    """Long prompts, and seven of sixteen workers that prefill: too few."""
+    """Long prompts, and five of sixteen workers that prefill: too few."""
     cell = Cell(load="swing", way="roles", prefill=8, rate=20.0, minutes=0.5)
     simulation = ClusterSimulation(
-        config(cell, ("decode", 3), ("auto", 13)), cell.requests(), cell.scale()
+        config(cell, ("decode", 7), ("auto", 9)), cell.requests(), cell.scale()
     )
     flips = simulation.run().flips
     assert len(flips) >= 2

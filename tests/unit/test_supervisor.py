@@ -13,6 +13,7 @@ from cluster.core.members import Former
 from cluster.core.processes import STABLE_S
 from cluster.core.supervision import (
     Announce,
+    DesiredChanged,
     DesiredPool,
     Does,
     DriverEnded,
@@ -653,6 +654,59 @@ def test_optional_pool_nodes_start_when_the_cluster_is_ready() -> None:
     assert act(core, SupervisionTick()) == []
     announced = act(core, Serving(name="pool-h1", life=1, address="a"))
     assert announced[-1] == Announce(ROUTER, "pool-h1", 1, "a", ProcessKind.POOL_NODE)
+
+
+def test_pool_nodes_with_other_settings_are_replaced_one_after_the_other() -> None:
+    core = ready_with_optional_pool(HERE, THERE)
+    act(core, SupervisionTick())
+    serve(core, "pool-h1", "pool-h2")
+    assert core.is_settled()
+    assert act(core, DesiredChanged(pools(), pool_revision="2")) == []
+    assert not core.is_settled()
+    for name, other in (("pool-h1", "n1"), ("pool-h2", "n2")):
+        gone = Withdraw(ROUTER, f"{name}'s", ProcessKind.POOL_NODE)
+        assert act(core, SupervisionTick(), 1.0) == [gone, StopProcess(name, drain=True)]
+        assert act(core, SupervisionTick(), 1.5) == []
+        act(core, ProcessStopped(name=name), 2.0)
+        assert act(core, SupervisionTick(), 2.0) == [start(name, 2, other)]
+        assert act(core, SupervisionTick(), 2.5) == [], "the other one waits for it"
+        serve(core, name, life=2)
+    assert act(core, SupervisionTick(), 3.0) == []
+    assert core.is_settled()
+
+
+def test_a_pool_node_that_was_left_out_is_tried_with_other_settings() -> None:
+    core = ready_with_optional_pool(HERE, HERE)
+    act(core, SupervisionTick())
+    act(core, Lost(name="pool-h1", life=1, reason="no such folder", fatal=True), 1.0)
+    assert act(core, SupervisionTick(), 100.0) == []
+    act(core, DesiredChanged(pools(), pool_revision="2"), 101.0)
+    assert act(core, SupervisionTick(), 101.0) == [StopProcess("pool-h1", drain=False)]
+    act(core, ProcessStopped(name="pool-h1"), 101.0)
+    assert act(core, SupervisionTick(), 101.5) == [start("pool-h1", 2, "n1")]
+
+
+def test_a_restarted_controller_replaces_old_pool_nodes() -> None:
+    core = ready_with_optional_pool(HERE, HERE)
+    act(core, SupervisionTick())
+    serve(core, "pool-h1")
+    for revision, gone in (("", []), ("2", [StopProcess("pool-h1", drain=True)])):
+        former = Former(
+            phase=Phase.READY, left=frozenset({ROUTER, P, D, "pool-h1"}), kept=core.kept()
+        )
+        again = Supervisor(
+            pools(),
+            LIMITS,
+            0.0,
+            pool_needs="{}",
+            pool_required=False,
+            pool_revision=revision,
+            former=former,
+        )
+        act(again, SupervisionTick())
+        serve(again, ROUTER, P, D, "pool-h1")
+        told = act(again, SupervisionTick())
+        assert [one for one in told if isinstance(one, StopProcess)] == gone
 
 
 def test_a_host_that_workers_move_to_gets_its_optional_pool_node_once_they_serve() -> None:
