@@ -73,7 +73,7 @@ class ElasticController:
 
     def _needs(self, rate: OfferedRate, offered: OfferedWork, now_s: float) -> Needs | None:
         rate.note(now_s, offered)
-        if rate.covers_s < LEAST_S:
+        if rate.covers_s < min(LEAST_S, rate.window_s / 2):
             return None
         return Needs.of(rate.per_second, self.model, rate.covers_s)
 
