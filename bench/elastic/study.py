@@ -32,6 +32,7 @@ from bench.elastic.served import (
 )
 from cluster.config.schema import Config
 from cluster.core.elastic.controller import ElasticPolicy
+from cluster.sim.elastic import Life
 from cluster.sim.results.report import report
 from cluster.sim.simulation import ClusterSimulation, Scale
 from cluster.sim.trace import Outcome, TraceRequest
@@ -163,12 +164,16 @@ def run(cell: Cell) -> Shown:
         goodput_per_s=found.goodput_per_s,
         flips=len(simulated.flips),
         late_flips=sum(flip.at_s > 600 for flip in simulated.flips),
-        hours=simulated.worker_s / simulated.ended_s / cell.workers,
+        hours=_worker_s(lives, simulated.ended_s) / simulated.ended_s / cell.workers,
         added=sum(life.since_s > 0 for life in lives),
         left=sum(life.until_s is not None for life in lives),
         refused_late=_refused_late(simulated.outcomes),
         took_s=time.monotonic() - began_s,
     )
+
+
+def _worker_s(lives: Sequence[Life], ended_s: float) -> float:
+    return sum(one.seconds(ended_s) for one in lives)
 
 
 def _refused_late(outcomes: Sequence[Outcome]) -> float:
