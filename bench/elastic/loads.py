@@ -3,14 +3,17 @@
 The swing: prompts of 4,096 tokens with 512 of output, and 512 with 4,096, ten minutes each, at one
 rate of Poisson arrivals; lengths are log-normal around these. The steady trace is Mooncake's
 conversation trace (https://github.com/kvcache-ai/Mooncake, FAST25-release), cut to its first part.
+
+Step, day and steady load: both kinds of requests, half of each, at a rate that jumps to three times
+as much, that goes up and down like that of a day (an hour here), and that stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
-from math import exp
+from math import cos, exp, pi
 from pathlib import Path
 from random import Random
 
@@ -24,6 +27,10 @@ SIGMA = 0.3
 """Of the logarithm of lengths."""
 MOST_REQUESTS = 25_000
 TTFT, TPOT = "2s", "50ms"
+STEP_S, STEP_FROM, STEP_TO = 300.0, 4.0, 12.0
+DAY_S, NIGHT, NOON = 3600.0, 2.0, 11.5
+"""Requests/s."""
+START_UP_S = 100.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +67,41 @@ def swing(rate_per_s: float, minutes: float, seed: int) -> list[TraceRequest]:
         )
         for at_s in takewhile(lambda at: at < 60 * minutes, _poisson(rng, rate_per_s))
     ]
+
+
+def step(minutes: float, seed: int) -> list[TraceRequest]:
+    return _mixed(lambda at_s: STEP_TO if at_s >= STEP_S else STEP_FROM, STEP_TO, minutes, seed)
+
+
+def day(minutes: float, seed: int) -> list[TraceRequest]:
+    """Begins at night."""
+
+    def rate(at_s: float) -> float:
+        return NIGHT + (NOON - NIGHT) * (1 - cos(2 * pi * at_s / DAY_S)) / 2
+
+    return _mixed(rate, NOON, minutes, seed)
+
+
+def steady(rate_per_s: float, minutes: float, seed: int) -> list[TraceRequest]:
+    return _mixed(lambda _: rate_per_s, rate_per_s, minutes, seed)
+
+
+def _mixed(
+    rate: Callable[[float], float], most: float, minutes: float, seed: int
+) -> list[TraceRequest]:
+    """Thinned from Poisson arrivals at the highest rate (Lewis and Shedler 1979)."""
+    rng, found = Random(seed), []
+    for at_s in takewhile(lambda at: at < 60 * minutes, _poisson(rng, most)):
+        if rng.random() * most < rate(at_s):
+            lengths = (LONG, SHORT) if rng.random() < 0.5 else (SHORT, LONG)
+            found.append(_request(rng, at_s, *lengths))
+    return found
+
+
+def _request(rng: Random, at_s: float, prompt: int, output: int) -> TraceRequest:
+    return TraceRequest(
+        arrival_s=at_s, input_tokens=_length(rng, prompt), output_tokens=_length(rng, output)
+    )
 
 
 def _poisson(rng: Random, rate_per_s: float) -> Iterator[float]:

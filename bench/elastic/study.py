@@ -1,11 +1,15 @@
-"""Elastic roles in the simulator, beside every static split of the same fleet.
+"""Elastic workers in the simulator, beside every static split of the same fleet.
 
     python -m bench.elastic.study swing --rate 10 [--minutes 20] [--seeds 1]
     python -m bench.elastic.study conversation --trace conversation_trace.jsonl --rate 3
+    python -m bench.elastic.study step
+    python -m bench.elastic.study day --minutes 60
+    python -m bench.elastic.study steady --workers 4 --rate 2.5 --minutes 60
 
-For each cell: the share of offered requests that met their objectives, goodput, flips. `auto`
-begins with an even split. `served` flips by served latencies over their objectives (one worker at a
-time), as controllers do that don't see what is refused; with admission, and with none.
+For each cell: the share of offered requests that met their objectives, goodput, flips, and hours of
+workers, over those of the whole fleet. `roles` begins with an even split, and flips; `elastic` also
+adds and removes workers, of which it has `--begin` at first. bench/elastic/served.py says what the
+other ways do.
 """
 
 from __future__ import annotations
@@ -14,61 +18,102 @@ import argparse
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.elastic.loads import H200_70B, SEEDS, TPOT, TTFT, Fleet, conversation, swing
-from bench.elastic.served import ServedLatency
+from bench.elastic import loads
+from bench.elastic.loads import H200_70B, SEEDS, START_UP_S, TPOT, TTFT, Fleet
+from bench.elastic.served import (
+    FlipsByLatency,
+    ScalesByLatency,
+    ScalesByUse,
+    Scaling,
+    ServedLatency,
+)
 from cluster.config.schema import Config
-from cluster.sim.report import report
+from cluster.core.elastic.controller import ElasticController, ElasticPolicy
+from cluster.core.elastic.roles import RoleController
+from cluster.core.elastic.rules import Bounds, RoleRules, TotalRules
+from cluster.core.elastic.totals import Totals
+from cluster.sim.results.report import report
 from cluster.sim.simulation import ClusterSimulation, Scale
-from cluster.sim.trace import TraceRequest
+from cluster.sim.trace import Outcome, TraceRequest
+from router.core.load.needs import model_of
 
-WAYS = ("static", "auto", "served", "served, no admission")
+LOADS = ("swing", "conversation", "step", "day", "steady")
+NUMBERS = ("elastic", "use", "latency")
+"""Ways that change the number of workers."""
+WAYS = ("static", "roles", *NUMBERS, "flips", "flips, no admission")
+COOLDOWN_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
+    load: str
     way: str
     prefill: int
-    rate: float
-    seed: int
-    minutes: float
-    trace: Path | None
+    workers: int = H200_70B.workers
+    begin: int | None = None
+    rate: float = 1.0
+    seed: int = 1
+    minutes: float = 20.0
+    trace: Path | None = None
 
     def requests(self) -> Sequence[TraceRequest]:
-        if self.trace is not None:
-            return conversation(self.trace)
-        return swing(self.rate, self.minutes, self.seed)
+        match self.load:
+            case "conversation":
+                assert self.trace is not None
+                return loads.conversation(self.trace)
+            case "step":
+                return loads.step(self.minutes, self.seed)
+            case "day":
+                return loads.day(self.minutes, self.seed)
+            case "steady":
+                return loads.steady(self.rate, self.minutes, self.seed)
+            case _:
+                return loads.swing(self.rate, self.minutes, self.seed)
 
     def scale(self) -> Scale:
-        """A swing has its rate already."""
+        """The others have their rate already."""
         return Scale() if self.trace is None else Scale(rate=self.rate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
+    """`late_flips`: after ten minutes. `hours`: of workers, over those of the whole fleet.
+    `refused_s`: when the last ten seconds had ended of which over 2 % was refused."""
+
     cell: Cell
     offered: int
     attainment: float
     goodput_per_s: float
     flips: int
-    late_flips: int  # after ten minutes
+    late_flips: int
+    hours: float
+    added: int
+    left: int
+    refused_s: float
     took_s: float
 
     def line(self) -> str:
         cell = self.cell
         return (
-            f"{cell.way:22s} {cell.prefill:2d} + {H200_70B.workers - cell.prefill:2d}  seed "
+            f"{cell.way:20s} {cell.prefill:2d} + {_began(cell) - cell.prefill:2d}  seed "
             f"{cell.seed}  {self.offered:6d} offered  attainment {100 * self.attainment:5.1f} %  "
             f"goodput {self.goodput_per_s:6.2f}/s  flips {self.flips:3d}, after ten minutes "
-            f"{self.late_flips:3d}  ({self.took_s:.0f} s)"
+            f"{self.late_flips:3d}  hours {self.hours:4.2f}, {self.added} came, {self.left} left  "
+            f"refusals until {self.refused_s:.0f} s  ({self.took_s:.0f} s)"
         )
 
 
 def config_of(cell: Cell, fleet: Fleet) -> Config:
-    decode = fleet.workers - cell.prefill
-    pools = (("prefill", cell.prefill), ("decode", decode))
+    began = _began(cell)
+    pools: list[dict[str, object]] = [{"role": "auto", "replicas": began}]
+    if cell.way not in ("roles", "elastic"):
+        pools = [
+            {"role": "prefill", "replicas": cell.prefill},
+            {"role": "decode", "replicas": began - cell.prefill},
+        ]
     simulation = {
         "seed": cell.seed,
         "profile": fleet.profile,
@@ -76,25 +121,57 @@ def config_of(cell: Cell, fleet: Fleet) -> Config:
         "block_size": 512,
         "kv": {"layers": fleet.kv_layers},
         "slo": {"ttft": TTFT, "tpot": TPOT},
+        "start_up": f"{START_UP_S:g}s",
     }
     file = {
-        "workers": [{"role": role, "replicas": count} for role, count in pools],
+        "workers": pools,
         "scheduler": {"prefill_chunk_tokens": 2048, "max_running_requests": 256},
-        "elastic": {"roles": "auto" if cell.way == "auto" else "fixed"},
         "simulation": simulation,
     }
-    if cell.way == "served, no admission":
+    if cell.way.endswith("no admission"):
         file["router"] = {"admission": {"policy": "none"}}
     return Config.model_validate(file, strict=False)
+
+
+def _began(cell: Cell) -> int:
+    """Workers at first."""
+    return cell.begin if cell.begin is not None and cell.way in NUMBERS else cell.workers
+
+
+def policy_of(cell: Cell, simulation: ClusterSimulation) -> ElasticPolicy | None:
+    """None: that of the cluster file."""
+    served = ServedLatency(simulation)
+    match cell.way.partition(",")[0]:
+        case "elastic":
+            return _elastic(cell, simulation)
+        case "use":
+            return ScalesByUse(simulation, Scaling(most=cell.workers))
+        case "latency":
+            return ScalesByLatency(served, Scaling(most=cell.workers))
+        case "flips":
+            return FlipsByLatency(served)
+        case _:
+            return None
+
+
+def _elastic(cell: Cell, simulation: ClusterSimulation) -> ElasticController:
+    hello = next(iter(simulation.fleet.workers.values())).hello
+    role, both = (Bounds(least=n, most=cell.workers - 2 + n) for n in (1, 2))
+    rules = TotalRules(prefill=role, decode=role, workers=both, cooldown_s=COOLDOWN_S)
+    return ElasticController(
+        model=model_of(hello),
+        window_s=RoleRules().window_s,
+        roles=RoleController(),
+        totals=Totals(rules=rules, lead_s=START_UP_S, period_s=loads.DAY_S),
+    )
 
 
 def run(cell: Cell) -> Shown:
     began_s = time.monotonic()
     simulation = ClusterSimulation(config_of(cell, H200_70B), cell.requests(), cell.scale())
-    if cell.way.startswith("served"):
-        simulation.elastic.policy = ServedLatency(simulation)
+    simulation.elastic.policy = policy_of(cell, simulation) or simulation.elastic.policy
     simulated = simulation.run()
-    found = report(simulated)
+    found, lives = report(simulated), simulation.elastic.lives
     return Shown(
         cell=cell,
         offered=found.offered,
@@ -102,41 +179,58 @@ def run(cell: Cell) -> Shown:
         goodput_per_s=found.goodput_per_s,
         flips=len(simulated.flips),
         late_flips=sum(flip.at_s > 600 for flip in simulated.flips),
+        hours=simulated.worker_s / simulated.ended_s / cell.workers,
+        added=sum(life.since_s > 0 for life in lives),
+        left=sum(life.until_s is not None for life in lives),
+        refused_s=_refused_until(simulated.outcomes),
         took_s=time.monotonic() - began_s,
     )
 
 
+def _refused_until(outcomes: Iterable[Outcome]) -> float:
+    tens: dict[int, list[bool]] = {}
+    for one in outcomes:
+        tens.setdefault(int(one.request.arrival_s // 10), []).append(bool(one.refused))
+    ends = [10.0 * (n + 1) for n, came in tens.items() if sum(came) > 0.02 * len(came)]
+    return max(ends, default=0.0)
+
+
 def cells(args: argparse.Namespace) -> Iterable[Cell]:
-    workers = H200_70B.workers
-    splits = args.splits or range(1, workers)
+    one = Cell(
+        load=args.load,
+        way="",
+        prefill=0,
+        workers=args.workers,
+        begin=args.begin,
+        rate=args.rate,
+        minutes=args.minutes,
+        trace=args.trace,
+    )
+    splits = args.splits or range(1, args.workers)
     for seed in args.seeds:
         for way in args.ways:
-            for prefill in splits if way == "static" else (workers // 2,):
-                yield Cell(
-                    way=way,
-                    prefill=prefill,
-                    rate=args.rate,
-                    seed=seed,
-                    minutes=args.minutes,
-                    trace=args.trace,
-                )
+            even = (args.begin if args.begin and way in NUMBERS else args.workers) // 2
+            for prefill in splits if way == "static" else (even,):
+                yield replace(one, way=way, prefill=prefill, seed=seed)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("swing", "conversation"))
+    parser.add_argument("load", choices=LOADS)
     parser.add_argument("--trace", type=Path, help="of `conversation`")
-    parser.add_argument("--rate", type=float, required=True, help="requests/s, or trace x this")
+    parser.add_argument("--rate", type=float, default=1.0, help="requests/s, or trace x this")
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS[:1])
+    parser.add_argument("--workers", type=int, default=H200_70B.workers, help="at most")
+    parser.add_argument("--begin", type=int, help="workers at first, where their number changes")
     parser.add_argument("--splits", type=int, nargs="*", help="prefill workers; default: every one")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
-    if (args.what == "conversation") != (args.trace is not None):
-        parser.error("conversation: give --trace; swing: none")
+    if (args.load == "conversation") != (args.trace is not None):
+        parser.error("conversation: give --trace; others: none")
     with ProcessPoolExecutor(args.processes) as pool:
         for shown in pool.map(run, cells(args)):
             print(shown.line(), flush=True)

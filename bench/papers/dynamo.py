@@ -23,9 +23,9 @@ from typing import Any
 
 from bench.papers.side_by_side import Claim, print_claims, write_claims
 from cluster.config.schema import Config
-from cluster.sim import output
 from cluster.sim.readers import read_trace
-from cluster.sim.report import Report, spread
+from cluster.sim.results import output
+from cluster.sim.results.report import Report, spread
 from cluster.sim.simulation import Scale
 from cluster.sim.trace import TraceRequest
 from kvrelay.errors import KvrelayError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 from cluster.config.schema import Config
-from cluster.sim import output
+from cluster.sim.results import output
 from cluster.sim.simulation import Scale
 from cluster.sim.trace import Outcome, TraceRequest
 

@@ -22,9 +22,9 @@ from pathlib import Path
 from bench.papers.goodput import highest_rate
 from bench.papers.side_by_side import Claim, print_claims, write_claims
 from cluster.config.schema import Config
-from cluster.sim import output
 from cluster.sim.profiles.load import build_profile, parse_profile
 from cluster.sim.readers import read_trace
+from cluster.sim.results import output
 from cluster.sim.simulation import Scale
 from cluster.sim.trace import Outcome, TraceRequest
 from engine.core.step_times import StepTimes, decode_work, prefill_work

@@ -18,9 +18,9 @@ from pathlib import Path
 from random import Random
 
 from cluster.config.load import Override, load_config
-from cluster.sim.output import simulate
 from cluster.sim.readers import read_trace
-from cluster.sim.report import Report
+from cluster.sim.results.output import simulate
+from cluster.sim.results.report import Report
 from cluster.sim.simulation import Scale
 from cluster.sim.trace import TraceRequest
 

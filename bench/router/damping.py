@@ -21,8 +21,8 @@ from random import Random
 from statistics import mean, median
 
 from cluster.config.load import Override, load_config
-from cluster.sim.output import simulate
-from cluster.sim.report import Report, is_good
+from cluster.sim.results.output import simulate
+from cluster.sim.results.report import Report, is_good
 from cluster.sim.simulation import Scale
 from cluster.sim.trace import Outcome, TraceRequest
 from kvrelay.types import value

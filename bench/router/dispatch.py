@@ -21,10 +21,10 @@ from random import Random
 import yaml
 
 from cluster.config.load import Override, load_config
-from cluster.sim.output import simulate
 from cluster.sim.profiles.load import BUILT_IN, read_profile
 from cluster.sim.readers import read_trace
-from cluster.sim.report import Report, Spread
+from cluster.sim.results.output import simulate
+from cluster.sim.results.report import Report, Spread
 from cluster.sim.simulation import Scale
 from cluster.sim.trace import TraceRequest
 from engine.core.step_times import prefill_work

@@ -170,17 +170,18 @@ def flip(
 ) -> None:
     """Give a worker another role, at once: what it has already been sent is served.
 
-    Until it starts again; its pool keeps its role.
+    It keeps the role when it starts again, and one that replaces it gets it, until the file is
+    applied. With --address: a worker that is a process of its own, until it starts again.
     """
-    from cluster.cli.status import routers_of
-    from cluster.on_ray.connect import ray_address as ray_to_join
-    from cluster.process import admin
-
     if address is not None:
+        from cluster.process import admin
+
         admin.flip(worker, role, address, caller(name, token_file, set_))
     else:
-        (first, *_), access = routers_of(name, ray_to_join(ray_address) or "auto")
-        admin.flip(worker, role, first, access)
+        with _on_ray(ray_address) as say:
+            from cluster.on_ray.wishes import Flip
+
+            _found(name, say).wish(Flip(worker, role))
     print(f"{worker} is a {role} worker" if role is not Role.BOTH else f"{worker} does both")
 
 

@@ -215,10 +215,10 @@ def controller(
     name: NameOption = None,
     set_: SetOption = None,
 ) -> None:
-    """Keep the roles of workers as the offered work asks. On Ray the cluster does it itself, with
-    elastic.roles: auto."""
+    """Keep the roles of workers as the offered work asks. On Ray the cluster does it itself, for
+    pools of role auto."""
     overrides = [
-        *given(name=name, network__token_file=token_file, elastic__roles="auto"),
+        *given(name=name, network__token_file=token_file),
         *only(parsed(set_), ELASTIC_KEYS),
     ]
 
@@ -231,13 +231,10 @@ def controller(
     for address in join:
         split_address(address.removeprefix("dns:"), "--join")
     config = load_config(None, overrides)
-    rules = role_rules(config.elastic)
-    if rules is None:
-        raise ConfigError("elastic.roles: fixed leaves a controller nothing to do")
     configure_logging("controller")
     from cluster.cli.plain.run import run_controller
 
-    run_controller(join, rules, access_of(config, token_of(config)))
+    run_controller(join, role_rules(config.elastic), access_of(config, token_of(config)))
 
 
 def _no_node(internal_host: str | None) -> None:

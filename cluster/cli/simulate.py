@@ -15,7 +15,7 @@ from cluster.cli.options import Format, FormatOption, SetOption, given, parsed
 from kvrelay.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cluster.sim.output import Result
+    from cluster.sim.results.output import Result
 
 
 ClusterFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The cluster file (YAML).")]
@@ -73,8 +73,8 @@ def simulate(
     machines.
     """
     from cluster.config.load import Override, load_config
-    from cluster.sim.output import assumed_text, check_can_draw, simulate_rates
     from cluster.sim.readers import read_trace
+    from cluster.sim.results.output import assumed_text, check_can_draw, simulate_rates
 
     if out is not None:
         check_can_draw()
@@ -103,7 +103,7 @@ def _text(value: object) -> str:
 
 
 def _tell(results: Sequence[Result], wall_s: float, out: Path | None, format_: Format) -> None:
-    from cluster.sim.output import as_json, write
+    from cluster.sim.results.output import as_json, write
 
     if out is not None:
         write(out, results)
@@ -111,7 +111,7 @@ def _tell(results: Sequence[Result], wall_s: float, out: Path | None, format_: F
         print(as_json([result.report for result in results]))
         print(f"simulated in {wall_s:.1f} s", file=sys.stderr)
         return
-    from cluster.sim.output import show
+    from cluster.sim.results.output import show
 
     show([result.report for result in results], wall_s)
 
@@ -120,7 +120,7 @@ def _tell_comparison(
     key: str, by_value: Mapping[str, Sequence[Result]], out: Path | None, format_: Format
 ) -> None:
     """`by_value`: one result for each rate. `--out` gets one folder for each value."""
-    from cluster.sim.output import comparison_json, write
+    from cluster.sim.results.output import comparison_json, write
 
     for value, results in by_value.items() if out is not None else ():
         assert out is not None
@@ -129,6 +129,6 @@ def _tell_comparison(
     if format_ is Format.JSON:
         print(comparison_json(key, list(reports.items())))
         return
-    from cluster.sim.output import show_comparison
+    from cluster.sim.results.output import show_comparison
 
     show_comparison(key, list(reports), list(zip(*reports.values(), strict=True)))

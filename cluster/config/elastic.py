@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
@@ -10,11 +10,9 @@ from cluster.config.types import Count, Seconds, Section
 
 
 class ElasticSection(Section):
-    """How workers follow what clients ask for."""
+    """How the workers of pools with role auto follow what clients ask for, refused requests
+    included."""
 
-    roles: Literal["fixed", "auto"] = "fixed"
-    """auto: workers change between prefill and decode as the offered work asks, refused requests
-    included. fixed: each keeps the role of its pool, until it is flipped by hand."""
     least_prefill: Count = 1
     """At least so many workers keep the role prefill."""
     least_decode: Count = 1

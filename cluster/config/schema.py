@@ -36,7 +36,7 @@ from cluster.config.types import (
     StepTimesSource,
     format_duration,
 )
-from cluster.config.workers import WorkerPool, with_names
+from cluster.config.workers import WorkerPool, roles_of, with_names
 from kvrelay.types import Role
 from router.core.faults.silence import DETECT_S, LEAST_DETECT_S
 
@@ -311,7 +311,7 @@ class Config(Section):
     @field_validator("workers")
     @classmethod
     def _can_serve(cls, given: tuple[WorkerPool, ...]) -> tuple[WorkerPool, ...]:
-        count = Counter(pool.role for pool in given)
+        count = roles_of(given)
         if bool(count[Role.PREFILL]) != bool(count[Role.DECODE]):
             present, absent = sorted((Role.PREFILL, Role.DECODE), key=lambda role: -count[role])
             raise ValueError(f"a {absent} pool beside the {present} pool")

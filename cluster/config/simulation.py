@@ -180,6 +180,8 @@ class Simulation(Section):
     refused; random: to any, each time."""
     promise_sent: bool = True
     """Clients send back what a refusal promised."""
+    start_up: Seconds = 60.0
+    """A worker that is added serves after so long."""
     failures: tuple[FailureSection, ...] = ()
     """Workers and pool nodes that die."""
     most_steps: Annotated[int, Field(ge=1, le=4096)] = 256

@@ -22,6 +22,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
+from kvrelay.types import Role
+
 SECONDS_PER_UNIT = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 BYTES_PER_UNIT = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     "KiB": 2**10,
@@ -140,6 +142,7 @@ AutoCount = Annotated[Count | None, *_AUTO]
 AutoBytes = Annotated[Bytes | None, *_AUTO]
 AutoPort = Annotated[Port | None, *_AUTO]
 AutoText = Annotated[str | None, *_AUTO]
+AutoRole = Annotated[Role | None, *_AUTO]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "fp8"]
 AttentionBackend = Literal["auto", "native", "triton", "flashinfer", "flash", "sdpa"]

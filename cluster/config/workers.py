@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from cluster.config.types import (
     AutoCount,
     AutoOrOff,
+    AutoRole,
     Count,
     Device,
     DtypeName,
@@ -23,6 +25,12 @@ TAKEN_NAMES = ("router", "pool", "controller")
 """Other processes of a cluster are named so."""
 
 
+def role_at(role: Role | None, number: int) -> Role:
+    """Of the worker with this number in its pool. In one that takes either role, half of the
+    workers begin with each."""
+    return role or (Role.DECODE if number % 2 else Role.PREFILL)
+
+
 class ParallelSection(Section):
     tensor: Count = 1
     """Number of processes on one machine that share one copy of the model. Each has some of its
@@ -30,12 +38,14 @@ class ParallelSection(Section):
 
 
 class WorkerPool(Section):
-    """Identical workers of one role. A role may have several pools."""
+    """Identical workers. A role may have several pools."""
 
     name: Name | None = None
-    """Its workers are named NAME-0, NAME-1 and so on. null: the role; of several pools of one role
-    the second is named prefill2 or decode2, and so on."""
-    role: Role
+    """Its workers are named NAME-0, NAME-1 and so on. null: the role, or worker for role auto; of
+    several pools of one role the second is named prefill2 or decode2, and so on."""
+    role: AutoRole
+    """prefill, decode or both: that of each of its workers, until it is flipped by hand. auto: half
+    of them begin with each, and the cluster changes them as the offered work asks."""
     replicas: Count = 1
     device: Device = "auto"
     """auto: a GPU, shared with other workers if there are few, else the CPU; cpu; cuda (a GPU that
@@ -58,7 +68,7 @@ class WorkerPool(Section):
     @property
     def label(self) -> str:
         """The pool's name."""
-        return self.name or self.role.value
+        return self.name or _named_by(self.role)
 
     @property
     def on_gpu(self) -> bool:
@@ -101,11 +111,20 @@ class WorkerPool(Section):
 
 def with_names(pools: tuple[WorkerPool, ...]) -> tuple[WorkerPool, ...]:
     """The first pool of a role needs no name; further ones get the role and a number."""
-    seen: Counter[Role] = Counter()
+    seen: Counter[Role | None] = Counter()
     named = []
     for pool in pools:
         seen[pool.role] += pool.name is None
         is_further = pool.name is None and seen[pool.role] > 1
-        name = f"{pool.role}{seen[pool.role]}" if is_further else pool.name
+        name = f"{_named_by(pool.role)}{seen[pool.role]}" if is_further else pool.name
         named.append(pool.model_copy(update={"name": name}) if is_further else pool)
     return tuple(named)
+
+
+def _named_by(role: Role | None) -> str:
+    return "worker" if role is None else role.value
+
+
+def roles_of(pools: Iterable[WorkerPool]) -> Counter[Role]:
+    """Those with which all their workers begin."""
+    return Counter(role_at(pool.role, number) for pool in pools for number in range(pool.replicas))

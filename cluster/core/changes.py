@@ -33,9 +33,7 @@ def with_count(plan: ClusterPlan, pool: str, count: int) -> ClusterPlan:
 
 def cannot_serve(plan: ClusterPlan) -> str | None:
     """Why a cluster of this plan could serve nobody."""
-    workers: Counter[Role] = Counter()
-    for pool in plan.worker_pools:
-        workers[pool.settings.role] += pool.count
+    workers = Counter(worker.settings.role for worker in plan.workers)
     if workers[Role.BOTH] or (workers[Role.PREFILL] and workers[Role.DECODE]):
         return None
     missing = next(role for role in (Role.PREFILL, Role.DECODE) if not workers[role])
@@ -108,13 +106,19 @@ def _worker_changes(running: ClusterPlan, wanted: ClusterPlan) -> Iterator[str]:
 
 def _pool_changes(before: WorkerPoolPlan | None, pool: WorkerPoolPlan) -> Iterator[str]:
     if before is None:
-        yield f"{pool.name}: a new pool of {pool.count} {pool.settings.role} workers"
+        yield f"{pool.name}: a new pool of {pool.count} {_role(pool)} workers"
         return
     if before.count != pool.count:
         yield f"{pool.name}: {before.count} -> {pool.count} workers"
+    if before.role != pool.role:
+        yield f"{pool.name}: role {_role(before)} -> {_role(pool)}"
     if before.revision != pool.revision:
-        what = _differing(before.settings, pool.settings)
+        what = _differing(before.settings.with_role(pool.settings.role), pool.settings)
         yield f"{pool.name}: replaced one by one: {what}"
+
+
+def _role(pool: WorkerPoolPlan) -> str:
+    return pool.role or "auto"
 
 
 def _differing(

@@ -7,20 +7,30 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from cluster.core.desired import Desired, differs, is_settled, is_stale, pool_of, process_name
+from cluster.core.desired import (
+    Desired,
+    differs,
+    is_settled,
+    is_stale,
+    pool_of,
+    process_name,
+    resized,
+)
 from cluster.core.processes import Process
-from cluster.core.supervision import DesiredPool, Home, Phase, ProcessKind, State
+from cluster.core.supervision import DesiredPool, Home, Phase, ProcessKind, Roles, State
 from kvrelay.types import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What a restarted controller must know of a process that may still run."""
+    """What a restarted controller must know of a process that may still run. Of a worker that was
+    being told another role nobody knows the one that it has."""
 
     pool: str
     kind: ProcessKind
     revision: str
     role: Role | None = None
+    has_role: Role | None = None
     home: Home | None = None
     leaves: bool = False
     node_ends: bool = False
@@ -32,6 +42,7 @@ class Kept:
             kind=process.kind,
             revision=process.revision,
             role=process.role,
+            has_role=process.role if process.has_role is process.role else None,
             home=process.home,
             leaves=process.leaves,
             node_ends=process.leave_by_s is not None,
@@ -41,12 +52,13 @@ class Kept:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Former:
     """What an earlier controller left: the cluster's phase, the reason why it stops, the processes
-    that may still serve, and what was known of them."""
+    that may still serve, what was known of them, and the roles of each pool."""
 
     phase: Phase
     error: str | None = None
     left: frozenset[str] = frozenset()
     kept: Mapping[str, Kept] = field(default_factory=dict)
+    roles: Mapping[str, Roles] = field(default_factory=dict)
 
     def pool_nodes(self) -> list[tuple[str, Kept]]:
         """Those that still run, and where."""
@@ -59,13 +71,16 @@ NEW = Former(phase=Phase.STARTING)
 
 class Members:
     """`routers` and `workers`: # name |-> process. One that was removed may come again under the
-    same name; its lives go on."""
+    same name; its lives go on. `roles`: of all processes that each pool shall have."""
 
-    def __init__(self, desired: Desired) -> None:
+    def __init__(self, desired: Desired, former: Former) -> None:
         self.desired = desired
+        self.roles = _roles_of(desired, former.roles)
+        self._before = {name: one.role for name, one in former.kept.items()}
         self.routers: dict[str, Process] = {}
         self.workers: dict[str, Process] = {}
         self._lives: Counter[str] = Counter()
+        self._adopt_all(former)
 
     def __iter__(self) -> Iterator[Process]:
         yield from self.routers.values()
@@ -80,7 +95,7 @@ class Members:
     def serving_routers(self) -> list[Process]:
         return [router for router in self.routers.values() if router.state is State.SERVING]
 
-    def adopt(self, former: Former) -> None:
+    def _adopt_all(self, former: Former) -> None:
         """The routers and workers that are left, as far as it is known what they are."""
         kept = {name: former.kept.get(name) or self._as_desired(name) for name in former.left}
         pools = dict.fromkeys([*self.desired, *(one.pool for one in kept.values() if one)])
@@ -94,11 +109,14 @@ class Members:
         wish = self.desired.get(pool_of(name))
         if wish is None:
             return None
-        return Kept(pool=pool_of(name), kind=wish.kind, revision=wish.revision, role=wish.role)
+        role = wish.role_of(_number(name))
+        return Kept(
+            pool=pool_of(name), kind=wish.kind, revision=wish.revision, role=role, has_role=role
+        )
 
     def _adopt(self, name: str, kept: Kept) -> None:
-        process = self._new(name, kept.pool, kept.kind)
-        process.revision, process.role, process.home = kept.revision, kept.role, kept.home
+        process = self._new(name, kept.pool, kept.kind, _number(name), kept.role)
+        process.revision, process.has_role, process.home = kept.revision, kept.has_role, kept.home
         process.adopted, process.leave_by_s = True, inf if kept.node_ends else None
         process.state = State.DRAINING if kept.leaves else State.BACKING_OFF
 
@@ -113,7 +131,8 @@ class Members:
         if wish is not None and not process.adopted:
             process.revision, process.needs = wish.revision, wish.needs
             process.leave_by_s = None
-            process.role = process.role or wish.role
+        if not process.adopted:
+            process.has_role = process.role
 
     def remove(self, process: Process) -> None:
         """It has left. Its name is free again."""
@@ -123,31 +142,67 @@ class Members:
     def validate(self) -> None:
         for pool, wish in self.desired.items():
             fresh = [one for one in self.of(pool) if not one.leaves and not is_stale(one, wish)]
-            assert len(fresh) <= wish.count, (pool, fresh)
+            assert len(fresh) <= wish.count == self.roles[pool].total(), (pool, fresh)
+            assert Counter(one.role for one in fresh) <= self.roles[pool], (pool, fresh)
             assert all(one.name == process_name(pool, one.number) for one in fresh), fresh
 
     # --- the desired state ----------------------------------------------------------------------
 
-    def reconcile(self) -> list[Process]:
-        """Adds what is lacking, which then starts. Returns the processes that shall leave now."""
+    def reconcile(self) -> tuple[list[Process], list[Process]]:
+        """Adds what is lacking, which then starts. Returns the processes that shall leave now, and
+        those that have another role to take."""
         leaving: list[Process] = []
+        changed: list[Process] = []
         arrived = self._arrived()
         for pool, wish in self._wishes().items():
-            there = self.of(pool)
-            diff = differs(wish, there, arrived)
-            for number in diff.starts:
-                self._new(process_name(pool, number), pool, wish.kind, number)
+            roles = self.roles.get(pool, Counter())
+            diff = differs(wish, roles, self.of(pool), arrived, self._roles_before(pool))
+            for number, role in diff.starts:
+                self._new(process_name(pool, number), pool, wish.kind, number, role)
+            for process, role in diff.changes:
+                process.role = role
+                changed.append(process)
             leaving += diff.drains
-        return leaving
+        return leaving, changed
+
+    def _roles_before(self, pool: str) -> dict[int, Role | None]:
+        known = self._before.items()
+        return {_number(name): role for name, role in known if pool_of(name) == pool}
+
+    def want(self, desired: Desired, *, anew: bool) -> None:
+        """`anew`: also the roles of pools that say theirs."""
+        before = {
+            pool: roles
+            for pool, roles in self.roles.items()
+            if pool in desired and not (anew and desired[pool].role)
+        }
+        self.desired, self.roles = desired, _roles_of(desired, before)
 
     def is_settled(self) -> bool:
         """Everything serves as desired, and nothing else is there."""
         return self._has_all() and not self._unwanted()
 
-    def lower(self, pool: str) -> None:
-        """The pool shall have one process fewer."""
-        wish = self.desired[pool]
-        self.desired = {**self.desired, pool: replace(wish, count=max(0, wish.count - 1))}
+    def lower(self, process: Process) -> None:
+        """Its pool shall have one process fewer: this one."""
+        wish = self.desired[process.pool]
+        fewer = replace(wish, count=max(0, wish.count - 1))
+        self.desired = {**self.desired, process.pool: fewer}
+        roles = self.roles[process.pool] - Counter([process.role])
+        self.roles[process.pool] = resized(roles, fewer)
+
+    def take_role(self, process: Process, role: Role | None) -> None:
+        """From now on it shall have this one, and so shall whoever comes in its place."""
+        roles = self.roles.get(process.pool)
+        if roles is not None and roles[process.role]:
+            self.roles[process.pool] = roles - Counter([process.role]) + Counter([role])
+        process.role = role
+
+    def keep_role(self, process: Process) -> None:
+        """It can't have another one. If nobody knows which it has, it has that of its pool."""
+        wish = self.desired.get(process.pool)
+        if process.has_role is None and wish is not None:
+            process.has_role = wish.role_of(process.number)
+        self.take_role(process, process.has_role)
 
     def _wishes(self) -> dict[str, DesiredPool]:
         """Also those pools that shall be no more, once the others serve or lack their place."""
@@ -171,12 +226,26 @@ class Members:
         known = {worker.name for worker in workers if worker.joined >= routers}
         return known | {name for name in routers if all(name in one.joined for one in workers)}
 
-    def _new(self, name: str, pool: str, kind: ProcessKind, number: int | None = None) -> Process:
-        found = int(name.rpartition("-")[2]) if number is None else number
-        process = Process(name=name, kind=kind, pool=pool, number=found)
+    def _new(
+        self, name: str, pool: str, kind: ProcessKind, number: int, role: Role | None
+    ) -> Process:
+        process = Process(name=name, kind=kind, pool=pool, number=number, role=role)
+        self._before.pop(name, None)
         process.state, process.life = State.BACKING_OFF, self._lives[name]
         if (wish := self.desired.get(pool)) is not None:
             process.needs = wish.needs
         table = self.routers if kind is ProcessKind.ROUTER else self.workers
         table[name] = process
         return process
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("-")[2])
+
+
+def _roles_of(desired: Desired, before: Mapping[str, Roles]) -> dict[str, Roles]:
+    """As they were, for as many as there shall be now; else as workers begin."""
+    return {
+        pool: resized(before[pool], wish) if pool in before else wish.roles()
+        for pool, wish in desired.items()
+    }

@@ -6,7 +6,7 @@ Also the names by which a pool node and the workers of its host find each other.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
 from typing import get_args
@@ -15,7 +15,7 @@ from cluster.config.elastic import ElasticSection
 from cluster.config.router import RouterSection
 from cluster.config.schema import Config, PreloadSection, Ucx
 from cluster.config.types import FarTransport
-from cluster.config.workers import WorkerPool
+from cluster.config.workers import WorkerPool, role_at
 from cluster.core.desired import Desired, process_name
 from cluster.core.elastic.rules import RoleRules
 from cluster.core.qos import qos_tiers, router_tiers, tier_match
@@ -91,17 +91,25 @@ class WorkerPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPoolPlan:
-    """`settings`: those of each of its workers, but for their names."""
+    """`settings`: those of each of its workers, but for their names and roles. `role`: that with
+    which all of them begin; None: half of them with each."""
 
     name: str
     count: int
+    role: Role | None
     settings: WorkerSettings
     placement: RayResources
     revision: str
     on_gpu: bool
 
-    def worker(self, name: str) -> WorkerPlan:
-        return WorkerPlan(settings=replace(self.settings, name=name), placement=self.placement)
+    def worker(self, name: str, role: Role) -> WorkerPlan:
+        settings = replace(self.settings.with_role(role), name=name)
+        return WorkerPlan(settings=settings, placement=self.placement)
+
+    def workers(self) -> tuple[WorkerPlan, ...]:
+        """As they begin."""
+        numbered = enumerate(self.names())
+        return tuple(self.worker(name, role_at(self.role, number)) for number, name in numbered)
 
     def names(self) -> tuple[str, ...]:
         return tuple(process_name(self.name, number) for number in range(self.count))
@@ -128,11 +136,11 @@ class ClusterPlan:
     startup_timeout_s: float
     hang_timeout_s: float
     drain_s: float
-    roles: RoleRules | None = None  # by which they follow the offered work
+    roles: RoleRules | None = None  # of the pools whose workers take either role
 
     @property
     def workers(self) -> tuple[WorkerPlan, ...]:
-        return tuple(pool.worker(name) for pool in self.worker_pools for name in pool.names())
+        return tuple(worker for pool in self.worker_pools for worker in pool.workers())
 
     def worker_pool(self, name: str) -> WorkerPoolPlan | None:
         return next((pool for pool in self.worker_pools if pool.name == name), None)
@@ -154,7 +162,7 @@ def _desired(pool: WorkerPoolPlan) -> DesiredPool:
         count=pool.count,
         revision=pool.revision,
         needs=str(pool.placement),
-        role=pool.settings.role,
+        role=pool.role,
     )
 
 
@@ -180,14 +188,16 @@ def plan_cluster(
         startup_timeout_s=config.ray.startup_timeout,
         hang_timeout_s=config.ray.hang_timeout,
         drain_s=config.drain_timeout,
-        roles=role_rules(config.elastic),
+        roles=role_rules(config.elastic) if follows_work(config.workers) else None,
     )
 
 
-def role_rules(section: ElasticSection) -> RoleRules | None:
-    """None: roles stay."""
-    if section.roles == "fixed":
-        return None
+def follows_work(pools: Iterable[WorkerPool]) -> bool:
+    """Some workers change their roles as the offered work asks."""
+    return any(pool.role is None for pool in pools)
+
+
+def role_rules(section: ElasticSection) -> RoleRules:
     return RoleRules(
         least_prefill=section.least_prefill,
         least_decode=section.least_decode,
@@ -201,6 +211,7 @@ def _pool_plan(config: Config, pool: WorkerPool, revision: str, access: Access) 
     return WorkerPoolPlan(
         name=pool.label,
         count=pool.replicas,
+        role=pool.role,
         settings=worker_settings(config, pool, pool.label, access),
         placement=_placement(pool),
         revision=revision,
@@ -237,10 +248,11 @@ def shortage(
 def worker_settings(
     config: Config, pool: WorkerPool, name: str, access: Access = NO_ACCESS
 ) -> WorkerSettings:
+    """As the first worker of the pool begins."""
     assert config.model.path is not None, "resolved"
     return WorkerSettings(
         name=name,
-        role=pool.role,
+        role=role_at(pool.role, 0),
         model=config.model.path,
         revision=config.model.revision,
         device=pool.device,
@@ -285,7 +297,7 @@ def worker_settings(
             graphs=config.engine.cuda_graphs == "auto",
             fp8_kv=config.engine.kv_dtype == "fp8",
             fp8_products=(pool.quantization or config.model.quantization) == "fp8",
-            goes_first=pool.role is not Role.PREFILL,
+            goes_first=role_at(pool.role, 0) is not Role.PREFILL,
             tf32=config.engine.matmul_precision == "high",
         ),
     )

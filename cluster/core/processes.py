@@ -21,7 +21,8 @@ STARTS = StartActivity(stage=Stage.STARTS)
 class Process:
     """`home` is where it runs or last ran; for a pool node, where it shall run. `joined`: the
     routers that know it. `number` counts within its pool. `revision`: the settings that it started
-    with. `role`: what it shall be, for a worker."""
+    with. `role`: what a worker shall be; `has_role`: what it was last known to be,
+    if it is known."""
 
     name: str
     kind: ProcessKind
@@ -30,6 +31,7 @@ class Process:
     revision: str = ""
     needs: str = "{}"
     role: Role | None = None
+    has_role: Role | None = None
     state: State = State.GONE
     life: int = 0
     failures: int = 0

@@ -17,7 +17,8 @@ from cluster.config.keys import ROUTER_KEYS, WORKER_KEYS
 from cluster.config.schema import Config
 from cluster.config.workers import WorkerPool
 
-COUNTS = {"name", "replicas"}
+NO_SETTINGS = {"name", "replicas", "role"}
+"""A worker that runs can take another role."""
 NOT_THEIRS = ("drain_timeout", "pool.enabled")
 """A process that stops is told its time. Whether there are pool nodes is one more question."""
 LETTERS = 12
@@ -25,7 +26,7 @@ LETTERS = 12
 
 def worker_revision(config: Config, pool: WorkerPool) -> str:
     """`config` and `pool` as they were given, not resolved."""
-    own = pool.model_dump(mode="json", exclude=COUNTS)
+    own = pool.model_dump(mode="json", exclude=NO_SETTINGS)
     has_pool = config.pool.enabled != "off"
     return _word([own, has_pool, _values(config, (*WORKER_KEYS, "name"))])
 

@@ -6,7 +6,7 @@ worker` and `kvrelay pool-node`. Plain values, so that they can be sent to anoth
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.core.options import DEFAULT_OPTIONS, CudaOptions
 from kvrelay.access.values import NO_ACCESS, Access, TlsFiles
@@ -85,6 +85,10 @@ class WorkerSettings:
     tensor: int = 1
     rank_timeout_s: float = 60.0
     gpus: float | None = None
+
+    def with_role(self, role: Role) -> WorkerSettings:
+        goes_first = role is not Role.PREFILL
+        return replace(self, role=role, cuda=replace(self.cuda, goes_first=goes_first))
 
     @property
     def threads_per_rank(self) -> int | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from cluster.config.workers import role_at
 from engine.core.activity import StartActivity
 from kvrelay.types import Role
 
@@ -33,16 +35,28 @@ class ProcessKind(StrEnum):
     POOL_NODE = "pool node"
 
 
+Roles = Counter[Role | None]
+"""# role |-> so many processes of a pool; those of routers have none"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DesiredPool:
     """Processes with the same settings, for which `revision` stands. `needs`: the resources that
-    each asks of Ray, in words. `role`: that of its workers."""
+    each asks of Ray, in words. `role`: that of its workers; None: they take either role."""
 
     kind: ProcessKind
     count: int
     revision: str = ""
     needs: str = "{}"
     role: Role | None = None
+
+    def role_of(self, number: int) -> Role | None:
+        """The role with which this process of the pool begins; None: a router."""
+        return role_at(self.role, number) if self.kind is ProcessKind.WORKER else None
+
+    def roles(self) -> Roles:
+        """Of all, as they begin."""
+        return Counter(self.role_of(number) for number in range(self.count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +132,11 @@ class ProcessStopped:
 
 @dataclass(frozen=True, slots=True)
 class DesiredChanged:
-    """From now on these are the pools of the cluster."""
+    """From now on these are the pools of the cluster. `anew`: a file says so, and workers that were
+    flipped by hand get their pool's role back."""
 
     desired: Mapping[str, DesiredPool]
+    anew: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +145,33 @@ class DrainAsked:
 
     name: str
     replace: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RoleAsked:
+    """This worker shall have this role, and whoever comes in its place."""
+
+    name: str
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class RoleTaken:
+    """The worker has this role, and routers hear so."""
+
+    name: str
+    life: int
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class RoleRefused:
+    """The worker can't have this role beside the others."""
+
+    name: str
+    life: int
+    role: Role
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +206,9 @@ SupervisorEvent = (
     | ProcessStopped
     | DesiredChanged
     | DrainAsked
+    | RoleAsked
+    | RoleTaken
+    | RoleRefused
     | NodesDrain
     | DriverEnded
     | StopAsked
@@ -175,11 +221,21 @@ SupervisorEvent = (
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """`node`: start it only there."""
+    """`node`: start it only there. `role`: that of a worker."""
 
     name: str
     life: int
     node: str | None = None
+    role: Role | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SetRole:
+    """Give a worker that serves another role; the answer is `RoleTaken` or `RoleRefused`."""
+
+    name: str
+    life: int
+    role: Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,4 +288,6 @@ class Note:
     text: str
 
 
-SupervisorCommand = Start | Announce | Withdraw | StopProcess | Remove | PingProcess | Note
+SupervisorCommand = (
+    Start | SetRole | Announce | Withdraw | StopProcess | Remove | PingProcess | Note
+)

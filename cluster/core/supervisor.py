@@ -34,7 +34,11 @@ from cluster.core.supervision import (
     ProcessKind,
     ProcessStopped,
     Remove,
+    RoleAsked,
+    RoleRefused,
+    RoleTaken,
     Serving,
+    SetRole,
     Start,
     State,
     StopAsked,
@@ -82,7 +86,7 @@ class Supervisor:
         """`pool_needs`: the resources that a pool node asks of Ray, or None without a pool. Without
         `pool_required`, pool nodes start once the cluster is READY and the workers of their host
         have taken their memory; one that can't start is left out."""
-        self.members = Members(desired)
+        self.members = Members(desired, former)
         self.pools = PoolHomes()
         self._pool_needs = pool_needs
         self._pool_required = pool_required
@@ -91,7 +95,6 @@ class Supervisor:
         self._hanging = HangWatch(limits.hang_timeout_s, now_s)
         self.phase, self.error = former.phase, former.error
         self._left = {*former.left}
-        self.members.adopt(former)
         for name, kept in former.pool_nodes():
             self.pools.adopt(name, kept.home)
         self._redrained = [one for one in self.members if one.state is State.DRAINING]
@@ -144,9 +147,13 @@ class Supervisor:
                 return []
             case ProcessStopped(name=name):
                 return self._stopped(name, now_s)
-            case DesiredChanged(desired=desired):
-                self.members.desired = desired
+            case DesiredChanged(desired=desired, anew=anew):
+                self.members.want(desired, anew=anew)
                 return self._reconcile()
+            case RoleAsked(name=name, role=role):
+                return self._role_asked(name, role)
+            case RoleTaken() | RoleRefused():
+                return self._role_answered(event)
             case DrainAsked():
                 return self._drain_asked(event)
             case NodesDrain(nodes=nodes):
@@ -232,7 +239,7 @@ class Supervisor:
         self.members.starts(process)
         process.state, process.activity, process.starting_s = State.STARTING, STARTS, 0.0
         home = process.home if process.kind is ProcessKind.POOL_NODE else None
-        start = Start(process.name, process.life, home.node if home else None)
+        start = Start(process.name, process.life, home.node if home else None, process.role)
         return [Note(f"starting {process.name} ..."), start]
 
     def _watch(self, now_s: float) -> list[SupervisorCommand]:
@@ -255,7 +262,7 @@ class Supervisor:
         return self._settle_pools(now_s)
 
     def _settle_pools(self, now_s: float) -> list[SupervisorCommand]:
-        if self._pool_needs is None or self.phase in (Phase.STOPPING, Phase.STOPPED):
+        if self._pool_needs is None or self._is_over:
             return []
         unwanted = self.pools.settle(self.workers.values(), self._states_for_pools(), now_s)
         return [command for pool in unwanted for command in self._retire(pool)]
@@ -278,7 +285,7 @@ class Supervisor:
         process.served_s = now_s
         process.hears(now_s)
         note = Note(f"{process.name} serves on {event.address}")
-        return [note, *self._announcements(process)]
+        return [note, *self._announcements(process), *self._set_role(process)]
 
     def _announcements(self, newcomer: Process) -> list[SupervisorCommand]:
         """Announces all serving processes to a new router, and a new process to every serving
@@ -357,17 +364,50 @@ class Supervisor:
 
     # The desired state
 
+    @property
+    def _is_over(self) -> bool:
+        return self.phase in (Phase.STOPPING, Phase.STOPPED)
+
     def _reconcile(self) -> list[SupervisorCommand]:
-        if self.phase in (Phase.STOPPING, Phase.STOPPED):
+        if self._is_over:
             return []
-        return [command for one in self.members.reconcile() for command in self._let_go(one)]
+        leaving, changed = self.members.reconcile()
+        gone = [command for one in leaving for command in self._let_go(one)]
+        return gone + [command for one in changed for command in self._set_role(one)]
+
+    def _role_asked(self, name: str, role: Role) -> list[SupervisorCommand]:
+        process = self.members.workers.get(name)
+        if process is None or process.leaves or process.role is role or self._is_over:
+            return []
+        self.members.take_role(process, role)
+        return [*self._set_role(process), *self._reconcile()]
+
+    def _set_role(self, process: Process) -> list[SupervisorCommand]:
+        """One that does not serve yet starts with it, or is told when it serves."""
+        wanted, serves = process.role, process.state is State.SERVING
+        if wanted is None or wanted is process.has_role or not serves:
+            return []
+        return [SetRole(process.name, process.life, wanted)]
+
+    def _role_answered(self, event: RoleTaken | RoleRefused) -> list[SupervisorCommand]:
+        process = self.current(event.name, event.life)
+        if process is None:
+            return []
+        if isinstance(event, RoleTaken):
+            process.has_role = event.role
+            return [Note(f"{event.name} has the role {event.role}"), *self._set_role(process)]
+        if process.role is not event.role:
+            return []
+        self.members.keep_role(process)
+        told = f"{event.name} keeps the role {process.role}: {event.reason}"
+        return [Note(told), *self._reconcile()]
 
     def _drain_asked(self, event: DrainAsked) -> list[SupervisorCommand]:
         process = self.members.find(event.name)
-        if process is None or process.leaves or self.phase in (Phase.STOPPING, Phase.STOPPED):
+        if process is None or process.leaves or self._is_over:
             return []
         if not event.replace and process.pool in self.members.desired:
-            self.members.lower(process.pool)
+            self.members.lower(process)
         return [*self._let_go(process), *self._reconcile()]
 
     def _nodes_drain(self, nodes: Mapping[str, float], now_s: float) -> list[SupervisorCommand]:
@@ -399,7 +439,7 @@ class Supervisor:
     def _stop(self, why: str) -> list[SupervisorCommand]:
         """Routers stop first: they finish running requests, which needs the workers. Then the
         workers stop, which still store KV in pool nodes. Pool nodes stop last."""
-        if self.phase in (Phase.STOPPING, Phase.STOPPED):
+        if self._is_over:
             return []
         self.phase = Phase.STOPPING
         self._adopt_pools()

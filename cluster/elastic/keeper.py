@@ -1,4 +1,4 @@
-"""Keeps the roles of a cluster's workers as the offered work asks: the shell of RoleController.
+"""Keeps the roles of a cluster's workers as the offered work asks: the shell of ElasticController.
 
 It asks all routers each second, on a thread of its own. Where one does not answer, less is known
 than was offered: nothing changes then. It keeps nothing that matters: one that begins anew looks
@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from cluster.core.elastic.roles import Busy, Fleet, RoleController, who_changes
+from cluster.core.elastic.controller import ElasticController
+from cluster.core.elastic.fleet import Busy, Fleet, who_changes
+from cluster.core.elastic.roles import RoleController
 from cluster.core.elastic.rules import RoleRules
-from cluster.process.admin import NotKnown, NotPossible, ask, flip
+from cluster.process.admin import NotKnown, NotPossible, ask
 from kvrelay.access.values import Access
 from kvrelay.codec import MessageCodec
 from kvrelay.errors import ConfigError, PeerError
@@ -33,12 +35,15 @@ _OFFERED = MessageCodec(OfferedWork, pb.OfferedWork, "a router")
 
 @dataclass(slots=True, kw_only=True)
 class RoleKeeper:
-    """`routers`: internal gRPC addresses, asked for at each look."""
+    """`routers`: internal gRPC addresses, asked for at each look. `change` gives a worker another
+    role, if it `may_change`."""
 
     routers: Callable[[], Sequence[str]]
     rules: RoleRules
     access: Access
-    _controller: RoleController | None = None
+    change: Callable[[str, Role], None]
+    may_change: Callable[[str], bool]
+    _controller: ElasticController | None = None
     _told: str = ""
     _stopping: threading.Event = field(default_factory=threading.Event)
 
@@ -67,23 +72,31 @@ class RoleKeeper:
         """As `turn`. Raises ConfigError where a router doesn't answer."""
         found = [self._asked(router) for router in self.routers()]
         workers = _workers(found)
-        if not workers:
+        flexible = [one for one in workers if self.may_change(one.hello.name)]
+        if not flexible:
             return []
-        model = _model(workers)
+        model = _model(flexible)
         if self._controller is None:
-            self._controller = RoleController(model=model, rules=self.rules)
+            self._controller = ElasticController(
+                model=model, window_s=self.rules.window_s, roles=RoleController()
+            )
         self._controller.model = model  # workers may have been replaced
+        fixed = [one for one in workers if one not in flexible]
+        assert self._controller.roles is not None
+        self._controller.roles.rules = self.rules.with_fixed(
+            prefill=len(_of(fixed, Role.PREFILL)), decode=len(_of(fixed, Role.DECODE))
+        )
         fleet = Fleet(
             prefill=len(_of(workers, Role.PREFILL)),
             decode=len(_of(workers, Role.DECODE)),
             running=sum(one.running for one in _of(workers, Role.DECODE)),
         )
         offered = sum((_offered(one) for one in found), OfferedWork())
-        wanted = self._controller.look(offered, fleet, now_s)
+        wanted = self._controller.look(offered, fleet, now_s).prefill
         if wanted is None:
             return []
         log.info("%s", said(self._controller, fleet, wanted))
-        return self._change(workers, wanted - fleet.prefill)
+        return self._change(flexible, wanted - fleet.prefill)
 
     def _asked(self, router: str) -> pb.GetDemandResponse:
         request = pb.GetDemandRequest()
@@ -94,7 +107,7 @@ class RoleKeeper:
     ) -> list[tuple[str, Role]]:
         names, role = who_changes(map(_busy, workers), more_prefill)
         for name in names:
-            flip(name, role, self.routers()[0], self.access)
+            self.change(name, role)
         return [(name, role) for name in names]
 
 
@@ -104,7 +117,7 @@ def _busy(worker: pb.WorkerDemand) -> Busy:
     return Busy(name=worker.hello.name, role=role, work=work)
 
 
-def said(controller: RoleController, fleet: Fleet, prefill: int) -> str:
+def said(controller: ElasticController, fleet: Fleet, prefill: int) -> str:
     needs = controller.needs
     assert needs is not None, "it has decided"
     return (

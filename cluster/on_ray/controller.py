@@ -41,6 +41,7 @@ from cluster.core.supervision import (
     ProcessStopped,
     Remove,
     Serving,
+    SetRole,
     Start,
     State,
     StopAsked,
@@ -51,12 +52,12 @@ from cluster.core.supervision import (
     Withdraw,
 )
 from cluster.core.supervisor import Limits, Supervisor
-from cluster.elastic.keeper import EVERY_S, RoleKeeper
 from cluster.on_ray.actor import Doing, RouterAt, StartFailed
 from cluster.on_ray.driver import DriverAt, DriverState, state_of
 from cluster.on_ray.fleet import Fleet, Handle, draining_nodes, pending_requests
 from cluster.on_ray.record import ClusterRecord, get_record, put_record, remove_record
 from cluster.on_ray.reports import ClusterStatus, ControllerReport, ProcessStatus, waits_for_room
+from cluster.on_ray.roles import Roles
 from cluster.on_ray.wishes import Denied, Granted, Wish, Wishes
 from cluster.process.logs import configure_logging
 from engine.core.activity import Stage, StartActivity
@@ -89,6 +90,7 @@ class Controller:
     _fleet: Fleet
     _core: Supervisor
     _wishes: Wishes
+    _roles: Roles
 
     def __init__(self, key: str) -> None:
         """`key`: that of the cluster's record."""
@@ -152,7 +154,7 @@ class Controller:
     async def wish(self, wish: Wish) -> Granted | Denied:
         """Of a person or another program."""
         await self._begun.wait()
-        return self._wishes.hear(wish)
+        return await self._wishes.hear(wish)
 
     async def is_own(self) -> bool:
         """Ray is the cluster's own."""
@@ -201,12 +203,14 @@ class Controller:
         self._record, self._fleet = record, Fleet(record.plan, own=record.own)
         left = frozenset(await asyncio.to_thread(self._fleet.names))
         self._core = _new_core(record, left)
-        self._wishes = Wishes(self._fleet, self._core, self._events.put_nowait)
+        tell = self._events.put_nowait
+        self._wishes = Wishes(self._fleet, self._core, tell)
+        self._roles = Roles(self._fleet, self._core, self._routers, tell, self._notes.append)
         if left or record.phase is not Phase.STARTING:
             self._notes.append(f"the controller was restarted; the cluster was {record.phase}")
         self._begun.set()
         self._spawn("the watch of the nodes", self._watch_nodes)
-        self._spawn("the keeping of the roles", self._keep_roles)
+        self._spawn("the keeping of the roles", self._roles.keep)
         if record.driver is not None:
             self._spawn("the watch of the driver", partial(self._watch_driver, record.driver))
 
@@ -214,7 +218,12 @@ class Controller:
         """Before the commands are carried out. What fails is tried again after the next event."""
         phase, error = self._core.phase, self._core.error
         now = replace(
-            self._record, plan=self._fleet.plan, phase=phase, error=error, kept=self._core.kept()
+            self._record,
+            plan=self._fleet.plan,
+            phase=phase,
+            error=error,
+            kept=self._core.kept(),
+            roles=dict(self._core.members.roles),
         )
         if now == self._record or phase is Phase.STOPPED:
             return
@@ -248,23 +257,6 @@ class Controller:
             if nodes := await asyncio.to_thread(draining_nodes):
                 self._events.put_nowait(NodesDrain(nodes))
 
-    async def _keep_roles(self) -> None:
-        """As the plan says by now."""
-        keeper: RoleKeeper | None = None
-        known: list[str] = []
-        while self._core.phase is not Phase.STOPPED:
-            await asyncio.sleep(EVERY_S)
-            rules = self._fleet.plan.roles
-            if rules is None or self._core.phase is not Phase.READY:
-                keeper = None
-                continue
-            if keeper is None or keeper.rules != rules:
-                access = await self.access()
-                keeper = RoleKeeper(routers=lambda: known, rules=rules, access=access)
-            known[:] = [router.internal_grpc for router in self._routers()]
-            for name, role in await asyncio.to_thread(keeper.turn):
-                self._notes.append(f"{name} is a {role} worker now: the offered work asks for it")
-
     async def _watch_driver(self, driver: DriverAt) -> None:
         while (state := await asyncio.to_thread(state_of, driver)) is DriverState.RUNS:
             await asyncio.sleep(DRIVER_LOOK_S)
@@ -277,6 +269,8 @@ class Controller:
         match command:
             case Start(name=name):
                 self._spawn(f"the start of {name}", partial(self._start, command))
+            case SetRole(name=name, role=role):
+                self._spawn(f"the role {role} of {name}", partial(self._roles.set, command))
             case StopProcess(name=name):
                 self._spawn(f"the stop of {name}", partial(self._stop, command))
             case Remove(name=name):
@@ -315,7 +309,7 @@ class Controller:
         """From the creation to the end of the process, however it ends."""
         name, life = command.name, command.life
         try:
-            host = self._fleet.create(name, command.node)
+            host = self._fleet.create(name, command.node, command.role)
             self._spawn(f"following {name}", partial(self._follow, command, host))
             if self._core.members.find(name) is not None:
                 self._spawn(f"placing {name}", partial(self._place, command, host))
@@ -457,7 +451,13 @@ def _new_core(record: ClusterRecord, left: frozenset[str]) -> Supervisor:
         time.monotonic(),
         pool_needs=None if plan.pool is None else str(plan.pool.placement),
         pool_required=plan.pool is None or plan.pool.required,
-        former=Former(phase=record.phase, error=record.error, left=left, kept=record.kept),
+        former=Former(
+            phase=record.phase,
+            error=record.error,
+            left=left,
+            kept=record.kept,
+            roles=record.roles,
+        ),
     )
 
 

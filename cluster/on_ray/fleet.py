@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.core.desired import pool_of
 from cluster.core.plan import ClusterPlan, RayResources, RouterPlan
 from cluster.on_ray.actor import PoolNodeHost, RouterAt, RouterHost, WorkerHost
+from kvrelay.types import Role
 
 log = logging.getLogger(__name__)
 
@@ -58,16 +59,17 @@ class Fleet:
         self._own = own
         self._handles: dict[str, Handle] = {}
 
-    def create(self, name: str, node: str | None) -> Handle:
+    def create(self, name: str, node: str | None, role: Role | None) -> Handle:
         """A new actor, on this node of Ray if one is given, or the actor that an earlier controller
-        left under this name. Raises ValueError for one that the plan does not know any more."""
+        left under this name. `role`: that of a new worker. Raises ValueError for one that the plan
+        does not know any more."""
         routers = {router.settings.process: router for router in self.plan.routers}
         pool, nodes = self.plan.worker_pool(pool_of(name)), self.plan.pool
         if name in routers:
             router = routers[name]
             made = self._make(name, RouterHost, (router.settings,), router.placement)
-        elif pool is not None:
-            worker = pool.worker(name)
+        elif pool is not None and role is not None:
+            worker = pool.worker(name, role)
             told = (worker.settings, time.time())
             made = self._make(name, WorkerHost, told, worker.placement)
         elif nodes is not None and node is not None:

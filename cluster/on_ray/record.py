@@ -15,7 +15,7 @@ from ray.experimental import internal_kv
 
 from cluster.core.members import Kept
 from cluster.core.plan import ClusterPlan
-from cluster.core.supervision import Phase
+from cluster.core.supervision import Phase, Roles
 from cluster.on_ray.driver import DriverAt
 
 NAMESPACE = b"kvrelay"
@@ -25,14 +25,15 @@ NAMESPACE = b"kvrelay"
 class ClusterRecord:
     """`plan`: with the ports that routers have got, so that they keep them. `driver`: the command
     whose end ends the cluster.
-    `error`: why a STOPPING cluster stops. `kept`: what is known of its processes. `own`: Ray ends
-    with the cluster."""
+    `error`: why a STOPPING cluster stops. `kept`: what is known of its processes. `roles`: those of
+    each pool's workers. `own`: Ray ends with the cluster."""
 
     plan: ClusterPlan
     driver: DriverAt | None
     phase: Phase = Phase.STARTING
     error: str | None = None
     kept: Mapping[str, Kept] = field(default_factory=dict)
+    roles: Mapping[str, Roles] = field(default_factory=dict)
     own: bool = False
 
 

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never
 
 from cluster.core.changes import changes, successor, with_count
 from cluster.core.plan import ClusterPlan
+from cluster.core.processes import Process
 from cluster.core.supervision import (
     DesiredChanged,
     DrainAsked,
+    Lost,
     Phase,
     ProcessKind,
+    ProcessStopped,
+    RoleAsked,
+    RoleRefused,
+    RoleTaken,
+    State,
     SupervisorEvent,
 )
 from cluster.core.supervisor import Supervisor
 from kvrelay.errors import ConfigError
+from kvrelay.types import Role
 
 if TYPE_CHECKING:
     from cluster.on_ray.fleet import Fleet
@@ -47,7 +57,15 @@ class Drain:
     replace: bool = True
 
 
-Wish = Apply | Scale | Drain
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """The worker shall have this role."""
+
+    name: str
+    role: Role
+
+
+Wish = Apply | Scale | Drain | Flip
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +80,10 @@ class Denied:
     reason: str
 
 
+ENDS_FLIP = RoleTaken | RoleRefused | Lost | ProcessStopped
+"""A worker that was lost starts again with the role that was wished."""
+
+
 class Wishes:
     """Changes the plan; what follows from that, the supervisor says. `pending`: events that it has
     not heard yet."""
@@ -71,44 +93,87 @@ class Wishes:
     ) -> None:
         self._fleet, self._core, self._tell = fleet, core, tell
         self.pending = 0
+        self._flips: defaultdict[str, asyncio.Future[SupervisorEvent]] = defaultdict(
+            asyncio.get_running_loop().create_future
+        )
 
-    def hear(self, wish: Wish) -> Granted | Denied:
+    async def hear(self, wish: Wish) -> Granted | Denied:
+        """A flip of a worker that serves is granted once it is done."""
         if self._core.phase in (Phase.STOPPING, Phase.STOPPED):
             return Denied("the cluster is stopping")
         try:
-            return Granted(tuple(self._lines(wish)))
+            told = tuple(self._lines(wish))
+            if isinstance(wish, Flip):
+                await self._flipped(wish)
+            return Granted(told)
         except ConfigError as error:
             return Denied(str(error))
 
     def heard(self, event: SupervisorEvent) -> None:
         """The supervisor has."""
-        self.pending -= isinstance(event, DesiredChanged | DrainAsked)
+        self.pending -= isinstance(event, DesiredChanged | DrainAsked | RoleAsked)
+        if isinstance(event, ENDS_FLIP) and event.name in self._flips:
+            self._flips.pop(event.name).set_result(event)
 
     def _lines(self, wish: Wish) -> list[str]:
         """Raises ConfigError for what can't be."""
         running = self._fleet.plan
         match wish:
             case Apply(plan=plan, only_tell=only_tell):
-                return self._take(successor(running, plan), only_tell=only_tell)
+                back = self._flipped_back(plan)
+                return self._take(successor(running, plan), only_tell=only_tell, anew=True) + back
             case Scale(pool=pool, count=count):
                 return self._take(with_count(running, pool, count))
             case Drain():
                 return self._drain(wish)
+            case Flip(name=name, role=role):
+                return self._flip(name, role)
             case _:
                 assert_never(wish)
 
-    def _take(self, wanted: ClusterPlan, *, only_tell: bool = False) -> list[str]:
+    def _take(
+        self, wanted: ClusterPlan, *, only_tell: bool = False, anew: bool = False
+    ) -> list[str]:
         told = changes(self._fleet.plan, wanted)
         if not only_tell:
             self._fleet.plan = wanted
-            self._say(DesiredChanged(wanted.desired()))
+            self._say(DesiredChanged(wanted.desired(), anew=anew))
         return told
 
+    def _flipped_back(self, plan: ClusterPlan) -> list[str]:
+        """Workers that were flipped by hand, in pools that say their role."""
+        own = {pool.name: pool.role for pool in plan.worker_pools if pool.role is not None}
+        return [
+            f"{one.name}: {one.role} -> {own[one.pool]}"
+            for one in self._core.workers.values()
+            if not one.leaves and own.get(one.pool, one.role) is not one.role
+        ]
+
+    def _flip(self, name: str, role: Role) -> list[str]:
+        process = self._named(name, self._core.workers)
+        told = [] if process.role is role else [f"{name}: {process.role} -> {role}"]
+        self._say(RoleAsked(name, role))
+        return told
+
+    async def _flipped(self, wish: Flip) -> None:
+        """Raises ConfigError where it can't have the role."""
+        process = self._core.workers[wish.name]
+        if process.state is State.SERVING and process.has_role is not wish.role:
+            answer = await asyncio.shield(self._flips[wish.name])
+            if isinstance(answer, RoleRefused):
+                raise ConfigError(answer.reason)
+
+    def _named(self, name: str, among: Mapping[str, Process]) -> Process:
+        """Raises ConfigError."""
+        found = among.get(name)
+        if found is None or found.leaves:
+            known = ", ".join(one.name for one in among.values() if not one.leaves)
+            raise ConfigError(f"no process is named {name}: there are {known}")
+        return found
+
     def _drain(self, wish: Drain) -> list[str]:
-        process = self._core.members.find(wish.name)
-        if process is None or process.leaves:
-            known = ", ".join(one.name for one in self._core.members if not one.leaves)
-            raise ConfigError(f"no process is named {wish.name}: there are {known}")
+        core = self._core
+        process = self._named(wish.name, {**core.routers, **core.workers})
         told = [f"{wish.name}: leaves, and another one replaces it"]
         if not wish.replace:
             told = self._lower(process.pool, process.kind)

@@ -236,11 +236,12 @@ def _dump(criu: str, pid: int) -> str:
 
 def _choices(config: Config, findings: Mapping[str, Finding]) -> list[TransportChoice]:
     """`config` must be resolved."""
-    named = [(f"workers.{i} ({pool.role})", pool) for i, pool in enumerate(config.workers)]
+    pools = enumerate(config.workers)
+    named = [(f"workers.{i} ({pool.role or 'auto'})", pool) for i, pool in pools]
     return [
         _choice(config, findings, (source, one), (target, other))
         for source, one in named
-        if one.role is Role.PREFILL
+        if one.role in (Role.PREFILL, None)
         for target, other in named
         if other.role is not Role.PREFILL
     ]

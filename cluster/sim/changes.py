@@ -1,11 +1,8 @@
-"""What changes in a simulated cluster while it runs. Pure.
+"""Workers and pool nodes that die, and others that come in their place. Pure.
 
-Workers and pool nodes that die, and others that come in their place: routers hear of it as live
-ones do whose connection breaks, and so do a worker's peers and the workers of a pool node. What is
-on its way to a dead worker is lost; so is what it had on its way when it comes to somebody who
-knows.
-
-Workers that change their role as the offered work asks.
+Routers hear of it as live ones do whose connection breaks, and so do a worker's peers and the
+workers of a pool node. What is on its way to a dead worker is lost; so is what it had on its way
+when it comes to somebody who knows.
 """
 
 from __future__ import annotations
@@ -13,19 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cluster.config.elastic import ElasticSection
 from cluster.config.simulation import FailureSection
-from cluster.core.elastic.roles import Busy, Fleet, RoleController, RolePolicy, who_changes
-from cluster.core.plan import role_rules
 from cluster.sim.machines.clock import Clock
 from cluster.sim.pools import SimPools
 from cluster.sim.router import SimRouter
 from cluster.sim.worker import SimWorker
 from kvpool.core.transfer.commands import PeerLost
 from kvrelay.errors import ConfigError
-from kvrelay.types import Incarnation, Role
-from router.core.load.needs import model_of
-from router.core.load.offered import OfferedWork
+from kvrelay.types import Incarnation
 
 REASON = "its process died"
 
@@ -59,14 +51,18 @@ class Failures:
         worker = self._lives[failure.worker]
         if worker.is_dead:
             return
+        self.end(worker)
+        if failure.back_after is not None:
+            self.clock.after(failure.back_after, self._return, failure.worker)
+
+    def end(self, worker: SimWorker) -> None:
+        """All who know it hear of it."""
         worker.die()
         for router in self.routers:
             router.later_lost(worker.incarnation)
         lost = PeerLost(peer=worker.incarnation, reason=REASON)
         for other in self.workers.values():
             self.clock.after(self.peer_latency_s, other.hear, (lost,))
-        if failure.back_after is not None:
-            self.clock.after(failure.back_after, self._return, failure.worker)
 
     def _return(self, name: str) -> None:
         life = self._count[name] = self._count.get(name, 0) + 1
@@ -89,73 +85,3 @@ def _check_name(key: str, name: str, known: Sequence[str]) -> None:
     if name not in known:
         expected = f"expected one of {', '.join(known)}" if known else "but the cluster has no pool"
         raise ConfigError(f"simulation.failures.{key}: got {name}, {expected}")
-
-
-EVERY_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flip:
-    at_s: float
-    worker: str
-    role: Role
-
-
-@dataclass(slots=True, kw_only=True)
-class SimElastic:
-    """`goes_on`: there is still something to serve."""
-
-    clock: Clock
-    section: ElasticSection
-    routers: Sequence[SimRouter]
-    workers: Mapping[Incarnation, SimWorker]
-    goes_on: Callable[[], bool]
-    policy: RolePolicy | None = None
-    flips: list[Flip] = field(default_factory=list)
-
-    def begin(self) -> None:
-        """`policy` decides, else a cluster's own if the file says so."""
-        rules = role_rules(self.section)
-        if self.policy is None and rules is not None:
-            model = model_of(next(iter(self.workers.values())).hello)
-            self.policy = RoleController(model=model, rules=rules)
-        if self.policy is not None:
-            self.clock.at(0.0, self._look)
-
-    def _look(self, _: None) -> None:
-        assert self.policy is not None
-        offered = sum((one.core.state.offered.total for one in self.routers), OfferedWork())
-        fleet = Fleet(
-            prefill=len(self._of(Role.PREFILL)),
-            decode=len(self._of(Role.DECODE)),
-            running=sum(map(_running, self._of(Role.DECODE))),
-        )
-        wanted = self.policy.look(offered, fleet, self.clock.now_s)
-        if wanted is not None:
-            self._change(wanted - fleet.prefill)
-        if self.goes_on():
-            self.clock.after(EVERY_S, self._look)
-
-    def _of(self, role: Role) -> list[SimWorker]:
-        return [worker for worker in self._living if worker.core.role is role]
-
-    @property
-    def _living(self) -> list[SimWorker]:
-        return [worker for worker in self.workers.values() if not worker.is_dead]
-
-    def _change(self, more_prefill: int) -> None:
-        names, role = who_changes(map(_busy, self._living), more_prefill)
-        for worker in [one for one in self._living if one.name in names]:
-            self.flips.append(Flip(at_s=self.clock.now_s, worker=worker.name, role=role))
-            worker.core.take_role(role)
-            worker.hear(())
-
-
-def _busy(worker: SimWorker) -> Busy:
-    role = worker.core.role
-    work = _running(worker) if role is Role.DECODE else worker.core.prefill.queue.tokens
-    return Busy(name=worker.name, role=role, work=work)
-
-
-def _running(worker: SimWorker) -> int:
-    return len(worker.core.decode.batch.running_set.running)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -11,9 +11,14 @@ from random import Random
 
 from cluster.config.schema import Config
 from cluster.config.simulation import SimulatedPool, Simulation
-from cluster.core.plan import router_settings, worker_settings
+from cluster.config.workers import role_at
+from cluster.core.desired import pool_of
+from cluster.core.elastic.controller import ElasticController, ElasticPolicy
+from cluster.core.elastic.roles import RoleController
+from cluster.core.plan import role_rules, router_settings, worker_settings
 from cluster.core.resolve import Site, resolve, worker_names
-from cluster.sim.changes import Failures, Flip, SimElastic, check_failures
+from cluster.sim.changes import Failures, check_failures
+from cluster.sim.elastic import Flip, SimElastic
 from cluster.sim.machines.clock import Clock
 from cluster.sim.machines.links import Fabric, Post
 from cluster.sim.machines.noise import DrawnNoise, ReplayedNoise, StepNoise
@@ -26,8 +31,9 @@ from cluster.sim.trace import Answers, Outcome, TraceRequest, arrivals
 from cluster.sim.worker import Hardware, SimWorker, Surroundings
 from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
 from kvrelay.errors import ConfigError
-from kvrelay.types import Incarnation
+from kvrelay.types import Incarnation, Role
 from router.core.core import RouterCore
+from router.core.load.needs import model_of
 from router.core.start import Beginning, begin
 
 NOWHERE = Site(total_cpus=0, node_cpus=1, host="simulated", bundled_path="simulated")
@@ -68,6 +74,7 @@ class Simulated:
     level_changes: int
     ahead_tokens: int
     flips: Sequence[Flip]
+    worker_s: float
     pools: SimPools | None
 
 
@@ -113,14 +120,8 @@ class ClusterSimulation:
         self._timeline = Timeline(
             self.clock, self.fleet.workers.values(), span_s / LOOKS, self.clients.is_waiting
         )
-
-        self.elastic = SimElastic(
-            clock=self.clock,
-            section=self.config.elastic,
-            routers=self.routers,
-            workers=self.fleet.workers,
-            goes_on=self.clients.is_waiting,
-        )
+        self.failures = self._failures()
+        self.elastic = self._elastic()
 
     def _router(self, number: int) -> SimRouter:
         simulation = self.config.simulation
@@ -138,8 +139,9 @@ class ClusterSimulation:
         names = worker_names(self.config.workers)
         for index, pool in enumerate(self.config.workers):
             profile, hardware = self._hardware(index)
-            for name in names[index]:
+            for number, name in enumerate(names[index]):
                 settings = worker_settings(self.config, pool, name)
+                settings = settings.with_role(role_at(pool.role, number))
                 worker = SimWorker(settings, hardware, self._around)
                 workers[worker.incarnation] = worker
                 profiles[worker.incarnation] = profile
@@ -163,12 +165,54 @@ class ClusterSimulation:
             pools=self.pools,
         )
 
+    def _elastic(self) -> SimElastic:
+        return SimElastic(
+            clock=self.clock,
+            policy=self._policy(),
+            routers=self.routers,
+            workers=self.fleet.workers,
+            may_change=self._flexible,
+            start=self._one_more,
+            start_s=self.config.simulation.start_up,
+            end=self.failures.end,
+            goes_on=self.clients.is_waiting,
+        )
+
+    def _policy(self) -> ElasticPolicy | None:
+        """As the cluster file says."""
+        flexible, rules = self._flexible(), role_rules(self.config.elastic)
+        if not flexible:
+            return None
+        workers = self.fleet.workers.values()
+        fixed = [one.core.role for one in workers if one not in flexible]
+        rules = rules.with_fixed(prefill=fixed.count(Role.PREFILL), decode=fixed.count(Role.DECODE))
+        model, roles = model_of(flexible[0].hello), RoleController(rules=rules)
+        return ElasticController(model=model, window_s=rules.window_s, roles=roles)
+
+    def _flexible(self) -> list[SimWorker]:
+        """Those of pools whose workers take either role."""
+        pools = {pool.label for pool in self.config.workers if pool.role is None}
+        return [one for one in self.fleet.workers.values() if pool_of(one.name) in pools]
+
+    def _one_more(self, role: Role) -> SimWorker:
+        """As the first one of this role."""
+        first = next(one for one in self.fleet.workers.values() if one.settings.role is role)
+        pool = first.name.rpartition("-")[0]
+        names = {worker.name for worker in self.fleet.workers.values()}
+        name = next(name for n in count() if (name := f"{pool}-{n}") not in names)
+        worker = SimWorker(replace(first.settings, name=name), first.hardware, self._around)
+        self._take(worker, self.fleet.profiles[first.incarnation])
+        return worker
+
+    def _take(self, worker: SimWorker, profile: HardwareProfile) -> None:
+        self.fleet.workers[worker.incarnation] = worker
+        self.fleet.profiles[worker.incarnation] = profile
+        self._connect(worker)
+
     def _again(self, name: str, life: int) -> SimWorker:
         first = self.fleet.workers[Incarnation(name)]
         worker = SimWorker(first.settings, first.hardware, self._around, life)
-        self.fleet.workers[worker.incarnation] = worker
-        self.fleet.profiles[worker.incarnation] = self.fleet.profiles[first.incarnation]
-        self._connect(worker)
+        self._take(worker, self.fleet.profiles[first.incarnation])
         return worker
 
     def _hardware(self, index: int) -> tuple[HardwareProfile, Hardware]:
@@ -215,7 +259,7 @@ class ClusterSimulation:
 
     def run(self) -> Simulated:
         """Until every request has ended and nothing is held."""
-        self._failures().begin(self.config.simulation.failures)
+        self.failures.begin(self.config.simulation.failures)
         self.clients.begin()
         self._timeline.begin()
         self.elastic.begin()
@@ -232,6 +276,7 @@ class ClusterSimulation:
             moved_bytes=self._fabric.moved_bytes,
             ahead_tokens=self.clients.parts.computed_tokens,
             flips=self.elastic.flips,
+            worker_s=self.elastic.worker_s(self.clock.now_s),
             level_changes=sum(router.level_changes for router in self.routers),
             pools=self.pools,
         )

@@ -70,6 +70,13 @@ def base_groups() -> list[Manifest]:
     return specs
 
 
+def redis_manifest(kind: str) -> Manifest:
+    """Of the component `head-redis`, without kubectl."""
+    text = (DEPLOY / "kubernetes" / "components" / "head-redis" / "redis.yaml").read_text()
+    (found,) = [made for made in yaml.safe_load_all(text) if made["kind"] == kind]
+    return dict(found)
+
+
 def group_resources(spec: Manifest) -> dict[str, float]:
     """Custom resources of one pod, out of KubeRay's doubly quoted JSON."""
     given: str = spec["rayStartParams"].get("resources", '"{}"')

@@ -62,11 +62,13 @@ def port_of(address: str) -> str:
     return address.rpartition(":")[2] or "0"
 
 
-def start_worker(here: Marked, routers: Sequence[RouterAddresses], role: str, log: Path) -> Process:
+def start_worker(
+    here: Marked, routers: Sequence[RouterAddresses], role: str, log: Path, *more: str
+) -> Process:
     joins = [f"--join={router.internal}" for router in routers]
     options = ("--role", role, "--cpu-threads", "1", "--pool", POOL)
     small = ("--set", "engine.kv_memory=16MiB", "--set", "model.dtype=float32")
-    return here.start(KVRELAY, "worker", *joins, *options, *small, log=log)
+    return here.start(KVRELAY, "worker", *joins, *options, *small, *more, log=log)
 
 
 def start_pool_node(here: Marked, router: RouterAddresses, log: Path) -> Process:

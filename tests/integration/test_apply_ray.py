@@ -155,3 +155,40 @@ def test_a_cluster_is_scaled_drained_and_changed_while_it_serves(
     assert names(head) == ["router-0", "prefill-1", "fast-0"], "its end stops nothing"
     here.run(KVRELAY, "stop")
     assert_nothing_is_left(head.marked, http, grpc)
+
+
+def roles(head: Head) -> dict[str, str]:
+    """# worker |-> its role, as the router knows it"""
+    status = head.status()
+    servers = status["servers"] if status is not None else {}
+    known = [worker for router in servers.values() for worker in router.get("workers", [])]  # type: ignore[attr-defined]
+    return {worker["name"]: worker["role"] for worker in known}
+
+
+def test_a_flip_outlives_the_worker_and_the_controller_until_the_file_is_applied(
+    head: Head, tmp_path: Path
+) -> None:
+    log, file, here = tmp_path / "serve.log", tmp_path / "c.yaml", head.joined()
+    file.write_text(FILE.format(most=16, name="decode"))
+    two = ("--set", "workers.1.replicas=2", *NOTHING_BUILT)
+    driver = here.start(KVRELAY, "apply", file, "--yes", "--follow", *two, log=log)
+    http, grpc = addresses(driver, log)
+    assert here.run(KVRELAY, "flip", "decode-1", "prefill") == "decode-1 is a prefill worker\n"
+    flipped = {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "prefill"}
+    assert roles(head) == flipped
+    assert "no process is named decode-7" in refused(head, "flip", "decode-7", "prefill")
+
+    before = processes(head, "WorkerHost")
+    for process in before.values():
+        process.kill()
+    kill_one(head.marked, "ray::Controller")
+    until(lambda: len(processes(head, "WorkerHost").keys() - before.keys()) == 3)
+    until(lambda: roles(head) == flipped)
+
+    told = here.run(KVRELAY, "apply", file, "--yes", *two)
+    assert told.startswith("decode-1: prefill -> decode\n")
+    until(lambda: roles(head) == {**flipped, "decode-1": "decode"})
+    driver.terminate()
+    driver.wait()
+    here.run(KVRELAY, "stop")
+    assert_nothing_is_left(head.marked, http, grpc)

@@ -25,6 +25,7 @@ from tests.integration.manifests import (
     group_resources,
     groups,
     one,
+    redis_manifest,
     render,
     render_with,
 )
@@ -86,6 +87,32 @@ def test_kuberay_accepts_a_head_with_a_store(overlay: str) -> None:
         **one(overlay, "RayCluster")["spec"],
         "gcsFaultToleranceOptions": None,
     }, "and nothing else"
+
+
+@each_overlay
+def test_a_redis_keeps_what_the_head_knows(overlay: str) -> None:
+    """Its command, and what a head does with it, is in test_ray_head_restarts.py."""
+    kept = cluster_with(overlay, "head-redis")["spec"]["gcsFaultToleranceOptions"]
+    service, redis = redis_manifest("Service"), redis_manifest("StatefulSet")
+    (port,) = service["spec"]["ports"]
+    assert kept["redisAddress"] == f"{service['metadata']['name']}:{port['port']}"
+    assert service["spec"]["selector"] == redis["spec"]["template"]["metadata"]["labels"]
+    (container,) = redis["spec"]["template"]["spec"]["containers"]
+    assert [one["valueFrom"] for one in container["env"]] == [kept["redisPassword"]["valueFrom"]]
+    (volume,) = redis["spec"]["volumeClaimTemplates"]
+    assert [one["name"] for one in container["volumeMounts"]] == [volume["metadata"]["name"]]
+
+
+@pytest.mark.parametrize("kind", ["StatefulSet", "Service", "NetworkPolicy"])
+def test_kubernetes_accepts_the_redis(kind: str) -> None:
+    made = redis_manifest(kind)
+    kubernetes_validate.validate(made, KUBERNETES_VERSION, strict=True)
+    if kind == "StatefulSet":
+        pod = made["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["fsGroup"]
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
 def test_the_check_of_kuberay_can_fail() -> None:
@@ -370,7 +397,8 @@ def test_code_comes_after_what_it_needs() -> None:
     for target in ("cpu", "cuda"):
         stage = text.partition(f" AS {target}\n")[2].partition("\nFROM ")[0]
         assert stage.index("requirements.txt") < stage.index("COPY --from=source / ./")
-        assert stage.index("COPY --from=source / ./") < stage.index("pip install --no-deps .")
+        code = stage.index("pip install --no-deps --no-build-isolation .")
+        assert stage.index("COPY --from=source / ./") < code
     assert "project['optional-dependencies']['nixl']" in text, "pods hand over by it"
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import kubernetes_validate
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from kvrelay import Client
 from router.live.metrics import RouterMetrics
 from tests.integration.manifests import Manifest, one, render, render_with
-from tests.integration.plain_kit import ADDRESSES, KVRELAY
+from tests.integration.plain_kit import ADDRESSES, KVRELAY, Process
 from tests.integration.ray_head import NOTHING_BUILT, Marked, free_ports, marked, until
 from tests.integration.test_kubernetes import KUBERNETES_VERSION
 from tests.unit.fake_dispatcher import FakeDispatcher
@@ -99,13 +101,11 @@ def here() -> Iterator[Marked]:
         yield environment
 
 
-def command(role: str, tmp_path: Path, ports: dict[str, str]) -> list[str]:
-    """That of the container, as the kubelet runs it, but on this machine's addresses and files."""
-    if role == "controller":
-        (made,) = controller()["spec"]["template"]["spec"]["containers"]
-    else:
-        made = container(role)
-    args = " ".join(made["args"])
+def command(made: Manifest, role: str, tmp_path: Path, ports: dict[str, str]) -> list[str]:
+    """That of the pods' container, as the kubelet runs it, but on this machine's addresses and
+    files."""
+    (run,) = made["spec"]["template"]["spec"]["containers"]
+    args = " ".join(run["args"])
     args = args.replace("$(POD_IP)", "127.0.0.1").replace("$(POD_NAME)", f"{role}-x")
     args = args.replace("kvrelay-internal", "localhost").replace("/tmp/", f"{tmp_path}/{role}-")
     args = args.replace("/run/secrets/kvrelay", str(tmp_path))
@@ -114,10 +114,23 @@ def command(role: str, tmp_path: Path, ports: dict[str, str]) -> list[str]:
     return args.split()
 
 
-def controller() -> Manifest:
-    found = render_with(OVERLAY, "roles")
-    (made,) = [one for one in found if one["metadata"]["name"] == "kvrelay-controller"]
+def of_component(component: str, kind: str, name: str) -> Manifest:
+    """The overlay's manifest of this name, with one of the components."""
+    found = (m for m in render_with(OVERLAY, component) if m["kind"] == kind)
+    (made,) = [manifest for manifest in found if manifest["metadata"]["name"] == name]
     return made
+
+
+def controller() -> Manifest:
+    return of_component("roles", "Deployment", "kvrelay-controller")
+
+
+def pool_node() -> Manifest:
+    return of_component("pool", "DaemonSet", "kvrelay-pool")
+
+
+def worker_beside_it(role: str) -> Manifest:
+    return of_component("pool", "Deployment", f"kvrelay-{role}")
 
 
 def test_roles_are_kept_by_one_controller_that_keeps_nothing() -> None:
@@ -131,12 +144,7 @@ def test_roles_are_kept_by_one_controller_that_keeps_nothing() -> None:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_keda_scales_the_pods_of_a_role_by_what_is_offered(role: str) -> None:
-    found = render_with(OVERLAY, "keda")
-    (scaled,) = [
-        one
-        for one in found
-        if one["kind"] == "ScaledObject" and one["metadata"]["name"] == f"kvrelay-{role}"
-    ]
+    scaled = of_component("keda", "ScaledObject", f"kvrelay-{role}")
     assert scaled["spec"]["scaleTargetRef"]["name"] == deployment(role)["metadata"]["name"]
     (trigger,) = scaled["spec"]["triggers"]
     asked = re.fullmatch(r'sum\((\S+)\{role="(\w+)"\}\)', trigger["metadata"]["query"])
@@ -151,16 +159,86 @@ def told_by_routers() -> set[str]:
     return set(re.findall(r"^([a-z_:]+)\{", text, re.MULTILINE))
 
 
-def test_the_commands_of_all_containers_serve_and_drain(here: Marked, tmp_path: Path) -> None:
+def own_ports() -> dict[str, str]:
+    """# port of the manifests |-> free port of this machine"""
     ports = ["8000", "50051", "8900", "50951"]
-    ours = dict(zip(ports, map(str, free_ports(len(ports))), strict=True))
+    return dict(zip(ports, map(str, free_ports(len(ports))), strict=True))
+
+
+def start_all(
+    here: Marked, tmp_path: Path, ports: dict[str, str], made: dict[str, Manifest]
+) -> dict[str, Process]:
+    """Each container's command; the first is the router's, which listens before the next starts."""
     started = {}
-    for role in (*ROLES, "controller"):
+    for role, manifest in made.items():
         built = NOTHING_BUILT if role in ("prefill", "decode") else ()
-        log = tmp_path / f"{role}.log"
-        started[role] = here.start(KVRELAY, *command(role, tmp_path, ours), *built, log=log)
+        log, words = tmp_path / f"{role}.log", command(manifest, role, tmp_path, ports)
+        started[role] = here.start(KVRELAY, *words, *built, log=log)
         if role == "router":
             until(lambda: re.search(ADDRESSES, (tmp_path / "router.log").read_text()))
+    return started
+
+
+def test_the_pool_node_is_where_its_workers_find_it() -> None:
+    kubernetes_validate.validate(pool_node(), KUBERNETES_VERSION, strict=True)
+    its = pool_node()["spec"]["template"]["spec"]
+    args = its["containers"][0]["args"]
+    (name,) = [one.removeprefix("--name=") for one in args if one.startswith("--name=")]
+    for role in ("prefill", "decode"):
+        pods = worker_beside_it(role)["spec"]["template"]["spec"]
+        assert its["hostNetwork"] and pods["hostNetwork"], "one network namespace"
+        assert its["dnsPolicy"] == pods["dnsPolicy"] == "ClusterFirstWithHostNet", "dns: addresses"
+        assert its["securityContext"] == pods["securityContext"], "one user"
+        assert f"--pool={name}" in pods["containers"][0]["args"]
+    rest = worker_beside_it("prefill")["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert [one for one in rest if "--pool" not in one] == container("prefill")["args"]
+
+
+def test_the_pools_memory_is_within_its_pods_limit() -> None:
+    (made,) = pool_node()["spec"]["template"]["spec"]["containers"]
+    (size,) = re.findall(r"--host-memory=(\d+)GiB", " ".join(made["args"]))
+    assert int(made["resources"]["limits"]["memory"].removesuffix("Gi")) >= int(size) + 1
+
+
+def test_what_is_on_the_hosts_network_may_join_the_routers() -> None:
+    """No policy selects such a pod."""
+    policy = of_component("pool", "NetworkPolicy", "kvrelay-routers")["spec"]
+    (joins,) = pool_node()["spec"]["template"]["spec"]["containers"][0]["args"][4:5]
+    assert {"ports": [{"port": int(joins.rpartition(":")[2])}]} in policy["ingress"]
+
+
+def test_the_pool_nodes_command_keeps_what_a_worker_computed(here: Marked, tmp_path: Path) -> None:
+    ours, name = own_ports(), f"plain-{uuid4().hex[:8]}"
+    made = {"router": deployment("router"), "pool": pool_node()}
+    made |= {role: worker_beside_it(role) for role in ("prefill", "decode")}
+    text = json.dumps(made).replace("--pool=kvrelay", f"--pool={name}")
+    made = json.loads(text.replace("--host-memory=2GiB", "--host-memory=64MiB"))
+    (run,) = made["pool"]["spec"]["template"]["spec"]["containers"]
+    run["args"] = [one.replace("--name=kvrelay", f"--name={name}") for one in run["args"]]
+    started = start_all(here, tmp_path, ours, made)
+    until(lambda: all((tmp_path / f"{role}-ready").exists() for role in ("prefill", "decode")))
+    with Client(f"127.0.0.1:{ours['50051']}", timeout_s=60) as client:
+        until(lambda: client.server_info().ready)
+        client.generate("It was the best of times " * 20, max_tokens=8, ignore_eos=True)
+    until(lambda: kept_by_the_pool(here, tmp_path, ours["50951"]) > 0)
+    for process in (started[role] for role in ("prefill", "decode", "pool", "router")):
+        process.terminate()
+        assert process.wait(60) == 0, [log.read_text() for log in tmp_path.glob("*.log")]
+
+
+def kept_by_the_pool(here: Marked, tmp_path: Path, port: str) -> int:
+    """Blocks, as the router is told by the one pool node that joined it."""
+    where = ("--address", f"127.0.0.1:{port}", "--token-file", tmp_path / "token")
+    told = json.loads(here.run(KVRELAY, "status", "--kv", "--format", "json", *where))
+    tiers = [tier for node in told["pool_nodes"] for tier in node["tiers"]]
+    states = [state for tier in tiers for state in tier["states"]]
+    return sum(int(one["blocks"]) for one in states if one["state"] == "cached")
+
+
+def test_the_commands_of_all_containers_serve_and_drain(here: Marked, tmp_path: Path) -> None:
+    ours = own_ports()
+    made = {role: deployment(role) for role in ROLES} | {"controller": controller()}
+    started = start_all(here, tmp_path, ours, made)
     workers = ("prefill", "decode")
     until(lambda: all((tmp_path / f"{role}-ready").exists() for role in workers))
     with Client(f"127.0.0.1:{ours['50051']}", timeout_s=60) as client:

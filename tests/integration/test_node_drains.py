@@ -1,5 +1,5 @@
-"""A node of Ray is told to end, as Kubernetes does with a pod. Its workers leave before, and no
-request fails."""
+"""A node of Ray ends under load, and no request fails. Told to end as Kubernetes tells a pod, its
+workers leave before; with its raylet gone, they die at once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.integration.ray_head import BIN, NOTHING_BUILT, Head, free_ports, until
@@ -68,6 +69,59 @@ def test_the_workers_of_a_node_that_ends_go_on_elsewhere(tmp_path: Path) -> None
         known = homes(head)
         assert set(known.values()) == {"serving"}
         assert known.keys() == {"router-0", "both-2", "both-3"}
+        head.joined().run(KVRELAY, "stop")
+        for node in nodes:
+            node.kill()
+            node.wait()
+
+
+def raylet_of(node: subprocess.Popen[bytes]) -> psutil.Process:
+    started = psutil.Process(node.pid).children(recursive=True)
+    (found,) = [process for process in started if process.name() == "raylet"]
+    return found
+
+
+def has_ended(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.timeout(600)
+def test_a_raylet_that_ends_takes_its_worker_but_no_request(tmp_path: Path) -> None:
+    """Ray drains nothing then: streams go on from where their decode worker died."""
+    pools = (
+        f"workers=[{{role: prefill, {PLACE.replace('room', 'first')}}}, "
+        f"{{role: decode, replicas: 2, {PLACE}}}]"
+    )
+    with mortal_head() as mortal:
+        mortal.start()
+        head = Head(marked=mortal.here, address=mortal.address, dashboard="")
+        nodes = [start_node(mortal, tmp_path / "stays.log", door=1, first=1, room=1)]
+        ends = start_node(mortal, tmp_path / "ends.log", room=1)
+        door = ("--set", "router.resources={door: 1}")
+        head.joined().run(
+            *(KVRELAY, "serve", "--detach", *door, *NOTHING_BUILT, "--set", pools, *PLAIN),
+            timeout_s=240,
+        )
+        until(lambda: set(homes(head).values()) == {"serving"})
+        status = head.status()
+        assert status is not None
+        router: dict[str, object] = status["routers"][0]  # type: ignore[index]
+
+        askers = Askers(f"{router['host']}:{router['grpc_port']}")
+        with askers.asking():
+            askers.more()
+            raylet = raylet_of(ends)
+            raylet.send_signal(signal.SIGTERM)
+            until(lambda: has_ended(raylet))
+            ends.kill()  # it would stay, with nothing to wait for
+            ends.wait()
+            askers.more()
+            until(lambda: [*homes(head).values()].count("serving") == 3)
+            askers.more()
+        assert not askers.errors
+        assert len(askers.answers) == 1
+        nodes.append(start_node(mortal, tmp_path / "comes.log", room=1))
+        until(lambda: set(homes(head).values()) == {"serving"})
         head.joined().run(KVRELAY, "stop")
         for node in nodes:
             node.kill()

@@ -1,15 +1,18 @@
 """Ray's head dies and comes back, with the routers and workers on another node of this machine.
 
-With a store for the head's state requests go on, and so does the control of the cluster. Without
-one everything ends, and nothing is left.
+With a store for the head's state, on disk or in a Redis, requests go on, and so does the control
+of the cluster. Without one everything ends, and nothing is left.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+import socket
+import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -18,7 +21,17 @@ import psutil
 import pytest
 
 from kvrelay import Client
-from tests.integration.ray_head import BIN, NOTHING_BUILT, Head, Marked, free_ports, marked, until
+from tests.integration.manifests import Manifest, redis_manifest
+from tests.integration.ray_head import (
+    BIN,
+    NOTHING_BUILT,
+    Environment,
+    Head,
+    Marked,
+    free_ports,
+    marked,
+    until,
+)
 from tests.integration.test_serve_ray import (
     KVRELAY,
     PLAIN,
@@ -28,6 +41,8 @@ from tests.integration.test_serve_ray import (
 )
 
 pytestmark = pytest.mark.ray
+
+Store = Callable[[Path], AbstractContextManager[Environment]]
 
 # `ray start --head` refuses while a node of the same cluster runs on its machine.
 START = (
@@ -68,11 +83,13 @@ class MortalHead:
 
     def _start(self) -> None:
         port, client, agent, _ = self.ports
+        password = self.here.env.get("REDIS_PASSWORD")
         self.here.run(
             *(sys.executable, "-c", START, "start", "--head", "--num-cpus=0"),
             *("--node-ip-address=127.0.0.1", f"--port={port}", "--include-dashboard=false"),
             *(f"--ray-client-server-port={client}", f"--dashboard-agent-listen-port={agent}"),
             *("--disable-usage-stats", "--object-store-memory=100000000"),
+            *([f"--redis-password={password}"] if password else []),
         )
 
     def add_node(self) -> None:
@@ -128,12 +145,50 @@ def workers(head: Head) -> set[int]:
     return {process.pid for process in found if title(process).startswith("ray::WorkerHost")}
 
 
-def test_with_a_store_requests_go_on_without_the_head(tmp_path: Path) -> None:
-    env = {
-        "RAY_gcs_storage": "rocksdb",
-        "RAY_gcs_storage_path": str(tmp_path),
-        "RAY_gcs_rpc_server_reconnect_timeout_s": "120",
-    }
+@contextmanager
+def on_disk(folder: Path) -> Iterator[Environment]:
+    """What a head needs to keep its state in files of its own."""
+    yield {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(folder)}
+
+
+@contextmanager
+def in_redis(folder: Path) -> Iterator[Environment]:
+    """A Redis, run by the command of the manifests, and what KubeRay gives to the head for it."""
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed")
+    (port,), password = free_ports(1), uuid4().hex
+    command = redis_command(redis_manifest("StatefulSet"), folder, port, password)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as redis:
+        try:
+            until(lambda: accepts(port) or redis.poll() is not None)
+            yield {
+                "RAY_REDIS_ADDRESS": f"127.0.0.1:{port}",
+                "REDIS_PASSWORD": password,
+                "RAY_external_storage_namespace": uuid4().hex,
+            }
+        finally:
+            redis.terminate()
+
+
+def redis_command(manifest: Manifest, folder: Path, port: int, password: str) -> list[str]:
+    """As the kubelet runs it, but on this machine's port and folder."""
+    (container,) = manifest["spec"]["template"]["spec"]["containers"]
+    here = {"6379": str(port), "/data": str(folder), "$(REDIS_PASSWORD)": password}
+    return [here.get(word, word) for word in (*container["command"], *container["args"])]
+
+
+def accepts(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.parametrize("store", [on_disk, in_redis], ids=["disk", "redis"])
+def test_with_a_store_requests_go_on_without_the_head(store: Store, tmp_path: Path) -> None:
+    with store(tmp_path) as env:
+        assert_requests_go_on(env | {"RAY_gcs_rpc_server_reconnect_timeout_s": "120"})
+
+
+def assert_requests_go_on(env: Environment) -> None:
     with mortal_head(**env) as mortal:
         head_processes = mortal.start()
         mortal.add_node()

@@ -14,6 +14,7 @@ import yaml
 
 from cluster.core.elastic.rules import RoleRules
 from cluster.elastic.keeper import RoleKeeper
+from cluster.process.admin import flip
 from kvrelay import Client, Slo
 from kvrelay.errors import Refused
 from kvrelay.types import Role
@@ -58,7 +59,14 @@ def offered(cluster: Cluster, tokens: int, max_tokens: int) -> Iterator[None]:
 
 @contextmanager
 def keeping(cluster: Cluster) -> Iterator[None]:
-    keeper = RoleKeeper(routers=lambda: [cluster.internal_grpc], rules=RULES, access=ACCESS)
+    at = cluster.internal_grpc
+    keeper = RoleKeeper(
+        routers=lambda: [at],
+        rules=RULES,
+        access=ACCESS,
+        change=lambda name, role: flip(name, role, at, ACCESS),
+        may_change=lambda name: True,
+    )
     thread = Thread(target=keeper.run)
     thread.start()
     try:

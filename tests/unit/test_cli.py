@@ -293,7 +293,6 @@ SAMPLES: dict[str, object] = {
     "preload": [{"text": "a"}],
     "engine.prefix_caching": False,
     "engine.eviction": "reuse",
-    "elastic.roles": "auto",
     "elastic.least_prefill": 2,
     "elastic.least_decode": 2,
     "elastic.gain": 0.1,

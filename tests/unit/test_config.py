@@ -591,7 +591,6 @@ CHANGES = {
     "ray.startup_timeout": "9s",
     "ray.hang_timeout": "9s",
     "drain_timeout": "9s",
-    "elastic.roles": "auto",
 }
 USED_WITH_ROLES = {
     f"elastic.{key}" for key in ("least_prefill", "least_decode", "gain", "dwell", "window")
@@ -625,13 +624,13 @@ def test_every_key_changes_the_plan(key: str, value: object) -> None:
 
 @pytest.mark.parametrize("key", sorted(USED_WITH_ROLES))
 def test_how_roles_follow_the_work_is_planned(key: str) -> None:
-    auto = [*EVERYTHING, Override(("elastic", "roles"), "auto")]
+    auto = [*EVERYTHING, Override(("workers", "1", "role"), "auto")]
     value = "9s" if key in ("elastic.dwell", "elastic.window") else 1 if "gain" in key else 7
     changed = load_config(None, [*auto, Override(tuple(key.split(".")), value)])
     assert planned(changed).roles != planned(load_config(None, auto)).roles
 
 
-REPLACE_NOBODY = ("workers.0.replicas", "workers.0.name", "router.replicas")
+REPLACE_NOBODY = ("workers.0.replicas", "workers.0.name", "workers.0.role", "router.replicas")
 
 
 @pytest.mark.parametrize(("key", "value"), CHANGES.items())

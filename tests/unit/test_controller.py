@@ -32,7 +32,8 @@ from kvrelay.errors import ConfigError
 def record() -> ClusterRecord:
     site: Site = local_site()
     plan = plan_cluster(resolve(load_config(None), site))
-    return ClusterRecord(plan=plan, driver=None)
+    roles = {pool: wish.roles() for pool, wish in plan.desired().items()}
+    return ClusterRecord(plan=plan, driver=None, roles=roles)
 
 
 @pytest.fixture(autouse=True)

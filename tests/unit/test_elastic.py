@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.core.elastic.roles import Fleet, RoleController
+from cluster.core.elastic.controller import ElasticController
+from cluster.core.elastic.fleet import Fleet
+from cluster.core.elastic.roles import RoleController
 from cluster.core.elastic.rules import RoleRules
 from engine.core.step_times import LinearTimes
 from kvrelay.types import Incarnation, Objectives, Role
@@ -140,7 +142,7 @@ def test_a_tight_time_to_first_token_leaves_workers_idle_and_an_impossible_one_a
 def test_a_role_without_workers_serves_nothing_and_gets_one() -> None:
     needs = Needs.of(LONG, MODEL)
     assert needs.served(0, 8) == needs.served(8, 0) == 0.0
-    controller, clients = RoleController(model=MODEL), Clients()
+    controller, clients = keeper(), Clients()
     assert changes(controller, clients, LONG, 0, 30)[0][1] >= 1
 
 
@@ -166,15 +168,22 @@ class Clients:
         return self.sums
 
 
+def keeper(rules: RoleRules | None = None) -> ElasticController:
+    """Of roles alone."""
+    rules = rules or RoleRules()
+    roles = RoleController(rules=rules)
+    return ElasticController(model=MODEL, window_s=rules.window_s, roles=roles)
+
+
 def changes(
-    controller: RoleController, clients: Clients, of: OfferedWork, prefill: int, seconds: int
+    controller: ElasticController, clients: Clients, of: OfferedWork, prefill: int, seconds: int
 ) -> list[tuple[float, int]]:
     """Of eight workers."""
     found = []
     for _ in range(seconds):
         sums = clients.second(of)
         fleet = Fleet(prefill=prefill, decode=8 - prefill, running=0)
-        wanted = controller.look(sums, fleet, clients.now_s)
+        wanted = controller.look(sums, fleet, clients.now_s).prefill
         if wanted is not None:
             prefill = wanted
             found.append((clients.now_s, wanted))
@@ -182,7 +191,7 @@ def changes(
 
 
 def test_roles_follow_the_work_and_then_stay() -> None:
-    controller, clients = RoleController(model=MODEL), Clients(noise=0.1)
+    controller, clients = keeper(), Clients(noise=0.1)
     begun = changes(controller, clients, LONG, 4, 100)
     assert len(begun) == 1 and begun[0][1] > 4
     turned = changes(controller, clients, SHORT, begun[0][1], 300)
@@ -192,7 +201,7 @@ def test_roles_follow_the_work_and_then_stay() -> None:
 
 def test_noise_changes_nothing() -> None:
     for fitting in (4, 5, 6):
-        controller, clients = RoleController(model=MODEL), Clients(noise=0.3)
+        controller, clients = keeper(), Clients(noise=0.3)
         assert changes(controller, clients, LONG.scaled(0.6), fitting, 3600) == []
 
 
@@ -200,30 +209,30 @@ def test_few_unlike_requests_are_doubted() -> None:
     """The same work per second, by chance: requests as rare as this say little in one window."""
     rng, changed = Random(3), {}
     for per_s, size in ((40.0, 1), (0.4, 100)):
-        controller, clients, prefill = RoleController(model=MODEL), Clients(), 4
+        controller, clients, prefill = keeper(), Clients(), 4
         for _ in range(1800):
             came = sum(rng.random() < per_s / 100 for _ in range(100))
             fleet = Fleet(prefill=prefill, decode=8 - prefill, running=0)
             one = rate(came, 1100 * size, 60 * size, ttft_s=None)
-            wanted = controller.look(clients.second(one), fleet, clients.now_s)
+            wanted = controller.look(clients.second(one), fleet, clients.now_s).prefill
             prefill = wanted or prefill
             changed[size] = changed.get(size, 0) + (wanted is not None)
     assert changed[1] <= 2 and changed[100] <= 10, changed
 
 
 def test_little_work_changes_nothing() -> None:
-    controller = RoleController(model=MODEL)
+    controller = keeper()
     assert changes(controller, Clients(), LONG.scaled(0.01), 1, 300) == []
 
 
 def test_bounds_hold_and_what_decodes_keeps_its_workers() -> None:
     rules = RoleRules(least_prefill=2, least_decode=3)
-    controller, clients = RoleController(model=MODEL, rules=rules), Clients()
+    controller, clients = keeper(rules), Clients()
     assert [p for _, p in changes(controller, clients, LONG.scaled(3), 4, 60)] == [5]
-    controller, clients = RoleController(model=MODEL), Clients()
+    controller, clients = keeper(), Clients()
     for _ in range(60):
         fleet = Fleet(prefill=4, decode=4, running=4 * 100)
-        assert controller.look(clients.second(LONG.scaled(3)), fleet, clients.now_s) is None
+        assert controller.look(clients.second(LONG.scaled(3)), fleet, clients.now_s).prefill is None
 
 
 @settings(max_examples=200)
@@ -241,17 +250,17 @@ def test_bounds_hold_and_what_decodes_keeps_its_workers() -> None:
 def test_any_load_leaves_each_role_a_worker_and_comes_to_rest(
     loads: list[tuple[float, int, int, int]], workers: int, running: int
 ) -> None:
-    controller, clients, prefill = RoleController(model=MODEL), Clients(), 1
+    controller, clients, prefill = keeper(), Clients(), 1
     for per_s, prompt, output, seconds in loads:
         for _ in range(seconds):
             fleet = Fleet(prefill=prefill, decode=workers - prefill, running=running)
             offered = clients.second(rate(per_s, prompt, output))
-            prefill = controller.look(offered, fleet, clients.now_s) or prefill
+            prefill = controller.look(offered, fleet, clients.now_s).prefill or prefill
             assert 1 <= prefill < workers
     last, late = loads[-1], 0
     for second in range(200):
         fleet = Fleet(prefill=prefill, decode=workers - prefill, running=0)
-        wanted = controller.look(clients.second(rate(*last[:3])), fleet, clients.now_s)
+        wanted = controller.look(clients.second(rate(*last[:3])), fleet, clients.now_s).prefill
         late += wanted is not None and second > 60
         prefill = wanted or prefill
     assert late == 0

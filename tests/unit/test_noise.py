@@ -17,7 +17,7 @@ from cluster.sim.device import noisy_ends
 from cluster.sim.machines.clock import Clock, Server
 from cluster.sim.machines.noise import STRETCH_STEPS, DrawnNoise, ReplayedNoise
 from cluster.sim.machines.recorded import read_recorded
-from cluster.sim.output import Result, as_json, simulate
+from cluster.sim.results.output import Result, as_json, simulate
 from cluster.sim.simulation import Scale
 from cluster.sim.trace import TraceRequest
 from engine.core.step_times import LinearTimes, decode_work

@@ -21,8 +21,8 @@ from bench.papers.mooncake import admission, goodput, rejections
 from bench.papers.silicon_fit import START, Fitted, fit, pattern_search, predict
 from bench.papers.silicon_rows import Measured, read_measured
 from cluster.config.schema import Config
-from cluster.sim import output
 from cluster.sim.profiles.roofline import Precision
+from cluster.sim.results import output
 from cluster.sim.simulation import Scale
 from cluster.sim.trace import Outcome, TraceRequest
 from engine.core.step_times import StepWork

@@ -20,8 +20,8 @@ from cluster.sim.machines.links import Fabric
 from cluster.sim.machines.node_links import SimNodeLinks
 from cluster.sim.machines.pool_disk import SimPoolDisk
 from cluster.sim.machines.pool_node import SimPoolNode
-from cluster.sim.output import Result, as_json, simulate
-from cluster.sim.report import KvPoolUse
+from cluster.sim.results.output import Result, as_json, simulate
+from cluster.sim.results.report import KvPoolUse
 from cluster.sim.simulation import ClusterSimulation, Scale
 from cluster.sim.trace import TraceRequest
 from kvpool.core.fetch.client_events import FetchBlocks, StoreBlocks

@@ -20,9 +20,9 @@ from bench.router.promises import BOTTLENECKS, SHARES, Became, Offer, offer
 from cluster.cli.main import app
 from cluster.config.load import Override, load_config
 from cluster.core.worker.core import WorkerCore
-from cluster.sim import output
-from cluster.sim.output import Result, as_json, simulate, simulate_rates
-from cluster.sim.report import Report
+from cluster.sim.results import output
+from cluster.sim.results.output import Result, as_json, simulate, simulate_rates
+from cluster.sim.results.report import Report
 from cluster.sim.simulation import ClusterSimulation, Scale
 from cluster.sim.trace import Outcome, TracePrompt, TraceRequest
 from kvrelay.errors import ConfigError

@@ -65,6 +65,12 @@ def pools(routers: int = 1, prefill: int = 1, decode: int = 1, revision: str = "
     }
 
 
+def start(name: str, life: int, node: str | None = None) -> Start:
+    """A worker starts with the role of its pool."""
+    wish = pools().get(name.rpartition("-")[0])
+    return Start(name, life, node, wish.role if wish is not None else None)
+
+
 LIMITS = Limits(startup_timeout_s=60.0, hang_timeout_s=inf)
 
 
@@ -96,7 +102,7 @@ def ready(limits: Limits = LIMITS) -> Supervisor:
 
 def test_starts_everything_at_once_and_only_once() -> None:
     core = new()
-    assert act(core, SupervisionTick()) == [Start(ROUTER, 1), Start(P, 1), Start(D, 1)]
+    assert act(core, SupervisionTick()) == [start(ROUTER, 1), start(P, 1), start(D, 1)]
     assert act(core, SupervisionTick()) == []
 
 
@@ -178,7 +184,7 @@ def test_lost_worker_is_withdrawn_and_started_again_after_a_pause() -> None:
     lost = Lost(name=P, life=1, reason="crashed")
     assert act(core, lost, 5.0) == [Withdraw(ROUTER, "p"), Remove(P)]
     assert act(core, SupervisionTick(), 5.5) == []
-    assert act(core, SupervisionTick(), 6.0) == [Start(P, 2)]
+    assert act(core, SupervisionTick(), 6.0) == [start(P, 2)]
     again = act(core, Serving(name=P, life=2, address="p2"), 7.0)
     assert again == [Announce(ROUTER, P, 2, "p2")]
 
@@ -196,13 +202,13 @@ def test_back_off_doubles_until_a_process_was_stable() -> None:
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
     now_s += STABLE_S
     act(core, Lost(name=P, life=9, reason="crashed"), now_s)
-    assert act(core, SupervisionTick(), now_s + 1.0) == [Start(P, 10)]
+    assert act(core, SupervisionTick(), now_s + 1.0) == [start(P, 10)]
 
 
 def test_lost_router_hears_of_every_worker_again() -> None:
     core = ready()
     assert act(core, Lost(name=ROUTER, life=1, reason="crashed"), 5.0) == [Remove(ROUTER)]
-    assert act(core, SupervisionTick(), 6.0) == [Start(ROUTER, 2)]
+    assert act(core, SupervisionTick(), 6.0) == [start(ROUTER, 2)]
     again = act(core, Serving(name=ROUTER, life=2, address="r"), 7.0)
     assert again == [Announce(ROUTER, P, 1, "p"), Announce(ROUTER, D, 1, "d")]
 
@@ -410,7 +416,7 @@ def test_one_that_does_not_answer_is_killed_and_started_again() -> None:
     assert said == [Note(told), Withdraw(ROUTER, "p"), Remove(P)]
     assert act(core, ProcessAnswered(name=P, life=1), 10.1) == []
     assert core.workers[P].state is State.BACKING_OFF
-    assert act(core, SupervisionTick(), 11.0) == [Start(P, 2)]
+    assert act(core, SupervisionTick(), 11.0) == [start(P, 2)]
     assert pass_time(core, 11, 11.5) == [], "what starts is not asked"
     act(core, Serving(name=P, life=2, address="p2"), 60.0)
     assert PingProcess(P, 2) not in act(core, SupervisionTick(), 61.5)
@@ -442,7 +448,7 @@ def restarting() -> Supervisor:
     """prefill-0 starts for the second time, at 6."""
     core = ready()
     act(core, Lost(name=P, life=1, reason="crashed"), 5.0)
-    assert pass_time(core, 5.0, 6.0) == [Start(P, 2)]
+    assert pass_time(core, 5.0, 6.0) == [start(P, 2)]
     return core
 
 
@@ -451,7 +457,7 @@ def test_one_that_hangs_while_it_restarts_is_killed_and_started_again() -> None:
     act(core, does(P, Stage.LOADS, life=2), 7.0)
     assert pass_time(core, 6, 66) == []
     assert core.handle(SupervisionTick(), 66.5) == [Note(STUCK), Remove(P)]
-    assert pass_time(core, 66.5, 68.5) == [Start(P, 3)]
+    assert pass_time(core, 66.5, 68.5) == [start(P, 3)]
     assert pass_time(core, 68.5, 128.5) == [], "each start has all of the time"
     act(core, Serving(name=P, life=3, address="p3"), 128.6)
     assert pass_time(core, 128.5, 300) == []
@@ -477,7 +483,7 @@ def test_the_supervisors_own_pause_is_no_part_of_a_start() -> None:
 def test_a_router_that_hangs_while_it_restarts_has_the_same_limit() -> None:
     core = ready()
     act(core, Lost(name=ROUTER, life=1, reason="crashed"), 5.0)
-    assert pass_time(core, 5, 66) == [Start(ROUTER, 2)]
+    assert pass_time(core, 5, 66) == [start(ROUTER, 2)]
     assert act(core, SupervisionTick(), 66.5) == [Remove(ROUTER)]
 
 
@@ -515,9 +521,9 @@ def ready_with_pool(*homes: Home) -> Supervisor:
 
 def test_each_host_with_workers_gets_one_pool_node() -> None:
     core = with_pool()
-    assert act(core, SupervisionTick()) == [Start(ROUTER, 1), Start(P, 1), Start(D, 1)]
+    assert act(core, SupervisionTick()) == [start(ROUTER, 1), start(P, 1), start(D, 1)]
     assert place(core, P, HERE) == []
-    assert act(core, SupervisionTick()) == [Start("pool-h1", 1, "n1")]
+    assert act(core, SupervisionTick()) == [start("pool-h1", 1, "n1")]
     place(core, D, SAME_HOST)
     assert act(core, SupervisionTick()) == []
     serve(core, ROUTER, P, D)
@@ -544,7 +550,7 @@ def test_a_lost_pool_node_comes_back_where_it_was() -> None:
     withdrawn = Withdraw(ROUTER, "pool-h1's", ProcessKind.POOL_NODE)
     lost = Lost(name="pool-h1", life=1, reason="killed", fatal=True)
     assert act(core, lost, 5.0) == [withdrawn, Remove("pool-h1")]
-    assert act(core, SupervisionTick(), 6.0) == [Start("pool-h1", 2, "n1")]
+    assert act(core, SupervisionTick(), 6.0) == [start("pool-h1", 2, "n1")]
     for life in range(2, 9):
         act(core, Lost(name="pool-h1", life=life, reason="full", fatal=True), 100.0 * life)
         act(core, SupervisionTick(), 100.0 * life + 99.0)
@@ -575,11 +581,11 @@ def test_a_pool_node_that_can_not_start_later_is_tried_again() -> None:
     act(core, Lost(name=P, life=1, reason="crashed"), 1.0)
     act(core, SupervisionTick(), 2.0)
     place(core, P, THERE, life=2)
-    assert act(core, SupervisionTick(), 2.0) == [Start("pool-h2", 1, "n2")]
+    assert act(core, SupervisionTick(), 2.0) == [start("pool-h2", 1, "n2")]
     for life in range(1, 5):
         now_s = 100.0 * life
         act(core, Lost(name="pool-h2", life=life, reason="no disk", fatal=True), now_s)
-        assert Start("pool-h2", life + 1, "n2") in act(core, SupervisionTick(), now_s + 60.0)
+        assert start("pool-h2", life + 1, "n2") in act(core, SupervisionTick(), now_s + 60.0)
     assert core.phase is Phase.READY
 
 
@@ -596,7 +602,7 @@ def test_the_pool_node_goes_with_the_last_worker_of_its_host() -> None:
     act(core, Lost(name=P, life=2, reason="crashed"), 8.0)
     act(core, SupervisionTick(), 10.0)
     place(core, P, HERE, life=3)
-    assert act(core, SupervisionTick(), 10.0) == [Start("pool-h1", 2, "n1")]
+    assert act(core, SupervisionTick(), 10.0) == [start("pool-h1", 2, "n1")]
 
 
 def test_a_pool_node_moves_to_a_node_of_its_host_that_is_left() -> None:
@@ -606,9 +612,9 @@ def test_a_pool_node_moves_to_a_node_of_its_host_that_is_left() -> None:
     act(core, SupervisionTick(), 2.0)
     place(core, P, THERE, life=2)
     starts = act(core, SupervisionTick(), 2.0)
-    assert Start("pool-h2", 1, "n2") in starts
+    assert start("pool-h2", 1, "n2") in starts
     act(core, Lost(name="pool-h1", life=2, reason="no such node"), 3.0)
-    assert Start("pool-h1", 3, "n3") in act(core, SupervisionTick(), 5.0)
+    assert start("pool-h1", 3, "n3") in act(core, SupervisionTick(), 5.0)
 
 
 def test_pool_nodes_stop_last() -> None:
@@ -642,7 +648,7 @@ def ready_with_optional_pool(*homes: Home) -> Supervisor:
 
 def test_optional_pool_nodes_start_when_the_cluster_is_ready() -> None:
     core = ready_with_optional_pool(HERE, THERE)
-    starts = [Start("pool-h1", 1, "n1"), Start("pool-h2", 1, "n2")]
+    starts = [start("pool-h1", 1, "n1"), start("pool-h2", 1, "n2")]
     assert act(core, SupervisionTick()) == starts
     assert act(core, SupervisionTick()) == []
     announced = act(core, Serving(name="pool-h1", life=1, address="a"))
@@ -653,11 +659,11 @@ def test_a_host_that_workers_move_to_gets_its_optional_pool_node_once_they_serve
     core = ready_with_optional_pool(HERE, HERE)
     act(core, SupervisionTick())
     act(core, Lost(name=P, life=1, reason="crashed"), 1.0)
-    assert act(core, SupervisionTick(), 2.0) == [Start(P, 2)]
+    assert act(core, SupervisionTick(), 2.0) == [start(P, 2)]
     place(core, P, THERE, life=2)
     assert act(core, SupervisionTick(), 2.5) == []
     serve(core, P, life=2)
-    assert act(core, SupervisionTick(), 3.0) == [Start("pool-h2", 1, "n2")]
+    assert act(core, SupervisionTick(), 3.0) == [start("pool-h2", 1, "n2")]
 
 
 def test_an_optional_pool_node_that_can_not_start_is_left_out() -> None:
@@ -682,7 +688,7 @@ def test_an_optional_pool_node_that_crashes_is_started_again() -> None:
     core = ready_with_optional_pool(HERE, HERE)
     act(core, SupervisionTick())
     assert act(core, Lost(name="pool-h1", life=1, reason="killed"), 1.0) == [Remove("pool-h1")]
-    assert act(core, SupervisionTick(), 2.0) == [Start("pool-h1", 2, "n1")]
+    assert act(core, SupervisionTick(), 2.0) == [start("pool-h1", 2, "n1")]
     serve(core, "pool-h1", life=2)
     act(core, Lost(name="pool-h1", life=2, reason="killed"), 3.0)
     act(core, SupervisionTick(), 5.0)
@@ -721,10 +727,10 @@ def two_ready() -> Supervisor:
 def test_workers_are_announced_to_each_router() -> None:
     core = with_two()
     assert act(core, SupervisionTick()) == [
-        Start(ROUTER, 1),
-        Start(SECOND, 1),
-        Start(P, 1),
-        Start(D, 1),
+        start(ROUTER, 1),
+        start(SECOND, 1),
+        start(P, 1),
+        start(D, 1),
     ]
     act(core, Serving(name=ROUTER, life=1, address="r"))
     assert act(core, Serving(name=P, life=1, address="p")) == [Announce(ROUTER, P, 1, "p")]
@@ -763,7 +769,7 @@ def test_a_lost_router_costs_the_others_nothing() -> None:
     assert act(core, Lost(name=SECOND, life=1, reason="killed"), 5.0) == [Remove(SECOND)]
     gone = act(core, Lost(name=P, life=1, reason="crashed"), 5.0)
     assert gone == [Withdraw(ROUTER, "prefill-0's"), Remove(P)]
-    assert act(core, SupervisionTick(), 6.0) == [Start(SECOND, 2), Start(P, 2)]
+    assert act(core, SupervisionTick(), 6.0) == [start(SECOND, 2), start(P, 2)]
     again = act(core, Serving(name=SECOND, life=2, address="s"), 7.0)
     assert again == [Announce(SECOND, D, 1, "decode-0's")]
     assert core.phase is Phase.READY

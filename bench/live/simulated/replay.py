@@ -20,8 +20,8 @@ from bench.live.stack import Policy, cluster_file, durations
 from bench.live.told import Told
 from cluster.config.load import load_config
 from cluster.config.schema import Config
-from cluster.sim.output import simulate
 from cluster.sim.readers import read_trace
+from cluster.sim.results.output import simulate
 from cluster.sim.simulation import Scale
 from cluster.sim.trace import Outcome, TraceRequest
 from engine.core.step_times import LinearTimes

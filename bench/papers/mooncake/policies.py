@@ -16,9 +16,9 @@ from pathlib import Path
 
 from bench.papers.side_by_side import Claim, print_claims, write_claims
 from cluster.config.schema import Config
-from cluster.sim import output
 from cluster.sim.readers import read_trace
-from cluster.sim.report import Report
+from cluster.sim.results import output
+from cluster.sim.results.report import Report
 from cluster.sim.simulation import Scale
 
 PAPER_S = {"random": 19.65, "least_loaded": 5.27, "local_cache": 3.58, "kv_aware": 3.07}

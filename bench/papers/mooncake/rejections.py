@@ -22,7 +22,7 @@ from bench.papers.mooncake.policies import cluster_of
 from bench.papers.side_by_side import Claim, print_claims, write_claims
 from cluster.config.schema import Config
 from cluster.sim.readers import read_trace
-from cluster.sim.report import Report, is_good, report
+from cluster.sim.results.report import Report, is_good, report
 from cluster.sim.simulation import Scale
 from cluster.sim.trace import Outcome, TraceRequest
 

@@ -116,8 +116,16 @@ async def run_pool_node(settings: PoolNodeSettings, *, join: Sequence[str], drai
 def run_controller(join: Sequence[str], rules: RoleRules, access: Access) -> None:
     """Keep the roles of the workers of these routers until SIGTERM or SIGINT."""
     from cluster.elastic.keeper import RoleKeeper
+    from cluster.process.admin import flip
 
-    keeper = RoleKeeper(routers=partial(addresses_of, join), rules=rules, access=access)
+    routers = partial(addresses_of, join)
+    keeper = RoleKeeper(
+        routers=routers,
+        rules=rules,
+        access=access,
+        change=lambda name, role: flip(name, role, routers()[0], access),
+        may_change=lambda name: True,
+    )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: keeper.stop())
     print(f"roles follow the offered work at {', '.join(join)}", flush=True)

@@ -1,7 +1,7 @@
 """Which of a fleet's workers prefill and which decode, as the offered work asks. Pure.
 
-The number of workers stays; only roles change. A change is made when it serves clearly more of
-what is offered, and then not again for a while: so noise changes nothing.
+A change is made when it serves clearly more of what is offered, and then not again for a while: so
+noise changes nothing. Workers that have just come take at once the role that lacks more.
 """
 
 from __future__ import annotations
@@ -9,88 +9,59 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
-from typing import Protocol
 
+from cluster.core.elastic.fleet import Fleet
 from cluster.core.elastic.rules import RoleRules
-from kvrelay.types import Role
-from router.core.load.flow import OfferedRate
-from router.core.load.needs import Needs, WorkerModel
-from router.core.load.offered import OfferedWork
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
-    """`running`: sequences that decode now."""
-
-    prefill: int
-    decode: int
-    running: int
-
-    @property
-    def workers(self) -> int:
-        return self.prefill + self.decode
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Busy:
-    """A worker that may change: sequences that it decodes, or prompt tokens that wait there."""
-
-    name: str
-    role: Role
-    work: int
-
-
-def who_changes(workers: Iterable[Busy], more_prefill: int) -> tuple[list[str], Role]:
-    """Those with the least to do, and their new role."""
-    old, new = (Role.DECODE, Role.PREFILL) if more_prefill > 0 else (Role.PREFILL, Role.DECODE)
-    idlest = sorted((one for one in workers if one.role is old), key=lambda one: one.work)
-    return [one.name for one in idlest[: abs(more_prefill)]], new
-
-
-class RolePolicy(Protocol):
-    def look(self, offered: OfferedWork, fleet: Fleet, now_s: float) -> int | None:
-        """How many shall prefill; None: as many as do. `offered`: all sums since the start."""
+from router.core.load.needs import Needs
 
 
 @dataclass(slots=True, kw_only=True)
 class RoleController:
-    """Implements RolePolicy. `needs`: as last seen; None before there was enough to see."""
-
-    model: WorkerModel
     rules: RoleRules = field(default_factory=RoleRules)
-    needs: Needs | None = None
-    rate: OfferedRate = field(init=False)
     _changed_s: float = -inf
+    _workers: int | None = None
 
-    def __post_init__(self) -> None:
-        self.rate = OfferedRate(window_s=self.rules.window_s)
+    def look(self, needs: Needs, fleet: Fleet, now_s: float) -> int | None:
+        """How many shall prefill; None: as many as do."""
+        came = fleet.workers - (fleet.workers if self._workers is None else self._workers)
+        self._workers = fleet.workers
+        if came > 0:
+            best = self._best(needs, fleet, came)
+            return None if best == fleet.prefill else best
+        return self._changed(needs, fleet, now_s)
 
-    def look(self, offered: OfferedWork, fleet: Fleet, now_s: float) -> int | None:
-        self.rate.note(now_s, offered)
-        if self.rate.covers_s < self.rules.window_s / 2:
+    def _changed(self, needs: Needs, fleet: Fleet, now_s: float) -> int | None:
+        """Not while all is served."""
+        rests = now_s - self._changed_s < self.rules.dwell_s
+        if rests or needs.served(fleet.prefill, fleet.decode) >= 1.0:
             return None
-        self.needs = Needs.of(self.rate.per_second, self.model, self.rate.covers_s)
-        best = self._best(self.needs, fleet)
-        if best == fleet.prefill or now_s - self._changed_s < self.rules.dwell_s:
-            return None
-        if self._gain(self.needs, fleet, best) < self.rules.gain:
+        best = self._best(needs, fleet, fleet.workers)
+        if best == fleet.prefill or self._gain(needs, fleet, best) < self.rules.gain:
             return None
         self._changed_s = now_s
         return best
 
-    def _best(self, needs: Needs, fleet: Fleet) -> int:
+    def _best(self, needs: Needs, fleet: Fleet, most_changes: int) -> int:
         """Of those that serve the most, the one with the fewest changes; where several serve all,
         the one with most to spare in both roles."""
-        rules, workers = self.rules, fleet.workers
-        splits = range(rules.least_prefill, workers - rules.least_decode + 1)
-        holding = [p for p in splits if p <= fleet.prefill or _holds(needs, fleet, workers - p)]
+        holding = list(self._splits(needs, fleet, most_changes))
         if not holding:
             return fleet.prefill
+        workers = fleet.workers
         served = {p: min(1.0, needs.served(p, workers - p)) for p in holding}
         most = max(served.values())
         if most >= 1.0:
             return max(holding, key=lambda p: (needs.served(p, workers - p), -p))
         return min((p for p in holding if served[p] == most), key=lambda p: abs(p - fleet.prefill))
+
+    def _splits(self, needs: Needs, fleet: Fleet, most_changes: int) -> Iterable[int]:
+        """That hold what decodes now."""
+        rules, workers = self.rules, fleet.workers
+        least = max(rules.least_prefill, fleet.prefill - most_changes)
+        most = min(workers - rules.least_decode, fleet.prefill + most_changes)
+        for prefill in range(least, most + 1):
+            if prefill <= fleet.prefill or _holds(needs, fleet, workers - prefill):
+                yield prefill
 
     def _gain(self, needs: Needs, fleet: Fleet, prefill: int) -> float:
         """How much more would be served, as a share of what is now, if chance spoke for the

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from cluster.config.schema import Config
-from cluster.sim import output
 from cluster.sim.planning.candidates import CandidateFleet, cluster_file, fits, grown
 from cluster.sim.planning.estimate import PlanObjectives
 from cluster.sim.profiles.capacity import PlannedModel
-from cluster.sim.report import Report
+from cluster.sim.results import output
+from cluster.sim.results.report import Report
 from cluster.sim.simulation import Scale
 from cluster.sim.trace import Outcome, TraceRequest
 

@@ -9,22 +9,22 @@ KV fits; some places stay free for how the number of sequences swings (its squar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import inf, sqrt
+from math import ceil, inf, sqrt
 
 from engine.core.step_times import LinearTimes
 from kvrelay.messages import WorkerHello
+from router.core.load.flow import OUTPUTS_UNLIKE
 from router.core.load.offered import OfferedWork
 
 NOTHING = 1e-6
 """Requests per second."""
-OUTPUTS_UNLIKE = 2.0
-"""Mean square of outputs over their squared mean, as if spread exponentially."""
 DOUBT = 2.0
 """Standard deviations."""
 WAITS_LONG = 2.3
 """Nine of ten wait less than so many mean waiting times, if these are spread exponentially."""
-_BISECTIONS = 20
+_BISECTIONS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,17 @@ class Needs:
             decode=self.decode * max(0.0, 1 - sign * DOUBT * self.decode_chance),
         )
 
+    def scaled(self, prefill: float, decode: float) -> Needs:
+        return replace(self, prefill=self.prefill * prefill, decode=self.decode * decode)
+
     # --- what so many workers can do --------------------------------------------------------------
+
+    def prefill_workers(self, most: int) -> int:
+        """The fewest that could do all of it in time; `most` if even these could not."""
+        return _fewest(self.prefill, self.prefill_capacity, most)
+
+    def decode_workers(self, most: int) -> int:
+        return _fewest(self.decode, self.decode_capacity, most)
 
     def prefill_capacity(self, workers: int) -> float:
         """Of `prefill`, in time. A prompt that takes longer than its objective adds nobody: no
@@ -120,6 +130,14 @@ class Needs:
             self.decode_capacity(decode) / self.decode if self.decode else 10.0,
         ]
         return min(shares)
+
+
+def _fewest(work: float, capacity: Callable[[int], float], most: int) -> int:
+    low, high = min(ceil(work), most), most
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if capacity(middle) >= work else (middle + 1, high)
+    return low
 
 
 def _waiting(busy: float, workers: int, variation: float) -> float:

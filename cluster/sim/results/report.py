@@ -59,7 +59,7 @@ def pool_uses(simulated: Simulated, duration_s: float) -> tuple[PoolUse, ...]:
     fleet = simulated.fleet
     return tuple(
         _use(
-            str(pool.role),
+            str(pool.role or "auto"),
             [worker for name in names for worker in fleet.of(name)],
             fleet.profiles[Incarnation(names[0])],
             len(names) * duration_s,

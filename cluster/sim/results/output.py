@@ -24,7 +24,7 @@ from rich.table import Table
 
 from cluster.config.schema import Config
 from cluster.sim.profiles.load import BUILT_IN_TEXT
-from cluster.sim.report import KvPoolUse, Report, Spread, report
+from cluster.sim.results.report import KvPoolUse, Report, Spread, report
 from cluster.sim.simulation import ClusterSimulation, Scale
 from cluster.sim.trace import Outcome, TraceRequest
 from engine.core.step_times import NotCovered

@@ -1,0 +1,145 @@
+"""Workers that change their role, come and leave, as the offered work asks. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from cluster.core.elastic.controller import ElasticPolicy
+from cluster.core.elastic.fleet import Busy, Counts, Fleet, who_changes, who_leaves
+from cluster.sim.machines.clock import Clock
+from cluster.sim.router import SimRouter
+from cluster.sim.worker import SimWorker
+from kvrelay.types import Incarnation, Role
+from router.core.load.offered import OfferedWork
+
+EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flip:
+    at_s: float
+    worker: str
+    role: Role
+
+
+@dataclass(slots=True, kw_only=True)
+class Life:
+    """From the decision to start it until it has left; a worker that was there began at 0. `role`:
+    with which it starts."""
+
+    role: Role
+    since_s: float = 0.0
+    worker: str | None = None
+    until_s: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class SimElastic:
+    """`may_change`: the workers that take either role. `start` makes one more worker of a role,
+    which serves from then on; it takes `start_s`. `end`: all hear that one has left. `goes_on`:
+    there is still something to serve."""
+
+    clock: Clock
+    policy: ElasticPolicy | None
+    routers: Sequence[SimRouter]
+    workers: Mapping[Incarnation, SimWorker]
+    may_change: Callable[[], Sequence[SimWorker]]
+    start: Callable[[Role], SimWorker]
+    start_s: float
+    end: Callable[[SimWorker], None]
+    goes_on: Callable[[], bool]
+    flips: list[Flip] = field(default_factory=list)
+    lives: list[Life] = field(default_factory=list)
+
+    def begin(self) -> None:
+        self.lives = [Life(role=one.core.role, worker=one.name) for one in self.workers.values()]
+        if self.policy is not None:
+            self.clock.at(0.0, self._look)
+
+    def worker_s(self, ended_s: float) -> float:
+        """Seconds of all workers together, those in which they start and leave included."""
+        return sum((one.until_s or ended_s) - one.since_s for one in self.lives)
+
+    def _look(self, _: None) -> None:
+        assert self.policy is not None
+        offered = sum((one.core.state.offered.total for one in self.routers), OfferedWork())
+        fleet = self._fleet()
+        decision = self.policy.look(offered, fleet, self.clock.now_s)
+        if decision.prefill is not None:
+            self._change(decision.prefill - fleet.prefill)
+        elif decision.counts is not None:
+            self._resize(fleet.all, decision.counts)
+        if self.goes_on():
+            self.clock.after(EVERY_S, self._look)
+
+    def _fleet(self) -> Fleet:
+        decode = self._of(Role.DECODE)
+        return Fleet(
+            prefill=len(self._of(Role.PREFILL)),
+            decode=len(decode),
+            running=sum(map(_running, decode)),
+            starting=self._starting,
+        )
+
+    @property
+    def _starting(self) -> Counts:
+        roles = [life.role for life in self.lives if life.worker is None]
+        return Counts(roles.count(Role.PREFILL), roles.count(Role.DECODE))
+
+    def _of(self, role: Role) -> list[SimWorker]:
+        return [worker for worker in self._there if worker.core.role is role]
+
+    @property
+    def _there(self) -> list[SimWorker]:
+        """Those that leave count no more."""
+        return [w for w in self.workers.values() if not (w.is_dead or w.core.draining)]
+
+    def _change(self, more_prefill: int) -> None:
+        may_change = [one for one in self.may_change() if one in self._there]
+        names, role = who_changes(map(_busy, may_change), more_prefill)
+        for worker in self._named(names):
+            self.flips.append(Flip(at_s=self.clock.now_s, worker=worker.name, role=role))
+            worker.core.take_role(role)
+            worker.hear(())
+
+    def _resize(self, have: Counts, wanted: Counts) -> None:
+        for role, more in (
+            (Role.PREFILL, wanted.prefill - have.prefill),
+            (Role.DECODE, wanted.decode - have.decode),
+        ):
+            for _ in range(more):
+                self.lives.append(Life(role=role, since_s=self.clock.now_s))
+                self.clock.after(self.start_s, self._join, self.lives[-1])
+        for worker in self._named(who_leaves(map(_busy, self._there), have, wanted)):
+            worker.core.drain()
+            worker.hear(())
+            self._leave(worker)
+
+    def _named(self, names: Iterable[str]) -> list[SimWorker]:
+        return [one for one in self._there if one.name in names]
+
+    def _join(self, life: Life) -> None:
+        life.worker = self.start(life.role).name
+
+    def _leave(self, worker: SimWorker) -> None:
+        """When what it had runs elsewhere."""
+        if worker.is_dead:
+            return
+        if not worker.core.idle:
+            self.clock.after(EVERY_S, self._leave, worker)
+            return
+        self.end(worker)
+        for life in self.lives:
+            if life.worker == worker.name:
+                life.until_s = self.clock.now_s
+
+
+def _busy(worker: SimWorker) -> Busy:
+    role = worker.core.role
+    work = _running(worker) if role is Role.DECODE else worker.core.prefill.queue.tokens
+    return Busy(name=worker.name, role=role, work=work)
+
+
+def _running(worker: SimWorker) -> int:
+    return len(worker.core.decode.batch.running_set.running)
