@@ -31,6 +31,7 @@ from router.core.state.generation import (
     TierStatus,
     WorkerStatus,
 )
+from router.core.state.offered import PrefilledWork
 from tests.unit.router_kit import STEP_TIMES
 
 Script = Callable[[GenerationRequest, int], Sequence[int]]
@@ -244,6 +245,7 @@ class FakeDispatcher:
             tiers=self.tier_statuses,
             pauses=self.pauses,
             offered={"gold": OfferedWork(requests=5, prompt_tokens=700, output_tokens=90)},
+            prefilled={"cpu": PrefilledWork(prompts=3, tokens=20_000)},
             needs={Role.DECODE: NeedStatus(busy=1.5, desired=2.0, saturation=0.5)},
             starts=self.starts,
         )
