@@ -45,7 +45,7 @@ def untaken(rules: Collection[PromptRule], tiers: Iterable[str]) -> PromptRule |
         if (gap := _gap(ranges)) is not None:
             least, most = gap
             return PromptRule(
-                min_prompt_tokens=least,
+                min_prompt_tokens=None if least == 1 else least,
                 max_prompt_tokens=None if most == inf else int(most),
                 tiers=(tier,),
             )

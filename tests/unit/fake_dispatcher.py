@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvrelay.errors import KvrelayError, Refused
 from kvrelay.gc_pauses import GcPauses
 from kvrelay.messages import Counters
-from kvrelay.types import FinishReason, PromptLogprob, Role, TokenLogprobs
+from kvrelay.types import FinishReason, PromptLogprob, PromptRule, Role, TokenLogprobs
 from kvrelay.v1.admin_pb2 import (
     GetDemandResponse,
     GetKvResponse,
@@ -52,6 +52,7 @@ WORKER = WorkerStatus(
     block_size=16,
     counters=Counters(free_blocks=75),
     step_times=STEP_TIMES,
+    takes=PromptRule(min_prompt_tokens=5),
 )
 
 

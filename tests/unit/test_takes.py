@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from cluster.config.load import load_config
 from cluster.config.takes import untaken
+from kvrelay.errors import ConfigError
 from kvrelay.messages import Lifetime, Prefill
 from kvrelay.qos import QosTier, QosTiers
 from kvrelay.types import TAKES_ALL, Incarnation, PromptRule, Role
@@ -36,6 +39,7 @@ from tests.unit.router_kit import (
     says,
     view,
 )
+from tests.unit.test_docs import REPOSITORY
 from tests.unit.test_placing import placed, timed, waits, ways
 from tests.unit.test_simulation import LINEAR, TraceRequest, done, run
 
@@ -96,15 +100,15 @@ def between(least: int | None, most: int | None, *tiers: str) -> PromptRule:
     [
         ([LONG, TAKES_ALL], None),
         ([LONG, SHORT], None),
-        ([LONG], between(1, 9, "gold")),
+        ([LONG], between(None, 9, "gold")),
         ([SHORT], between(10, None, "gold")),
         ([between(None, 8), LONG], between(9, 9, "gold")),
         ([between(5, 20), between(None, 3), between(4, 30), between(25, None)], None),
         ([between(1, 100), between(2, 3), between(50, None)], None),
-        ([BATCH, between(3, None)], between(1, 2, "gold")),
-        ([between(None, None, "gold"), LONG], between(1, 9, "batch")),
+        ([BATCH, between(3, None)], between(None, 2, "gold")),
+        ([between(None, None, "gold"), LONG], between(None, 9, "batch")),
         ([between(None, None, "gold"), BATCH], None),
-        ([], between(1, None, "gold")),
+        ([], between(None, None, "gold")),
     ],
 )
 def test_what_no_rule_admits_is_found(rules: list[PromptRule], gap: PromptRule | None) -> None:
@@ -125,7 +129,7 @@ def test_what_is_found_is_what_no_rule_admits() -> None:
         gap = untaken(rules, tiers)
         gaps += gap is not None
         assert (gap is None) == (not free)
-        assert gap is None or (gap.tiers[0], gap.min_prompt_tokens) == free[0]
+        assert gap is None or (gap.tiers[0], gap.min_prompt_tokens or 1) == free[0]
     assert 50 < gaps < 350
 
 
@@ -134,6 +138,24 @@ def random_rule(rng: Random) -> PromptRule:
     return between(
         rng.choice((None, least)), rng.choice((None, most)), *rng.choice(((), ("a",), ("b",)))
     )
+
+
+SECTION = "## Pools that take only some prompts\n"
+PAGE = (REPOSITORY / "docs" / "placement.md").read_text().partition(SECTION)[2]
+
+
+def test_the_example_of_the_documentation_is_a_cluster_file(tmp_path: Path) -> None:
+    example = PAGE.partition("```yaml\n")[2].partition("```")[0]
+    path = tmp_path / "cluster.yaml"
+    path.write_text(example)
+    rules = [pool.takes.rule for pool in load_config(path, []).workers]
+    assert rules == [TAKES_ALL, between(5000, None, "batch"), TAKES_ALL]
+    path.write_text(
+        example.replace("device: cuda}", "device: cuda, takes: {max_prompt_tokens: 4999}}", 1)
+    )
+    with pytest.raises(ConfigError) as error:
+        load_config(path, [])
+    assert f"`{str(error.value).replace(str(path), 'cluster.yaml')}`" in " ".join(PAGE.split())
 
 
 # --- placement ----------------------------------------------------------------------------------
@@ -335,7 +357,9 @@ def test_a_worker_without_a_number_is_a_pool_of_its_own() -> None:
 
 def test_metrics_tell_shares_and_rules() -> None:
     workers = tuple(replace(WORKER, name=name, takes=LONG) for name in ("cpu-0", "cpu-1"))
-    told = replace(FakeDispatcher().snapshot(), workers=(WORKER, *workers))
+    told = replace(
+        FakeDispatcher().snapshot(), workers=(replace(WORKER, takes=TAKES_ALL), *workers)
+    )
     text = RouterMetrics("m").exposition(told).decode()
     samples = {
         (one.name, *one.labels.values()): one.value
@@ -353,22 +377,43 @@ def test_metrics_tell_shares_and_rules() -> None:
 # --- in the simulator ---------------------------------------------------------------------------
 
 
-def test_the_simulator_goes_by_the_rules() -> None:
-    """The pool with the rule is five times as slow, so without it nearly all would go elsewhere."""
-    slow, fast = ({**LINEAR, "prefill_token_s": seconds} for seconds in (0.0005, 0.0001))
-    pools = (
-        f"simulation.pools=[{{profile: {slow}}}, {{profile: {fast}}}, {{profile: {fast}}}]",
-        "workers=[{name: cpu, role: prefill, takes: {min_prompt_tokens: 3000}}, "
-        "{name: gpu, role: prefill, takes: {max_prompt_tokens: 2999}}, {role: decode}]",
+SLOW, FAST = ({**LINEAR, "prefill_token_s": seconds} for seconds in (0.0005, 0.0001))
+
+
+def pools(cpu: str, gpu: str) -> tuple[str, str]:
+    """A slow and a fast pool of one prefill worker each, with these rules."""
+    return (
+        f"simulation.pools=[{{profile: {SLOW}}}, {{profile: {FAST}}}, {{profile: {FAST}}}]",
+        f"workers=[{{name: cpu, role: prefill, takes: {cpu}}}, "
+        f"{{name: gpu, role: prefill, takes: {gpu}}}, {{role: decode}}]",
     )
+
+
+def asked_every(every_s: float) -> list[TraceRequest]:
     rng = Random(7)
-    lengths = [rng.randint(1, 6000) for _ in range(60)]
-    asked = [
-        TraceRequest(arrival_s=float(n), input_tokens=tokens, output_tokens=5)
-        for n, tokens in enumerate(lengths)
+    return [
+        TraceRequest(arrival_s=n * every_s, input_tokens=rng.randint(1, 6000), output_tokens=5)
+        for n in range(60)
     ]
-    result = run(asked, *pools)
+
+
+def test_the_simulator_goes_by_the_rules() -> None:
+    """The pool with long prompts is five times as slow: without rules it would get nearly none."""
+    rules = pools("{min_prompt_tokens: 3000}", "{max_prompt_tokens: 2999}")
+    asked = asked_every(1.0)
+    result = run(asked, *rules)
     assert all(done([*result.outcomes]))
     cpu, gpu, _ = result.report.pools
+    lengths = [one.input_tokens for one in asked]
     assert cpu.prompt_tokens == sum(n for n in lengths if n >= 3000)
     assert gpu.prompt_tokens == sum(n for n in lengths if n < 3000)
+
+
+def test_a_slow_pool_is_used_only_while_the_fast_one_would_be_done_later() -> None:
+    """The fast one takes every prompt. Idle, it is always done first."""
+    rules = pools("{min_prompt_tokens: 3000}", "{}")
+    long = sum(one.input_tokens for one in asked_every(1.0) if one.input_tokens >= 3000)
+    calm = run(asked_every(1.0), *rules).report.pools[0].prompt_tokens
+    busy = run(asked_every(0.2), *rules).report.pools[0].prompt_tokens
+    full = run(asked_every(0.01), *rules).report.pools[0].prompt_tokens
+    assert calm == 0 < busy < full <= long
