@@ -22,6 +22,7 @@ from router.core.policy.placement import PlacementPolicy
 from router.core.policy.placement_baselines import LeastLoaded, LocalCache, RandomPair, RoundRobin
 from router.core.router_state import RouterState
 from router.core.shared_queue import open_shared_queue
+from router.core.state.candidate import Candidate
 from router.core.state.demand import Demand
 from router.core.state.offered import PrefilledWork, pool_of
 from router.core.state.worker_view import WorkerView
@@ -219,6 +220,7 @@ def test_a_prompt_without_output_goes_by_the_rules() -> None:
     asked = demand(prompt_tokens=10, output_tokens=0)
     assert asked.is_prompt_only
     assert prefillers(KvAware(), asked, *pools) == {"cpu"}
+    assert prefillers(KvAware(), asked, *pools[:2]) == {"cpu"}, "nobody needs to decode"
 
 
 def test_decode_workers_without_a_rule_compute_prompts_as_before() -> None:
@@ -345,6 +347,13 @@ def test_a_decode_worker_counts_once_it_computes_a_prompt() -> None:
     attempt = core.state.requests["a"].attempt
     says(core, "d-0", reserved("a", attempt), began("a", attempt, cached=0))
     assert core.state.prefilled == {"p": PrefilledWork(), "d": PrefilledWork(1, 20)}
+
+
+def test_a_worker_that_hands_over_what_it_decoded_computes_no_prompt() -> None:
+    p, old, new = view("p", P), view("d", D), view("d2", D)
+    assert Candidate(decode=new, prefill=p).computes_prompt
+    assert Candidate(decode=new, prefill=None).computes_prompt
+    assert not Candidate(decode=new, prefill=old).computes_prompt
 
 
 def test_a_worker_without_a_number_is_a_pool_of_its_own() -> None:
