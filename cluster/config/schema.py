@@ -16,6 +16,7 @@ from cluster.config.network import NetworkSection
 from cluster.config.qos import Qos
 from cluster.config.router import RouterSection
 from cluster.config.simulation import Simulation
+from cluster.config.takes import untaken
 from cluster.config.types import (
     AttentionBackend,
     AutoBytes,
@@ -37,6 +38,7 @@ from cluster.config.types import (
     format_duration,
 )
 from cluster.config.workers import WorkerPool, roles_of, with_names
+from kvrelay.qos import ONE_TIER
 from kvrelay.types import Role
 from router.core.faults.silence import DETECT_S, LEAST_DETECT_S
 
@@ -297,6 +299,25 @@ class Config(Section):
         if self.engine.kv_dtype == "fp8" and self.transfer.codec != "none":
             raise ValueError("transfer.codec: none for engine.kv_dtype: fp8")
         return self
+
+    @model_validator(mode="after")
+    def _knows_its_tiers(self) -> Config:
+        named = {tier for pool in self.workers for tier in pool.takes.tiers}
+        if unknown := sorted(named - {*self._tiers}):
+            tiers = ", ".join(self._tiers)
+            raise ValueError(f"takes.tiers of workers: {tiers}, and not {unknown[0]}")
+        return self
+
+    @model_validator(mode="after")
+    def _takes_every_prompt(self) -> Config:
+        rules = [pool.takes.rule for pool in self.workers if pool.role is not Role.DECODE]
+        if (gap := untaken(rules, self._tiers)) is not None:
+            raise ValueError(f"a pool of workers that takes prompts of {gap}")
+        return self
+
+    @property
+    def _tiers(self) -> tuple[str, ...]:
+        return tuple(self.qos.tiers) or (ONE_TIER.default,)
 
     @model_validator(mode="after")
     def _hands_over_one_dtype(self) -> Config:

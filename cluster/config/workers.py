@@ -18,6 +18,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
+from cluster.config.takes import Takes
 from cluster.config.types import (
     AutoCount,
     AutoOrOff,
@@ -114,6 +115,8 @@ class WorkerPool(Section):
     """null: model.dtype."""
     quantization: Quantization | None = None
     """null: model.quantization."""
+    takes: Takes = Takes()
+    """The prompts that its workers compute while other pools could take the others."""
 
     @property
     def label(self) -> str:
@@ -156,6 +159,13 @@ class WorkerPool(Section):
         threads = others.data.get("cpu_threads")
         if threads is not None and threads % given.tensor:
             raise ValueError(f"tensor: a degree that divides the {threads} cpu_threads")
+        return given
+
+    @field_validator("takes")
+    @classmethod
+    def _computes_prompts(cls, given: Takes, others: ValidationInfo) -> Takes:
+        if given != Takes() and others.data.get("role") is Role.DECODE:
+            raise ValueError("no rule for a pool of role decode: it gets prompts that are computed")
         return given
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from engine.core.options import DEFAULT_OPTIONS, CudaOptions
 from kvrelay.access.values import NO_ACCESS, Access, TlsFiles
 from kvrelay.qos import ONE_TIER, QosTiers
-from kvrelay.types import Role
+from kvrelay.types import TAKES_ALL, PromptRule, Role
 from router.access.caller import NO_KEYS, KeySources
 from router.chat.conversations import DEFAULT_KEPT, KeptBounds
 from router.core.faults.silence import DETECT_S
@@ -39,7 +39,8 @@ class WorkerSettings:
     `pool_address` is that of the pool node, which need not run yet; None: no pool. Without
     `trace_dir` there is no trace. With `cpu_pinning` "auto" the worker gets its own CPUs if it can.
     `attention` is a backend or "auto". `tensor` processes share the model and `cpu_threads`; one
-    that keeps another waiting for longer than `rank_timeout_s` ends the worker.
+    that keeps another waiting for longer than `rank_timeout_s` ends the worker. `takes`: the
+    prompts that it computes where others could.
     """
 
     name: str
@@ -85,6 +86,7 @@ class WorkerSettings:
     tensor: int = 1
     rank_timeout_s: float = 60.0
     gpus: float | None = None
+    takes: PromptRule = TAKES_ALL
 
     def with_role(self, role: Role) -> WorkerSettings:
         goes_first = role is not Role.PREFILL

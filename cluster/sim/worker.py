@@ -260,6 +260,7 @@ class SimWorker:
             vocab_size=2**32,
             step_times=self.hardware.told,
             handoff_by_pool=settings.handoff == HandoffMode.POOL,
+            takes=settings.takes,
             physical_format=self.hardware.layout.physical_format(),
             kv_token_bytes=self.hardware.layout.bytes_per_block // self.hardware.layout.block_size,
         )

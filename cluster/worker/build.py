@@ -311,6 +311,7 @@ def _hello(
         step_times=times,
         kv_token_bytes=engine.layout.bytes_per_block // engine.layout.block_size,
         handoff_by_pool=settings.handoff == HandoffMode.POOL,
+        takes=settings.takes,
         witness="" if words is None else words.address,
         witness_key="" if words is None else words.key,
     )

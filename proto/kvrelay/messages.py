@@ -10,10 +10,12 @@ from enum import StrEnum
 
 from kvrelay.starts import PhaseSeconds
 from kvrelay.types import (
+    TAKES_ALL,
     FinishReason,
     Incarnation,
     PrefixOrigin,
     PromptLogprob,
+    PromptRule,
     RequestKey,
     RequestSpec,
     Role,
@@ -128,7 +130,8 @@ class WorkerHello:
     `kv_token_bytes` is the KV of one token; `cpus`, such as 0-3, are its own, if it has any.
     `handoff_by_pool`: prompts that are computed elsewhere come to it through the pool. When it has
     died, the process at `witness` tells how, to those who have the key. `start`: the phases of its
-    start; the first router that hears of it (`is_new`) counts them."""
+    start; the first router that hears of it (`is_new`) counts them. `takes`: the prompts that it
+    computes where others could."""
 
     name: str
     incarnation: Incarnation
@@ -155,6 +158,7 @@ class WorkerHello:
     witness_key: str = ""
     start: tuple[PhaseSeconds, ...] = ()
     is_new: bool = False
+    takes: PromptRule = TAKES_ALL
 
 
 @value

@@ -76,13 +76,41 @@ ones. 18: leases are renewed for what moves, and peers hear that a link has stal
 have a witness of their end, and requests may run alone. 20: the output of a request may have to
 match a grammar. 21: workers tell their role, and a request leaves a worker in one message.
 22: all choices of a request are moved together. 23: workers tell how long each
-phase of their start took."""
+phase of their start took. 24: workers tell which prompts they take."""
 
 
 class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     BOTH = "both"
+
+
+@value
+class PromptRule:
+    """Which prompts a worker computes: of `min_prompt_tokens` to `max_prompt_tokens` (None: of any
+    length), in one of these QoS `tiers` (none named: in any)."""
+
+    min_prompt_tokens: int | None = None
+    max_prompt_tokens: int | None = None
+    tiers: tuple[str, ...] = ()
+
+    def admits(self, prompt_tokens: int, tier: str) -> bool:
+        return (
+            (self.min_prompt_tokens is None or prompt_tokens >= self.min_prompt_tokens)
+            and (self.max_prompt_tokens is None or prompt_tokens <= self.max_prompt_tokens)
+            and (not self.tiers or tier in self.tiers)
+        )
+
+    def __str__(self) -> str:
+        """Such as "5000 tokens or more of tier batch"."""
+        least, most = self.min_prompt_tokens, self.max_prompt_tokens
+        length = "any length" if least is None else f"{least} tokens or more"
+        if most is not None:
+            length = f"{least or 1} to {most} tokens"
+        return length + (f" of tier {' or '.join(self.tiers)}" if self.tiers else "")
+
+
+TAKES_ALL = PromptRule()
 
 
 class Tier(StrEnum):

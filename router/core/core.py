@@ -21,7 +21,7 @@ from kvrelay.messages import (
     Tokens,
     WorkerEvent,
 )
-from kvrelay.types import Incarnation, RequestSpec
+from kvrelay.types import Incarnation, RequestSpec, Role
 from router.core import learning, lifecycle
 from router.core.events import (
     Aborted,
@@ -97,6 +97,8 @@ class RouterCore:
                 return lifecycle.miss_deadline(state, request_id, now_s)
             case WorkerJoined(hello=hello):
                 state.workers.join(hello)
+                if hello.role is not Role.DECODE:
+                    state.prefilled.join(hello.name)
                 lifecycle.workers_changed(state, now_s)
                 return preload(hello, hello.role, self.preloads)
             case WorkerSuspected(incarnation=incarnation):
@@ -216,12 +218,19 @@ class RouterCore:
         self, request: Request, view: WorkerView, moment: Lifetime, now_s: float
     ) -> list[Command]:
         request.on_lifetime(moment)
+        if moment.name == LifetimeMoment.PREFILL_STARTED:
+            self._count_prefill(request, view, moment.tokens)
         view.queue.on_lifetime(moment)
         if moment.name == LifetimeMoment.HANDOFF_COMMITTED:
             self.state.recent_pairs.used(request.links(), now_s)
         if moment.name in learning.SHOWS_A_GOOD_LINK:
             return learning.trust(self.state, request, moment)
         return []
+
+    def _count_prefill(self, request: Request, view: WorkerView, cached: int) -> None:
+        if request.placed is not None and request.placed.candidate.computes_prompt:
+            tokens = len(request.submitted.prompt_ids) + len(request.emitted_ids)
+            self.state.prefilled.began(view.hello.name, tokens - cached)
 
     def _on_worker_lost(self, event: WorkerLost, now_s: float) -> list[Command]:
         state, incarnation = self.state, event.incarnation

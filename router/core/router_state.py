@@ -33,7 +33,7 @@ from router.core.request import Request, RequestState
 from router.core.state.demand import Demand
 from router.core.state.directory import Directory
 from router.core.state.ladder import Ladders
-from router.core.state.offered import OfferedLoad
+from router.core.state.offered import OfferedLoad, PrefilledByPool
 from router.core.state.quarantine import Quarantine, RecentPairs
 from router.core.state.story import Story, StoryRing
 from router.core.state.waiting import FAILOVER_PATIENCE_S, WaitingRoom
@@ -184,6 +184,7 @@ class RouterState:
     suspects: SuspectRequests = field(default_factory=SuspectRequests)
     lengths: OutputLengths = field(default_factory=OutputLengths)
     offered: OfferedLoad = field(default_factory=OfferedLoad)
+    prefilled: PrefilledByPool = field(default_factory=PrefilledByPool)
     forecast: Forecast = field(init=False)
     ladders: Ladders = field(init=False)
     stories: StoryRing = field(default_factory=StoryRing)

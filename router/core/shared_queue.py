@@ -28,7 +28,7 @@ from router.core.state.candidate import Candidate, PromptPrediction
 from router.core.state.demand import Demand
 from router.core.state.quarantine import Pair
 from router.core.state.worker_view import WorkerView
-from router.core.workers import Workers, book_prefill, fitting
+from router.core.workers import Workers, admitting, book_prefill, fitting
 
 LOOKED_AT = 8
 """Prompts that are looked at, in the queue's order, among those that a free worker could take."""
@@ -245,7 +245,8 @@ class SharedQueueDispatch:
         return [one for one, demand in demands if not self._fitting(demand)]
 
     def _fitting(self, demand: Demand) -> list[WorkerView]:
-        return fitting((view for view in self.workers.values() if view.prefills), demand)
+        could = fitting((view for view in self.workers.values() if view.prefills), demand)
+        return admitting(could, demand) or could
 
     def validate(self) -> None:
         self.queue.validate()

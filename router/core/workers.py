@@ -7,7 +7,7 @@ from math import inf, isfinite
 from typing import NamedTuple
 
 from kvrelay.messages import WorkerHello
-from kvrelay.types import Incarnation, Role
+from kvrelay.types import TAKES_ALL, Incarnation, Role
 from router.core.load.decode_outlook import Expected
 from router.core.load.prefill_queue import Ahead
 from router.core.policy.admission import Admitted
@@ -51,6 +51,7 @@ class Workers(dict[Incarnation, WorkerView]):
         self.missing: frozenset[Role] = frozenset()
         self._seen: set[Role] = set()
         self._by_role: ByRole | None = None
+        self._has_rules = False
         self._assign_roles()
 
     def __setitem__(self, worker: Incarnation, view: WorkerView) -> None:
@@ -65,7 +66,7 @@ class Workers(dict[Incarnation, WorkerView]):
 
     def take_role(self, view: WorkerView, role: Role, epoch: int) -> None:
         """The worker has told another role than it had."""
-        view.own_role, view.role_epoch = role, epoch
+        view.take_role(role, epoch)
         self._assign_roles()
 
     def _assign_roles(self) -> None:
@@ -75,6 +76,7 @@ class Workers(dict[Incarnation, WorkerView]):
         for view in self.values():
             view.serve_as(Role.BOTH if self.missing else view.own_role)
         self._by_role = None
+        self._has_rules = any(view.hello.takes != TAKES_ALL for view in self.values())
 
     def by_role(self) -> ByRole:
         """Each in the order in which they joined."""
@@ -148,8 +150,10 @@ class Workers(dict[Incarnation, WorkerView]):
         forecast: Forecast,
     ) -> WorkerChoice:
         """The workers that could serve it, without decode workers that were `tried` and workers
-        that drain."""
+        that drain. Those whose rule leaves its prompt to others only if there are no others."""
         prefills, decodes, both = [fitting(views, demand) for views in self.by_role()]
+        if self._has_rules:
+            prefills, both = _by_rules(demand, prefills, decodes, both)
         if demand.is_prompt_only:
             prefills, decodes, both = [], [], [*prefills, *both] or decodes
         return WorkerChoice(
@@ -233,6 +237,25 @@ def fitting(views: Iterable[WorkerView], demand: Demand) -> list[WorkerView]:
         and not view.draining
     ]
     return [view for view in could if not view.suspect] or could
+
+
+def admitting(views: Iterable[WorkerView], demand: Demand) -> list[WorkerView]:
+    """The workers whose rule admits its prompt."""
+    return [view for view in views if demand.is_for(view)]
+
+
+def _by_rules(
+    demand: Demand,
+    prefills: list[WorkerView],
+    decodes: Collection[WorkerView],
+    both: list[WorkerView],
+) -> tuple[list[WorkerView], list[WorkerView]]:
+    """The prefill workers and those of both roles whose rule admits it; all if those can't serve
+    it."""
+    chosen, alone = admitting(prefills, demand), admitting(both, demand)
+    if alone or (chosen and (decodes or demand.is_prompt_only)):
+        return chosen, alone
+    return prefills, both
 
 
 def _kept_tpot_s(demand: Demand, worker: WorkerView) -> float | None:

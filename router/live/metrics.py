@@ -25,7 +25,9 @@ from prometheus_client.utils import floatToGoString
 
 from kvrelay.gc_pauses import GcPauses
 from kvrelay.messages import SHOWN, LinkState, Shown, kv_used
+from kvrelay.types import TAKES_ALL
 from router.core.state.generation import ClusterSnapshot, WorkerStatus
+from router.core.state.offered import pool_of
 from router.core.state.quarantine import Pair
 
 Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
@@ -167,6 +169,7 @@ class ClusterGauges(Collector):
         yield self._pool_nodes()
         yield from self._tiers()
         yield from self._offered()
+        yield from self._prefilled()
         yield from self._needs()
         yield self._starts()
         yield from self._pauses()
@@ -184,6 +187,26 @@ class ClusterGauges(Collector):
             for tier, work in self._snapshot.offered.items():
                 counter.add_metric((self._model_name, tier), getattr(work, name))
             yield counter
+
+    def _prefilled(self) -> Iterable[Metric]:
+        """By pool of workers, whoever of them is there."""
+        labels = ("model_name", "pool")
+        sums = (
+            ("prompts", "Prompts that the pool's workers have begun to compute."),
+            ("tokens", "Tokens of these prompts that were not cached."),
+        )
+        for attribute, text in sums:
+            name = f"kvrelay:pool_prefilled_{attribute}"
+            counter = CounterMetricFamily(name, text, labels=labels)
+            for pool, work in self._snapshot.prefilled.items():
+                counter.add_metric((self._model_name, pool), getattr(work, attribute))
+            yield counter
+        text = "1 for each pool that takes only some prompts, with its rule."
+        rules = GaugeMetricFamily("kvrelay:pool_takes_info", text, labels=(*labels, "takes"))
+        ruled = [one for one in self._snapshot.workers if one.takes != TAKES_ALL]
+        for pool, rule in sorted({(pool_of(one.name), str(one.takes)) for one in ruled}):
+            rules.add_metric((self._model_name, pool, rule), 1.0)
+        yield rules
 
     def _needs(self) -> Iterable[Metric]:
         """By what was offered to this router over the last minute; sums over routers."""

@@ -283,6 +283,7 @@ class ClusterViews:
             tiers=ladder_statuses(state.ladders, now_s),
             pauses=PAUSES,
             offered={tier: replace(work) for tier, work in state.offered.tiers.items()},
+            prefilled={pool: replace(work) for pool, work in state.prefilled.items()},
             needs=self._needs(now_s),
             starts=self.starts.told(),
         )
@@ -322,6 +323,7 @@ class ClusterViews:
             activity=recent.activity() if recent is not None else NO_ACTIVITY,
             kv_token_bytes=hello.kv_token_bytes,
             start=hello.start,
+            takes=hello.takes,
         )
 
     def _with_links(self, view: WorkerView) -> WorkerStatus:

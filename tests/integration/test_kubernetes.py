@@ -309,6 +309,15 @@ def test_prometheus_finds_the_internal_port(overlay: str, tmp_path: Path) -> Non
     assert endpoint["path"] == "/metrics"
 
 
+def test_alerts_come_with_the_operator() -> None:
+    assert "PrometheusRule" not in {m["kind"] for m in render("cpu")}, "the operator may lack"
+    (rules,) = [
+        m for m in render_with("cpu", "prometheus-operator") if m["kind"] == "PrometheusRule"
+    ]
+    assert rules["metadata"]["labels"]["app.kubernetes.io/name"] == "kvrelay"
+    assert rules["spec"]["groups"][0]["rules"]
+
+
 @each_overlay
 def test_the_job_finds_its_cluster_and_its_file(overlay: str) -> None:
     cluster, job = one(overlay, "RayCluster"), one(overlay, "RayJob")["spec"]

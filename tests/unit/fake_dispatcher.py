@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvrelay.errors import KvrelayError, Refused
 from kvrelay.gc_pauses import GcPauses
 from kvrelay.messages import Counters
-from kvrelay.types import FinishReason, PromptLogprob, Role, TokenLogprobs
+from kvrelay.types import FinishReason, PromptLogprob, PromptRule, Role, TokenLogprobs
 from kvrelay.v1.admin_pb2 import (
     GetDemandResponse,
     GetKvResponse,
@@ -31,6 +31,7 @@ from router.core.state.generation import (
     TierStatus,
     WorkerStatus,
 )
+from router.core.state.offered import PrefilledWork
 from tests.unit.router_kit import STEP_TIMES
 
 Script = Callable[[GenerationRequest, int], Sequence[int]]
@@ -51,6 +52,7 @@ WORKER = WorkerStatus(
     block_size=16,
     counters=Counters(free_blocks=75),
     step_times=STEP_TIMES,
+    takes=PromptRule(min_prompt_tokens=5),
 )
 
 
@@ -244,6 +246,7 @@ class FakeDispatcher:
             tiers=self.tier_statuses,
             pauses=self.pauses,
             offered={"gold": OfferedWork(requests=5, prompt_tokens=700, output_tokens=90)},
+            prefilled={"cpu": PrefilledWork(prompts=3, tokens=20_000)},
             needs={Role.DECODE: NeedStatus(busy=1.5, desired=2.0, saturation=0.5)},
             starts=self.starts,
         )

@@ -141,6 +141,18 @@ REFUSED = {
     "simulation.noise={sigma: 0.1, recorded: x}": "simulation.noise: expected either sigma or "
     "recorded",
     "workers=[{replicas: 2}]": "workers.0.role: missing, it is required",
+    "workers.0.takes={min_prompt_tokens: 0}": "workers.0.takes.min_prompt_tokens: got 0, "
+    "expected greater than or equal to 1",
+    "workers.0.takes={min_prompt_tokens: 9, max_prompt_tokens: 8}": "workers.0.takes: "
+    "expected max_prompt_tokens: 9 or more, which is min_prompt_tokens",
+    "workers.0.takes={priority: 8}": "workers.0.takes.priority: unknown key, "
+    "expected one of max_prompt_tokens, min_prompt_tokens, tiers",
+    "workers.1.takes={min_prompt_tokens: 9}": "workers.1.takes: "
+    "expected no rule for a pool of role decode: it gets prompts that are computed",
+    "workers.0.takes={tiers: [gold]}": "the cluster file: "
+    "expected takes.tiers of workers: default, and not gold",
+    "workers.0.takes={min_prompt_tokens: 5000}": "the cluster file: "
+    "expected a pool of workers that takes prompts of 1 to 4999 tokens of tier default",
 }
 
 
@@ -528,6 +540,9 @@ CHANGES = {
     "workers.0.cpu_pinning": "off",
     "workers.0.dtype": "float32",
     "workers.0.quantization": "fp8",
+    "workers.0.takes.min_prompt_tokens": 50,
+    "workers.0.takes.max_prompt_tokens": 60,
+    "workers.0.takes.tiers": ["default"],
     "router.host": "0.0.0.0",
     "router.replicas": 3,
     "router.http_port": 1,

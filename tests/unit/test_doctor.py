@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,9 @@ def test_a_process_that_runs_is_dumped(tmp_path: Path, monkeypatch: pytest.Monke
     note = tmp_path / "note"
     kept = f'[ -d /proc/$3 ] && [ -d "$5" ] && echo "$1 $2 $3 $4 $6" > {note}'
     criu(tmp_path, kept, monkeypatch)
+    from_s = time.monotonic()
     assert doctor._snapshots() == "yes"
+    assert time.monotonic() - from_s < 30, "it would sleep for a minute"
     told = note.read_text().split()
     assert told[:2] + told[3:] == ["dump", "--tree", "--images-dir", "--leave-running"]
     assert not psutil.pid_exists(int(told[2]))

@@ -21,7 +21,7 @@ COUNTED_BY = (3, 11)
 """Other versions of Python make other calls, for example none for what they inline."""
 SLACK = 1.02
 BUDGET: dict[Callable[[], Calls], Counts] = {
-    plain_request: Counts(files=83, calls=2308, across=1306),
+    plain_request: Counts(files=83, calls=2313, across=1306),
     hard_request: Counts(files=83, calls=8390, across=4450),
 }
 CALLS_PER_TOKEN = 131.0

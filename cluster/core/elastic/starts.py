@@ -21,7 +21,7 @@ class LatestStarts:
 
     def hear(self, hello: WorkerHello) -> None:
         """Of any router, and again: each start counts once."""
-        if not hello.start or hello.incarnation in self._seconds:
+        if not hello.start:
             return
         self._seconds[hello.incarnation] = whole_s(hello.start)
         if len(self._seconds) > MOST_STARTS:

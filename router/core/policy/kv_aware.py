@@ -311,9 +311,11 @@ class Local(NamedTuple):
 def local_way(
     demand: Demand, choice: WorkerChoice, worker: WorkerView, now_s: float
 ) -> Local | None:
-    """None where the rest of the prompt is too long."""
+    """None where the rest of the prompt is too long, or the worker's rule leaves it to others."""
     left = demand.prompt_tokens - demand.held.tokens(worker)
     if choice.prefills and left > MOST_CHUNKS * worker.chunk_tokens:
+        return None
+    if choice.prefills and not demand.is_for(worker):
         return None
     way = Candidate(decode=worker, prefill=None)
     return Local(way, choice.forecast.prompt(demand, way, now_s))

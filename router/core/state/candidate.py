@@ -60,6 +60,11 @@ class Candidate:
         return self.prefill is None and self.decode.own_role is Role.DECODE
 
     @property
+    def computes_prompt(self) -> bool:
+        """False where the first worker has decoded the request, and only hands it over."""
+        return self.prefill is None or self.prefill.own_role is Role.PREFILL
+
+    @property
     def prefiller(self) -> WorkerView:
         return self.prefill or self.decode
 

@@ -209,6 +209,10 @@ class Demand:
         """It has no output: nothing is handed over."""
         return not self.spec.sampling.max_tokens
 
+    def is_for(self, worker: WorkerView) -> bool:
+        """The worker's rule admits the prompt. What was emitted already doesn't count."""
+        return worker.hello.takes.admits(len(self.spec.prompt_ids), self.tier.name)
+
     @cached_property
     def choices(self) -> int:
         return self.spec.sampling.n

@@ -16,9 +16,11 @@ from kvrelay.messages import NO_ACTIVITY, Activity, Counters
 from kvrelay.starts import PhaseSeconds
 from kvrelay.types import (
     NO_OBJECTIVES,
+    TAKES_ALL,
     FinishReason,
     Objectives,
     PromptLogprob,
+    PromptRule,
     Role,
     Sampling,
     StepCoefficients,
@@ -34,6 +36,7 @@ from kvrelay.v1.worker_pb2 import SetStateRequest, SetStateResponse
 from router.core.load.offered import OfferedWork
 from router.core.load.starts import StartTimes
 from router.core.promises.work import ToldPromise
+from router.core.state.offered import PrefilledWork
 from router.core.state.quarantine import Pair
 
 
@@ -136,6 +139,7 @@ class WorkerStatus:
     activity: Activity = NO_ACTIVITY
     kv_token_bytes: int = 0
     start: tuple[PhaseSeconds, ...] = ()
+    takes: PromptRule = TAKES_ALL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +229,8 @@ class ClusterSnapshot:
     pauses: GcPauses
     offered: Mapping[str, OfferedWork]
     """# tier |-> its work"""
+    prefilled: Mapping[str, PrefilledWork]
+    """# pool |-> what its workers have begun"""
     needs: Mapping[Role, NeedStatus]
     starts: Mapping[str, StartTimes]
     """# phase of a start, or whole |-> how long it took the workers that came here first"""

@@ -3,6 +3,8 @@
 Admission keeps queues and latencies low by refusing, so they say nothing about need. What is
 offered does: the work of admitted and of refused requests. A client that was refused and comes
 back when it was told to is the same work, counted once.
+
+Which prompts the workers of each pool have computed: the share of a pool. Pure.
 """
 
 from __future__ import annotations
@@ -53,3 +55,33 @@ def most_cached(demand: Demand, worker: WorkerView | None) -> int:
     if worker is None:
         return 0
     return max(demand.held.blocks(worker).values(), default=0) * worker.hello.block_size
+
+
+@dataclass(slots=True)
+class PrefilledWork:
+    """Prompts that were begun, and their tokens that were not cached. A prompt that is begun anew
+    after its worker has died counts again."""
+
+    prompts: int = 0
+    tokens: int = 0
+
+
+class PrefilledByPool(dict[str, PrefilledWork]):
+    """# pool |-> what its workers have begun. A pool stays when its last worker leaves."""
+
+    def __missing__(self, pool: str) -> PrefilledWork:
+        work = self[pool] = PrefilledWork()
+        return work
+
+    def join(self, worker: str) -> None:
+        self.setdefault(pool_of(worker), PrefilledWork())
+
+    def began(self, worker: str, tokens: int) -> None:
+        work = self[pool_of(worker)]
+        work.prompts += 1
+        work.tokens += tokens
+
+
+def pool_of(worker: str) -> str:
+    """A worker is named by its pool and a number; one without a number is a pool of its own."""
+    return worker.rpartition("-")[0] or worker

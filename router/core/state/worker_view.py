@@ -129,7 +129,8 @@ class WorkerView:
     Released."""
     incarnation: Incarnation = field(init=False)
     own_role: Role = field(init=False)  # as the worker told, last in this epoch
-    role_epoch: int = 0
+    role_epoch: int = field(init=False)
+    chunk_tokens: int = field(init=False)  # prompt tokens of a step, in its own role
     role: Role = field(init=False)  # in effect: its own, or both
     prefills: bool = field(init=False)  # and does nothing else
     naming: Naming = field(init=False)
@@ -143,7 +144,7 @@ class WorkerView:
         names = (hello.fingerprint, hello.physical_format, hello.rope_border_tokens)
         self.naming = (*names, hello.block_size)
         self.incarnation = hello.incarnation
-        self.own_role = hello.role
+        self.take_role(hello.role, 0)
         self.serve_as(hello.role)
 
     @staticmethod
@@ -154,12 +155,11 @@ class WorkerView:
         self.role = role
         self.prefills = role is Role.PREFILL
 
-    @property
-    def chunk_tokens(self) -> int:
-        """Prompt tokens of a step; on a decode worker the running requests wait for them."""
-        hello = self.hello
-        is_decode = self.own_role is Role.DECODE
-        return hello.mixed_chunk_tokens if is_decode else hello.prefill_chunk_tokens
+    def take_role(self, role: Role, epoch: int) -> None:
+        """That the worker told. On a decode worker the running requests wait for a prompt's step."""
+        hello, self.own_role, self.role_epoch = self.hello, role, epoch
+        is_decode = role is Role.DECODE
+        self.chunk_tokens = hello.mixed_chunk_tokens if is_decode else hello.prefill_chunk_tokens
 
     def said(self, counters: Counters) -> None:
         first = self.counters is NOTHING_TOLD
