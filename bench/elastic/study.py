@@ -32,6 +32,7 @@ from bench.elastic.served import (
 )
 from cluster.config.schema import Config
 from cluster.core.elastic.controller import ElasticPolicy
+from cluster.sim.elastic import Life
 from cluster.sim.results.report import report
 from cluster.sim.simulation import ClusterSimulation, Scale
 from cluster.sim.trace import Outcome, TraceRequest
@@ -77,7 +78,7 @@ class Cell:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
     """`late_flips`: after ten minutes. `hours`: of workers, over those of the whole fleet.
-    `refused_s`: when the last ten seconds had ended of which over 2 % was refused."""
+    `refused_late`: the share of the later half of all requests."""
 
     cell: Cell
     offered: int
@@ -88,7 +89,7 @@ class Shown:
     hours: float
     added: int
     left: int
-    refused_s: float
+    refused_late: float
     took_s: float
 
     def line(self) -> str:
@@ -98,7 +99,7 @@ class Shown:
             f"{cell.seed}  {self.offered:6d} offered  attainment {100 * self.attainment:5.1f} %  "
             f"goodput {self.goodput_per_s:6.2f}/s  flips {self.flips:3d}, after ten minutes "
             f"{self.late_flips:3d}  hours {self.hours:4.2f}, {self.added} came, {self.left} left  "
-            f"refusals until {self.refused_s:.0f} s  ({self.took_s:.0f} s)"
+            f"refused in the later half {100 * self.refused_late:.1f} %  ({self.took_s:.0f} s)"
         )
 
 
@@ -163,20 +164,21 @@ def run(cell: Cell) -> Shown:
         goodput_per_s=found.goodput_per_s,
         flips=len(simulated.flips),
         late_flips=sum(flip.at_s > 600 for flip in simulated.flips),
-        hours=simulated.worker_s / simulated.ended_s / cell.workers,
+        hours=_worker_s(lives, simulated.ended_s) / simulated.ended_s / cell.workers,
         added=sum(life.since_s > 0 for life in lives),
         left=sum(life.until_s is not None for life in lives),
-        refused_s=_refused_until(simulated.outcomes),
+        refused_late=_refused_late(simulated.outcomes),
         took_s=time.monotonic() - began_s,
     )
 
 
-def _refused_until(outcomes: Iterable[Outcome]) -> float:
-    tens: dict[int, list[bool]] = {}
-    for one in outcomes:
-        tens.setdefault(int(one.request.arrival_s // 10), []).append(bool(one.refused))
-    ends = [10.0 * (n + 1) for n, came in tens.items() if sum(came) > 0.02 * len(came)]
-    return max(ends, default=0.0)
+def _worker_s(lives: Sequence[Life], ended_s: float) -> float:
+    return sum(one.seconds(ended_s) for one in lives)
+
+
+def _refused_late(outcomes: Sequence[Outcome]) -> float:
+    late = outcomes[len(outcomes) // 2 :]
+    return sum(bool(one.refused) for one in late) / len(late)
 
 
 def cells(args: argparse.Namespace) -> Iterable[Cell]:

@@ -361,6 +361,7 @@ def _hello(name: Incarnation, role: Role) -> WorkerHello:
         max_model_len=32_768,
         max_running_requests=SLOTS,
         prefill_chunk_tokens=8192,
+        mixed_chunk_tokens=8192,
         vocab_size=50_000,
         physical_format="p",
         step_times=STEP_TIMES,

@@ -109,6 +109,7 @@ def _hello(vocab_size: int) -> WorkerHello:
         max_model_len=CONTEXT,
         max_running_requests=256,
         prefill_chunk_tokens=8192,
+        mixed_chunk_tokens=8192,
         vocab_size=vocab_size,
         step_times=StepCoefficients(),
         kv_token_bytes=1000,

@@ -169,6 +169,7 @@ def _hello(name: Incarnation, role: Role) -> WorkerHello:
         max_model_len=8192,
         max_running_requests=256,
         prefill_chunk_tokens=2048,
+        mixed_chunk_tokens=2048,
         vocab_size=50_000,
         step_times=STEP_TIMES,
         physical_format="p",

@@ -94,10 +94,9 @@ class WorkerSettings:
     def threads_per_rank(self) -> int | None:
         return None if self.cpu_threads is None else max(1, self.cpu_threads // self.tensor)
 
-    @property
-    def own_chunk_tokens(self) -> int:
+    def chunk_tokens(self, role: Role) -> int:
         """Prompt tokens of a step; on a decode worker the running requests wait for them."""
-        if self.role is not Role.DECODE:
+        if role is not Role.DECODE:
             return self.prefill_chunk_tokens
         return min(self.prefill_chunk_tokens, self.mixed_chunk_tokens)
 

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from cluster.core.desired import pool_of
 from cluster.core.elastic.controller import ElasticController, new_controller
@@ -165,8 +165,7 @@ def _busy(worker: pb.WorkerDemand) -> Busy:
 
 def _model(workers: Sequence[pb.WorkerDemand]) -> WorkerModel:
     """Workers are taken to be alike. Raises PeerError for another version of kvrelay."""
-    chunk_tokens = max(one.hello.prefill_chunk_tokens for one in workers)
-    return replace(model_of(_hello(workers[0])), chunk_tokens=chunk_tokens)
+    return model_of(_hello(workers[0]))
 
 
 def _hello(worker: pb.WorkerDemand) -> WorkerHello:

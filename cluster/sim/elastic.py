@@ -33,6 +33,11 @@ class Life:
     worker: str | None = None
     until_s: float | None = None
 
+    def seconds(self, ended_s: float) -> float:
+        """Those in which it starts and leaves included."""
+        until_s = ended_s if self.until_s is None else min(self.until_s, ended_s)
+        return max(0.0, until_s - self.since_s)
+
 
 @dataclass(slots=True, kw_only=True)
 class SimElastic:
@@ -56,10 +61,6 @@ class SimElastic:
         self.lives = [Life(role=one.core.role, worker=one.name) for one in self.workers.values()]
         if self.policy is not None:
             self.clock.at(0.0, self._look)
-
-    def worker_s(self, ended_s: float) -> float:
-        """Seconds of all workers together, those in which they start and leave included."""
-        return sum((one.until_s or ended_s) - one.since_s for one in self.lives)
 
     def _look(self, _: None) -> None:
         assert self.policy is not None

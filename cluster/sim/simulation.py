@@ -19,7 +19,7 @@ from cluster.core.elastic.of_file import elastic_rules
 from cluster.core.plan import router_settings, worker_settings
 from cluster.core.resolve import Site, resolve, worker_names
 from cluster.sim.changes import Failures, check_failures
-from cluster.sim.elastic import Flip, SimElastic
+from cluster.sim.elastic import Flip, Life, SimElastic
 from cluster.sim.machines.clock import Clock
 from cluster.sim.machines.links import Fabric, Post
 from cluster.sim.machines.noise import DrawnNoise, ReplayedNoise, StepNoise
@@ -75,7 +75,7 @@ class Simulated:
     level_changes: int
     ahead_tokens: int
     flips: Sequence[Flip]
-    worker_s: float
+    lives: Sequence[Life]
     pools: SimPools | None
 
 
@@ -283,7 +283,7 @@ class ClusterSimulation:
             moved_bytes=self._fabric.moved_bytes,
             ahead_tokens=self.clients.parts.computed_tokens,
             flips=self.elastic.flips,
-            worker_s=self.elastic.worker_s(self.clock.now_s),
+            lives=self.elastic.lives,
             level_changes=sum(router.level_changes for router in self.routers),
             pools=self.pools,
         )

@@ -28,7 +28,7 @@ from kvpool.core.transfer.messages import HandoffMode, PeerHello
 from kvpool.core.transfer.pool_map import KvFacts
 from kvpool.core.transfer.slabs import SlabId, SlabState, Staging, plan_staging
 from kvrelay.messages import WorkerHello
-from kvrelay.types import WIRE_VERSION, Incarnation, StepCoefficients
+from kvrelay.types import WIRE_VERSION, Incarnation, Role, StepCoefficients
 
 FINGERPRINT = "simulated"
 _POOL_TICK_S = 1.0
@@ -255,7 +255,8 @@ class SimWorker:
             total_blocks=self.hardware.blocks,
             max_model_len=self.hardware.max_model_len,
             max_running_requests=settings.max_running_requests,
-            prefill_chunk_tokens=settings.own_chunk_tokens,
+            prefill_chunk_tokens=settings.prefill_chunk_tokens,
+            mixed_chunk_tokens=settings.chunk_tokens(Role.DECODE),
             vocab_size=2**32,
             step_times=self.hardware.told,
             handoff_by_pool=settings.handoff == HandoffMode.POOL,

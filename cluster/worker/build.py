@@ -44,7 +44,7 @@ from kvpool.transport.endpoints import EndpointOptions
 from kvpool.transport.link_kind import LinkKind
 from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvrelay.messages import WorkerHello
-from kvrelay.types import WIRE_VERSION, Incarnation
+from kvrelay.types import WIRE_VERSION, Incarnation, Role
 
 log = logging.getLogger(__name__)
 
@@ -303,7 +303,8 @@ def _hello(
         total_blocks=engine.memory.blocks,
         max_model_len=facts.max_model_len,
         max_running_requests=settings.max_running_requests,
-        prefill_chunk_tokens=settings.own_chunk_tokens,
+        prefill_chunk_tokens=settings.prefill_chunk_tokens,
+        mixed_chunk_tokens=settings.chunk_tokens(Role.DECODE),
         vocab_size=facts.vocab_size,
         physical_format=names.physical_format,
         rope_border_tokens=names.rope_border_tokens,

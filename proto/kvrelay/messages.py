@@ -123,7 +123,8 @@ ToWorker = Reserve | Prefill | Generate | Preload | Abort | Stop | Suspect
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerHello:
-    """`physical_format` and `rope_border_tokens`, with the fingerprint, name its blocks;
+    """`prefill_chunk_tokens`: of a prompt in a step; `mixed_chunk_tokens`: while it is a decode
+    worker. `physical_format` and `rope_border_tokens`, with the fingerprint, name its blocks;
     `kv_token_bytes` is the KV of one token; `cpus`, such as 0-3, are its own, if it has any.
     `handoff_by_pool`: prompts that are computed elsewhere come to it through the pool. When it has
     died, the process at `witness` tells how, to those who have the key. `start`: the phases of its
@@ -142,6 +143,7 @@ class WorkerHello:
     max_model_len: int
     max_running_requests: int
     prefill_chunk_tokens: int
+    mixed_chunk_tokens: int
     vocab_size: int
     step_times: StepCoefficients
     physical_format: str = ""

@@ -334,4 +334,4 @@ def is_free(worker: WorkerView) -> bool:
     if not worker.prefills or worker.draining or worker.suspect:
         return False
     others = max(0, worker.counters.prefill_waiting_tokens - worker.queue.tokens)
-    return worker.queue.left_tokens + others <= worker.hello.prefill_chunk_tokens
+    return worker.queue.left_tokens + others <= worker.chunk_tokens

@@ -37,7 +37,7 @@ AT_ONCE = Slo(ttft_s=0.001)
 
 
 @contextmanager
-def offered(cluster: Cluster, tokens: int, max_tokens: int) -> Iterator[None]:
+def offering(grpc_address: str, tokens: int, max_tokens: int) -> Iterator[None]:
     """More than anybody could serve, and so refused, but for a trial now and then."""
     enough = Event()
 
@@ -48,7 +48,7 @@ def offered(cluster: Cluster, tokens: int, max_tokens: int) -> Iterator[None]:
                 client.generate(prompt, max_tokens=max_tokens, ignore_eos=True, slo=AT_ONCE)
             time.sleep(0.02)
 
-    with Client(cluster.grpc_address) as client, ThreadPoolExecutor(CLIENTS) as pool:
+    with Client(grpc_address) as client, ThreadPoolExecutor(CLIENTS) as pool:
         asking = [pool.submit(ask, client, number) for number in range(CLIENTS)]
         try:
             yield
@@ -93,11 +93,11 @@ def test_roles_follow_what_is_asked_for(
     ]
     asked = prompts(2, 40)
     with running_cluster(llama, workers) as cluster:
-        expected = ask_all(cluster, asked)
+        at, expected = cluster.grpc_address, ask_all(cluster, asked)
         with keeping(cluster):
-            with offered(cluster, tokens=200, max_tokens=1):
+            with offering(at, tokens=200, max_tokens=1):
                 wait_for(cluster, 3)
-            with offered(cluster, tokens=2, max_tokens=250):
+            with offering(at, tokens=2, max_tokens=250):
                 wait_for(cluster, 1)
             metrics = httpx.get(f"{cluster.internal_url}/metrics", headers=HEADERS).text
             assert "kvrelay:desired_workers{model_name" in metrics

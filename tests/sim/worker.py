@@ -394,6 +394,7 @@ class Worker:
             max_model_len=self.shape.longest_tokens,
             max_running_requests=MAX_RUNNING,
             prefill_chunk_tokens=CHUNK_TOKENS,
+            mixed_chunk_tokens=CHUNK_TOKENS,
             vocab_size=50,
             physical_format=NAMES.physical_format,
             step_times=TIMES,

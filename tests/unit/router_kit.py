@@ -69,6 +69,7 @@ def hello(
         max_model_len=max_model_len,
         max_running_requests=places,
         prefill_chunk_tokens=8,
+        mixed_chunk_tokens=8,
         vocab_size=50,
         step_times=STEP_TIMES,
         physical_format="float32/block4",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvrelay.messages import Counters, Prefill, Preload, Reserve
@@ -44,6 +46,21 @@ def busy(core: RouterCore, worker: Incarnation) -> None:
 
 def three() -> RouterCore:
     return core_with(a=Role.PREFILL, b=Role.DECODE, c=Role.DECODE)
+
+
+def test_its_prompts_are_predicted_in_the_chunks_of_its_new_role() -> None:
+    core = RouterCore()
+    a, b = (
+        replace(hello(name, role), mixed_chunk_tokens=2)
+        for name, role in (("a", Role.PREFILL), ("b", Role.DECODE))
+    )
+    for one in (a, b):
+        core.handle(WorkerJoined(hello=one), 0)
+    views = [core.state.workers[one] for one in (A, B)]
+    assert [view.chunk_tokens for view in views] == [a.prefill_chunk_tokens, 2]
+    takes(core, "b", Role.PREFILL)
+    takes(core, "a", Role.DECODE)
+    assert [view.chunk_tokens for view in views] == [2, b.prefill_chunk_tokens]
 
 
 def roles(core: RouterCore) -> list[Role]:

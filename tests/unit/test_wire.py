@@ -17,6 +17,7 @@ from kvpool.wire import peer as peer_wire
 from kvrelay import wire
 from kvrelay.errors import PeerError
 from kvrelay.messages import Lifetime, WorkerHello
+from kvrelay.starts import PhaseSeconds
 from kvrelay.types import WIRE_VERSION, RequestKey, Role
 from kvrelay.v1 import peer_pb2
 from kvrelay.v1 import worker_pb2 as pb
@@ -36,7 +37,13 @@ def test_worker_events_keep_their_age(at_s: float, sent_s: float, read_s: float)
 
 @pytest.mark.parametrize("role", Role)
 def test_worker_hello(role: Role) -> None:
-    ours = replace(hello("w", role, handoff_by_pool=True), witness="h:1", witness_key="k")
+    ours = replace(
+        hello("w", role, handoff_by_pool=True),
+        witness="h:1",
+        witness_key="k",
+        start=(PhaseSeconds(phase="load", seconds=1.5),),
+        is_new=True,
+    )
     assert wire.decode_hello(wire.encode_hello(ours)) == ours
     assert all(getattr(ours, name) for name in WorkerHello.__dataclass_fields__)  # none is empty
 

@@ -147,6 +147,7 @@ class Harness:
             self.pace,
             max_model_len=16,
             role=Role.DECODE,
+            chunk_tokens={Role.DECODE: 8, Role.PREFILL: 64}.__getitem__,
             launches_ahead=launches_ahead,
         )
         self.links = Links()
@@ -435,6 +436,7 @@ def test_another_role_is_told_to_every_router_at_once() -> None:
     worker.inbox.put(RunOnLoop(lambda: worker.core.take_role(Role.PREFILL)))
     worker.loop.turn()
     assert {(one.counters.role, one.counters.role_epoch) for one in streams} == {(Role.PREFILL, 1)}
+    assert worker.core.decode.batch.chunk_tokens == 64, "nobody who decodes waits for a prompt"
     told = [len(one.told) for one in streams]
     worker.inbox.put(RunOnLoop(lambda: worker.core.take_role(Role.PREFILL)))
     worker.loop.turn()

@@ -15,8 +15,9 @@ from router.core.load.offered import OfferedWork
 
 LEAST_S = 5.0
 """Less time of looking says nothing of how many workers are needed."""
-TOTALS_WINDOW_S = 60.0
-"""Numbers follow means over so long: chance in less would ask for room that nobody uses."""
+SLOW_WINDOW_S = 60.0
+"""Numbers follow means over so long: chance in less would ask for room that nobody uses. So does
+what decodes: answers go on for about as long, and even out what comes by chance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ class ElasticController:
 
     def __post_init__(self) -> None:
         self.rate = OfferedRate(window_s=self.window_s)
-        self.slow_rate = OfferedRate(window_s=TOTALS_WINDOW_S)
+        self.slow_rate = OfferedRate(window_s=SLOW_WINDOW_S)
 
     def keep(self, rules: ElasticRules, fixed: Counts) -> None:
         """`fixed`: workers that no rule is for; there may be others by now."""
@@ -61,10 +62,11 @@ class ElasticController:
             self.totals.rules = totals
 
     def look(self, offered: OfferedWork, fleet: Fleet, now_s: float) -> Decision:
-        self.needs = self._needs(self.rate, offered, now_s)
+        fast = self._needs(self.rate, offered, now_s)
         slow = self._needs(self.slow_rate, offered, now_s)
-        if self.needs is None or slow is None:
+        if fast is None or slow is None:
             return NOTHING
+        self.needs = fast.with_decode_of(slow)
         roles, totals = self.roles, self.totals
         return Decision(
             prefill=None if roles is None else roles.look(self.needs, fleet, now_s),
@@ -73,7 +75,7 @@ class ElasticController:
 
     def _needs(self, rate: OfferedRate, offered: OfferedWork, now_s: float) -> Needs | None:
         rate.note(now_s, offered)
-        if rate.covers_s < LEAST_S:
+        if rate.covers_s < min(LEAST_S, rate.window_s / 2):
             return None
         return Needs.of(rate.per_second, self.model, rate.covers_s)
 

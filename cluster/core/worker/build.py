@@ -68,6 +68,7 @@ def build_worker_core(
         pace,
         max_model_len=max_model_len,
         role=settings.role,
+        chunk_tokens=settings.chunk_tokens,
         most_steps=most_steps,
         launches_ahead=launches_ahead,
     )
@@ -111,7 +112,7 @@ def _prefill(settings: WorkerSettings, lookup: PrefixLookup, times: StepTimes) -
 def _batch(settings: WorkerSettings, lookup: PrefixLookup, times: StepTimes) -> Batch:
     return Batch(
         lookup=lookup,
-        chunk_tokens=settings.own_chunk_tokens,
+        chunk_tokens=settings.chunk_tokens(settings.role),
         shares=tier_shares(settings),
         times=times,
         rope_border_tokens=lookup.tables.names.rope_border_tokens,

@@ -86,16 +86,19 @@ class WorkerCore:
         *,
         max_model_len: int,
         role: Role,
+        chunk_tokens: Callable[[Role], int],
         most_steps: int = 1,
         launches_ahead: bool = False,
     ) -> None:
-        """`most_steps` and `launches_ahead` are those of StepTurns."""
+        """`chunk_tokens`: of a prompt beside running requests, by role. `most_steps` and
+        `launches_ahead` are those of StepTurns."""
         self.lookup = lookup
         self.prefill = prefill
         self.decode = decode
         self.pace = pace
         self.draining = False
         self.role, self.role_epoch = role, 0
+        self._chunk_tokens = chunk_tokens
         self.reports = BlockReports(lookup.tables.device)
         self.prefixes = PrefixExchange(lookup)
         self.copies = CopyWatch()
@@ -151,6 +154,7 @@ class WorkerCore:
         schedulers are there."""
         if role is not self.role:
             self.role, self.role_epoch = role, self.role_epoch + 1
+            self.decode.batch.chunk_tokens = self._chunk_tokens(role)
             self._routers.report_all()
 
     def drain(self) -> None:

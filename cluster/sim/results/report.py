@@ -8,18 +8,17 @@ How busy the pools of a simulation were, and what that cost. Pure.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.config.simulation import SloSection
-from cluster.core.resolve import worker_names
+from cluster.core.desired import pool_of
 from cluster.sim.profiles.load import HardwareProfile
 from cluster.sim.simulation import Simulated
 from cluster.sim.timeline import TimelinePoint
 from cluster.sim.trace import Outcome
 from cluster.sim.worker import SimWorker
-from kvrelay.types import Incarnation
 
 SECONDS_PER_HOUR = 3600.0
 JOULES_PER_KWH = 3.6e6
@@ -56,22 +55,31 @@ class Cost:
 
 def pool_uses(simulated: Simulated, duration_s: float) -> tuple[PoolUse, ...]:
     pools = simulated.config.workers
-    fleet = simulated.fleet
+    workers = defaultdict(list)
+    for worker in simulated.fleet.workers.values():
+        workers[pool_of(worker.name)].append(worker)
     return tuple(
         _use(
             str(pool.role or "auto"),
-            [worker for name in names for worker in fleet.of(name)],
-            fleet.profiles[Incarnation(names[0])],
-            len(names) * duration_s,
+            workers[pool.label],
+            simulated.fleet.profiles[workers[pool.label][0].incarnation],
+            _worker_s(simulated, pool.label, duration_s),
         )
-        for pool, names in zip(pools, worker_names(pools), strict=True)
+        for pool in pools
     )
+
+
+def _worker_s(simulated: Simulated, pool: str, duration_s: float) -> float:
+    """Of all its workers together, also while they start."""
+    lives = [one for one in simulated.lives if one.worker is not None]
+    ours = [one for one in lives if pool_of(one.worker or "") == pool]
+    return sum(one.seconds(duration_s) for one in ours)
 
 
 def _use(
     role: str, workers: Sequence[SimWorker], profile: HardwareProfile, total_s: float
 ) -> PoolUse:
-    """`total_s` of all its workers together; one that died and its successor count as one."""
+    """One that died and its successor count as one."""
     prefill_s = sum(worker.device.prefill_busy_s for worker in workers)
     decode_s = sum(worker.device.decode_busy_s for worker in workers)
     counters = [worker.core.counters(worker.links.states) for worker in workers]

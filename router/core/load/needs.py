@@ -91,6 +91,11 @@ class Needs:
             decode=self.decode * max(0.0, 1 - sign * DOUBT * self.decode_chance),
         )
 
+    def with_decode_of(self, other: Needs) -> Needs:
+        return replace(
+            self, decode=other.decode, batch=other.batch, decode_chance=other.decode_chance
+        )
+
     def scaled(self, prefill: float, decode: float) -> Needs:
         return replace(self, prefill=self.prefill * prefill, decode=self.decode * decode)
 

@@ -148,7 +148,7 @@ class Forecast:
                 messages_s=messages_s(candidate),
             )
         step_s = 0.0 if beside is None else worker.step_s(beside)  # one runs already
-        steps = -(-(demand.prompt_tokens - own) // worker.hello.prefill_chunk_tokens)
+        steps = -(-(demand.prompt_tokens - own) // worker.chunk_tokens)
         return PromptPrediction(
             queue_s=queue_s + step_s,
             pull_s=pull_s,
@@ -334,7 +334,7 @@ def prompt_s(
     """Seconds to compute what is not cached, chunk by chunk, `beside` in each of the steps."""
     if beside is None:
         return worker.prompt_s(prompt_tokens, cached_tokens)
-    chunk, seconds, done = worker.hello.prefill_chunk_tokens, 0.0, cached_tokens
+    chunk, seconds, done = worker.chunk_tokens, 0.0, cached_tokens
     while done < prompt_tokens:
         take = min(chunk, prompt_tokens - done)
         seconds += worker.step_s(prefill_work(take, done) + beside)

@@ -313,7 +313,7 @@ def local_way(
 ) -> Local | None:
     """None where the rest of the prompt is too long."""
     left = demand.prompt_tokens - demand.held.tokens(worker)
-    if choice.prefills and left > MOST_CHUNKS * worker.hello.prefill_chunk_tokens:
+    if choice.prefills and left > MOST_CHUNKS * worker.chunk_tokens:
         return None
     way = Candidate(decode=worker, prefill=None)
     return Local(way, choice.forecast.prompt(demand, way, now_s))

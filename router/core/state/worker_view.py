@@ -154,6 +154,13 @@ class WorkerView:
         self.role = role
         self.prefills = role is Role.PREFILL
 
+    @property
+    def chunk_tokens(self) -> int:
+        """Prompt tokens of a step; on a decode worker the running requests wait for them."""
+        hello = self.hello
+        is_decode = self.own_role is Role.DECODE
+        return hello.mixed_chunk_tokens if is_decode else hello.prefill_chunk_tokens
+
     def said(self, counters: Counters) -> None:
         first = self.counters is NOTHING_TOLD
         self.counters = counters
@@ -182,7 +189,7 @@ class WorkerView:
     def prompt_s(self, tokens: int, cached: int) -> float:
         """What is not `cached` of a prompt, chunk by chunk."""
         try:
-            return self.times.prompt_s(tokens, cached, self.hello.prefill_chunk_tokens)
+            return self.times.prompt_s(tokens, cached, self.chunk_tokens)
         except NotCovered:
             return inf
 
