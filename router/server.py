@@ -18,7 +18,9 @@ from router.carried.signing import ClusterKey
 from router.chat.conversations import DEFAULT_KEPT, KeptBounds, KeptConversations
 from router.chat.formats.choice import AUTO, formats_of
 from router.core.state.generation import Dispatcher
+from router.grpc_api.changes import Changes, OfProcesses
 from router.grpc_api.server import (
+    AdminApi,
     Health,
     InferenceApi,
     create_internal_server,
@@ -87,7 +89,8 @@ class ServerOptions:
 
 
 class RouterServers:
-    """`add_internal` may add more services to the internal gRPC port before it opens."""
+    """`add_internal` may add more services to the internal gRPC port before it opens. `changes`:
+    of who controls the cluster; None: nobody does."""
 
     def __init__(
         self,
@@ -98,6 +101,7 @@ class RouterServers:
         options: ServerOptions,
         *,
         add_internal: Callable[[grpc.aio.Server], None] = lambda server: None,
+        changes: Changes | None = None,
     ) -> None:
         self.service = TextService(
             dispatcher,
@@ -115,6 +119,7 @@ class RouterServers:
         )
         self._options = options
         self._add_internal = add_internal
+        self._changes = changes or OfProcesses(dispatcher)
         self._health = Health(self.service)
         self._watches = Watches()
         self._public: Listener | None = None
@@ -133,7 +138,8 @@ class RouterServers:
         )
         public = create_public_server(inference, self._health, self._options.max_body_bytes)
         token, open_metrics = self._options.access.token, self._options.open_metrics
-        internal = create_internal_server(inference, self._health, self._watches, token)
+        admin = AdminApi(inference, self._watches, self._changes)
+        internal = create_internal_server(admin, self._health, token)
         self._add_internal(internal)
         public_app = create_public_app(api, with_metrics=self._options.public_metrics)
         self._public = Listener(self._options.public, public_app, public)

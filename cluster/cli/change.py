@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,13 +27,15 @@ if TYPE_CHECKING:
     from cluster.config.schema import Config
     from cluster.core.plan import ClusterPlan
     from cluster.on_ray.launch import Driver, Stopwatch
+    from kvrelay.access.values import Access
 
+MOST_DIGITS = 9
 Router = Annotated[
     str | None,
     typer.Option(
         "--address",
         metavar="HOST:PORT",
-        help="A router's internal gRPC address, for clusters without Ray.",
+        help="A router's internal gRPC address: needs no Ray here.",
     ),
 ]
 NoWait = Annotated[
@@ -54,6 +56,7 @@ def apply(
             "--follow", help="Show what happens until the cluster stops. Its end stops nothing."
         ),
     ] = False,
+    address: Router = None,
     name: NameOption = None,
     ray_address: RayAddress = None,
     token_file: TokenFile = None,
@@ -62,13 +65,19 @@ def apply(
     """Make a cluster what its file says: start it detached, or change the one that runs.
 
     Shows what changes, and asks. Pools grow and shrink; workers and routers with other settings are
-    replaced one by one, and no request fails.
+    replaced one by one, and no request fails. With --address: a cluster that runs; the command ends
+    at once.
     """
     from cluster.config.load import load_config
     from cluster.process.site import located
 
     overrides = given(name=name, network__token_file=token_file, ray__address=ray_address)
     wanted = located(load_config(config, overrides + parsed(set_)))
+    if address is not None:
+        if follow:
+            raise ConfigError("--follow is for a command that joins Ray: kvrelay top follows too")
+        _apply_at(address, wanted, yes=yes)
+        return
     with _on_ray(wanted.ray.address) as say:
         from cluster.on_ray import launch
         from cluster.on_ray.connect import Connected, site_of
@@ -86,15 +95,25 @@ def apply(
             driver.follow()
 
 
+def _apply_at(address: str, wanted: Config, *, yes: bool) -> None:
+    """The controller plans for the machines that it knows."""
+    from cluster.access.chosen import caller_access
+
+    access, file = caller_access(wanted), wanted.model_dump_json(exclude_unset=True)
+
+    def ask(*, only_tell: bool) -> tuple[str, ...]:
+        return _at(address, access, apply={"config": file, "only_tell": only_tell})
+
+    _confirmed(ask(only_tell=True), yes=yes)
+    ask(only_tell=False)
+
+
 def _changed(wanted: Config, say: Stopwatch, *, yes: bool) -> Driver:
     from cluster.on_ray.wishes import Apply
 
     driver = _found(wanted.name, say)
     plan = _plan_of(wanted, own=driver.is_own())
-    told = driver.wish(Apply(plan, only_tell=True))
-    _print(told)
-    if told and not yes:
-        _ask()
+    _confirmed(driver.wish(Apply(plan, only_tell=True)), yes=yes)
     driver.wish(Apply(plan))
     return driver
 
@@ -104,11 +123,22 @@ def scale(
         list[str], typer.Argument(metavar="POOL=N...", help="The pool, and how many workers.")
     ],
     no_wait: NoWait = False,
+    address: Router = None,
     name: NameOption = None,
     ray_address: RayAddress = None,
+    token_file: TokenFile = None,
+    set_: SetOption = None,
 ) -> None:
-    """Change the number of workers of a pool. The cluster file does not change."""
+    """Change the number of workers of a pool. The cluster file does not change.
+
+    With --address the command ends at once.
+    """
     wanted = [_pool_and_count(text) for text in pools]
+    if address is not None:
+        access = caller(name, token_file, set_)
+        for pool, count in wanted:
+            _print(_at(address, access, scale={"pool": pool, "count": count}))
+        return
     with _on_ray(ray_address) as say:
         from cluster.on_ray.wishes import Scale
 
@@ -132,7 +162,7 @@ def drain(
         typer.Option(
             min=0.0,
             metavar="SECONDS",
-            help="With --address: what no other worker takes within this time is cut.",
+            help="Without a controller: what no other worker takes within this time is cut.",
         ),
     ] = 30.0,
     name: NameOption = None,
@@ -140,16 +170,19 @@ def drain(
     token_file: TokenFile = None,
     set_: SetOption = None,
 ) -> None:
-    """Take a worker or router out of service; on Ray another one replaces it.
+    """Take a worker or router out of service; where a controller runs, another one replaces it.
 
-    It gets nothing new, what it runs goes on elsewhere, and then it ends. With --address: a worker
-    that is a process of its own; whoever started it starts another one.
+    It gets nothing new, what it runs goes on elsewhere, and then it ends. Whoever started a worker
+    as a process of its own starts another one.
     """
     if address is not None:
         from cluster.process import admin
+        from kvrelay.v1.admin_pb2 import ChangeRequest
 
-        admin.drain(process, address, caller(name, token_file, set_), timeout, wait=not no_wait)
-        print(f"{process} {'leaves' if no_wait else 'has left'}")
+        asked = ChangeRequest(drain={"name": process, "replace": not remove}, drain_s=timeout)
+        access = caller(name, token_file, set_)
+        told = admin.drain(asked, address, access, wait=not no_wait)
+        print("\n".join([*told, f"{process} {'leaves' if no_wait else 'has left'}"]))
         return
     with _on_ray(ray_address) as say:
         from cluster.on_ray.wishes import Drain
@@ -171,18 +204,25 @@ def flip(
     """Give a worker another role, at once: what it has already been sent is served.
 
     It keeps the role when it starts again, and one that replaces it gets it, until the file is
-    applied. With --address: a worker that is a process of its own, until it starts again.
+    applied. A worker that is a process of its own has it until it starts again.
     """
     if address is not None:
-        from cluster.process import admin
-
-        admin.flip(worker, role, address, caller(name, token_file, set_))
+        _at(address, caller(name, token_file, set_), flip={"name": worker, "role": role})
     else:
         with _on_ray(ray_address) as say:
             from cluster.on_ray.wishes import Flip
 
             _found(name, say).wish(Flip(worker, role))
     print(f"{worker} is a {role} worker" if role is not Role.BOTH else f"{worker} does both")
+
+
+def _at(address: str, access: Access, **wish: dict[str, object]) -> tuple[str, ...]:
+    """What changes; see `ChangeRequest`."""
+    from cluster.process import admin
+    from kvrelay.v1.admin_pb2 import ChangeRequest
+
+    asked: Any = wish  # one field of a oneof
+    return admin.change(ChangeRequest(**asked), address, access)
 
 
 @contextmanager
@@ -227,8 +267,11 @@ def _print(lines: tuple[str, ...]) -> None:
     print("\n".join(lines) if lines else "nothing changes")
 
 
-def _ask() -> None:
+def _confirmed(told: tuple[str, ...], *, yes: bool) -> None:
     """Raises ConfigError where nobody can answer."""
+    _print(told)
+    if not told or yes:
+        return
     if not sys.stdin.isatty():
         raise ConfigError("nobody is here to say yes: give --yes")
     if not typer.confirm("apply?"):
@@ -237,6 +280,6 @@ def _ask() -> None:
 
 def _pool_and_count(text: str) -> tuple[str, int]:
     pool, _, count = text.partition("=")
-    if not pool or not count.isdecimal():
+    if not pool or not count.isdecimal() or len(count) > MOST_DIGITS:
         raise ConfigError(f"{text}: expected POOL=N, such as decode=3")
     return pool, int(count)

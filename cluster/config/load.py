@@ -55,8 +55,13 @@ def load_config(path: Path | None, overrides: Iterable[Override] = ()) -> Config
     )
     for override in overrides:
         _apply(raw, override)
+    return read_json(json.dumps(raw, default=str), where)
+
+
+def read_json(text: str, where: str = "") -> Config:
+    """A whole cluster file. Raises like `load_config`."""
     try:
-        return Config.model_validate_json(json.dumps(raw, default=str))
+        return Config.model_validate_json(text)
     except ValidationError as error:
         raise ConfigError(where + describe(error)) from None
 

@@ -16,6 +16,8 @@ SECRET = ("access", "cluster_key", "public_tls", "keys")
 BY_ITSELF = ("name", "device_share")
 PORTS = ("http_port", "grpc_port", "internal_http_port", "internal_grpc_port")
 SHOWN = 4
+MOST_WORKERS = 100_000
+"""Of a pool: what is more was not meant, and would occupy the controller."""
 
 
 def with_count(plan: ClusterPlan, pool: str, count: int) -> ClusterPlan:
@@ -23,8 +25,8 @@ def with_count(plan: ClusterPlan, pool: str, count: int) -> ClusterPlan:
     if plan.worker_pool(pool) is None:
         pools = ", ".join(one.name for one in plan.worker_pools)
         raise ConfigError(f"no pool of workers is named {pool}: there are {pools}")
-    if count < 0:
-        raise ConfigError(f"{pool}={count}: expected a number of workers")
+    if not 0 <= count <= MOST_WORKERS:
+        raise ConfigError(f"{pool}={count}: expected 0 to {MOST_WORKERS} workers")
     counted = (replace(p, count=count) if p.name == pool else p for p in plan.worker_pools)
     found = replace(plan, worker_pools=_sharing(tuple(counted)))
     if problem := cannot_serve(found):

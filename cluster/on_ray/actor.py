@@ -185,12 +185,14 @@ class PoolNodeHost(Host[str]):
 class RouterHost(Host[RouterAt]):
     """Async actor; `add_worker` may be called again."""
 
-    def __init__(self, settings: RouterSettings) -> None:
+    def __init__(self, settings: RouterSettings, controller: str, namespace: str) -> None:
+        """`controller`: the name of its actor."""
         configure_logging(settings.process)
+        from cluster.on_ray.forward import ToController
         from cluster.router.process import RouterProcess
 
         self._settings = replace(settings, internal_host=_own_host(settings.internal_host))
-        self._router = RouterProcess(self._settings)
+        self._router = RouterProcess(self._settings, ToController(controller, namespace))
         self._closed = asyncio.Event()
 
     async def doing(self) -> Doing:

@@ -56,7 +56,7 @@ class Fleet:
 
     def __init__(self, plan: ClusterPlan, *, own: bool = False) -> None:
         self.plan = plan  # with the ports of the routers that have served
-        self._own = own
+        self.own = own
         self._handles: dict[str, Handle] = {}
 
     def create(self, name: str, node: str | None, role: Role | None) -> Handle:
@@ -67,11 +67,12 @@ class Fleet:
         pool, nodes = self.plan.worker_pool(pool_of(name)), self.plan.pool
         if name in routers:
             router = routers[name]
-            made = self._make(name, RouterHost, (router.settings,), router.placement)
+            told = (router.settings, self._actor_name(CONTROLLER), NAMESPACE)
+            made = self._make(name, RouterHost, told, router.placement)
         elif pool is not None and role is not None:
             worker = pool.worker(name, role)
-            told = (worker.settings, time.time())
-            made = self._make(name, WorkerHost, told, worker.placement)
+            asked = (worker.settings, time.time())
+            made = self._make(name, WorkerHost, asked, worker.placement)
         elif nodes is not None and node is not None:
             made = self._make(name, PoolNodeHost, (nodes.settings,), nodes.placement, node)
         elif (made := self.find(name)) is None:
@@ -88,7 +89,7 @@ class Fleet:
         return None if pool is None else self._place(pool.placement)
 
     def _place(self, asked: RayResources) -> RayResources:
-        return replace(asked, cpus=SMALL) if self._own and asked.cpus else asked
+        return replace(asked, cpus=SMALL) if self.own and asked.cpus else asked
 
     def find(self, name: str) -> Handle:
         """The actor, made by this controller or an earlier one; None if there is none."""

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
@@ -28,6 +28,7 @@ from cluster.on_ray.driver import this_driver
 from cluster.on_ray.fleet import CONTROLLER, NAMESPACE, Handle, actor_name
 from cluster.on_ray.record import (
     ClusterRecord,
+    has_ended,
     new_key,
     put_record,
     remove_record,
@@ -118,11 +119,20 @@ class Driver:
         report = self._beat()
         while report.phase is not Phase.STOPPED:
             self._pause(report.phase)
-            report = self._beat()
+            report = self._next_report(report)
         _wait_gone(self.name)
         if report.error:
             raise KvrelayError(report.error)
         return report
+
+    def _next_report(self, last: ControllerReport) -> ControllerReport:
+        """A cluster that another command stops may be gone before it is asked again."""
+        try:
+            return self._beat()
+        except KvrelayError:
+            if not has_ended(self.name):
+                raise
+            return replace(last, phase=Phase.STOPPED)
 
     def _pause(self, phase: Phase) -> None:
         if phase is Phase.STOPPING:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from uuid import uuid4
 
+from ray.exceptions import RayError
 from ray.experimental import internal_kv
 
 from cluster.core.members import Kept
@@ -54,6 +55,14 @@ def get_record(key: str) -> ClusterRecord | None:
     record = pickle.loads(found)
     assert isinstance(record, ClusterRecord), key
     return record
+
+
+def has_ended(cluster: str) -> bool:
+    """Its controller removes the record at the end of a stop, and a command that kills all does."""
+    try:
+        return not internal_kv._internal_kv_list(f"{cluster}/", namespace=NAMESPACE)
+    except RayError:
+        return False
 
 
 def remove_records(cluster: str, *, but: str | None = None) -> None:

@@ -26,8 +26,11 @@ from cluster.core.supervision import (
     SupervisorEvent,
 )
 from cluster.core.supervisor import Supervisor
+from kvrelay.access.values import Secrets
+from kvrelay.codec import EnvelopeCodec
 from kvrelay.errors import ConfigError
 from kvrelay.types import Role
+from kvrelay.v1.admin_pb2 import ChangeRequest
 
 if TYPE_CHECKING:
     from cluster.on_ray.fleet import Fleet
@@ -41,6 +44,15 @@ class Apply:
     """The cluster shall be as this plan. `only_tell`: say what would change."""
 
     plan: ClusterPlan
+    only_tell: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyFile:
+    """The cluster shall be as this file, as JSON: what its controller can have of it, with the
+    secrets that it has."""
+
+    config: str
     only_tell: bool = False
 
 
@@ -69,7 +81,10 @@ class Flip:
     role: Role
 
 
-Wish = Apply | Scale | Drain | Flip
+Asked = ApplyFile | Scale | Drain | Flip
+"""What travels."""
+Wish = Apply | Asked
+ASKED: EnvelopeCodec[Asked, ChangeRequest] = EnvelopeCodec(Asked, ChangeRequest, "a command")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +121,8 @@ class Wishes:
         if self._core.phase in (Phase.STOPPING, Phase.STOPPED):
             return Denied("the cluster is stopping")
         try:
+            if isinstance(wish, ApplyFile):
+                wish = await asyncio.to_thread(planned, wish, self._fleet)
             told = tuple(self._lines(wish))
             if isinstance(wish, Flip):
                 await self._flipped(wish)
@@ -119,7 +136,7 @@ class Wishes:
         if isinstance(event, ENDS_FLIP) and event.name in self._flips:
             self._flips.pop(event.name).set_result(event)
 
-    def _lines(self, wish: Wish) -> list[str]:
+    def _lines(self, wish: Apply | Scale | Drain | Flip) -> list[str]:
         """Raises ConfigError for what can't be."""
         running = self._fleet.plan
         match wish:
@@ -225,3 +242,19 @@ class Wishes:
         before = self._fleet.plan
         self._fleet.plan = with_count(before, pool, known.count - 1)
         return changes(before, self._fleet.plan)
+
+
+def planned(wish: ApplyFile, fleet: Fleet) -> Apply:
+    """The file on this Ray. Raises ConfigError for one that isn't valid, or of another cluster."""
+    from cluster.config.load import read_json
+    from cluster.core.plan import plan_cluster
+    from cluster.core.resolve import resolve
+    from cluster.on_ray.connect import site_of
+
+    running, ours = fleet.plan.name, fleet.plan.routers[0].settings
+    config = read_json(wish.config)
+    if config.name != running:
+        raise ConfigError(f"name: got {config.name}, and this router is of the cluster {running}")
+    resolved = resolve(config, site_of(own=fleet.own))
+    secrets = Secrets(token=ours.access.token, key=ours.cluster_key)
+    return Apply(plan_cluster(resolved, secrets, given=config), wish.only_tell)

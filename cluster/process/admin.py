@@ -13,13 +13,22 @@ from kvrelay.access.tls import blocking_channel
 from kvrelay.access.values import Access
 from kvrelay.errors import ConfigError, KvrelayError
 from kvrelay.types import Role
-from kvrelay.v1.admin_pb2 import SetWorkerRequest, WatchClusterRequest, WatchReport
+from kvrelay.v1.admin_pb2 import (
+    ChangeRequest,
+    SetWorkerRequest,
+    WatchClusterRequest,
+    WatchReport,
+)
 from kvrelay.v1.admin_pb2_grpc import AdminStub
 from kvrelay.v1.inference_pb2 import GetServerInfoRequest
-from kvrelay.v1.worker_pb2 import SetStateRequest, SetStateResponse
+from kvrelay.v1.worker_pb2 import SetStateRequest
 
 NOT_INTERNAL = "not the internal gRPC address of a router, which kvrelay router prints"
-IMPOSSIBLE = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
+IMPOSSIBLE = (
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.ABORTED,
+)
 FINAL = (
     grpc.StatusCode.UNIMPLEMENTED,
     grpc.StatusCode.UNAUTHENTICATED,
@@ -90,29 +99,29 @@ def _told_by(error: grpc.RpcError) -> str:
     return reason_of(error) if known else str(error.details())
 
 
-# --- what a router tells one of its workers ----------------------------------------------------
+# --- what changes a cluster --------------------------------------------------------------------
 
 ANSWER_S = 30.0
+CHANGE_S = 60.0
+"""Longer than a router waits for its controller."""
 LOOK_S = 0.1
 
 
-def flip(worker: str, role: Role, router: str, access: Access) -> None:
-    """Raises ConfigError without an answer, NotKnown for another name, NotPossible for a role that
-    it can't have beside the others."""
-    _tell(worker, SetStateRequest(role=role), router, access)
+def change(wanted: ChangeRequest, router: str, access: Access) -> tuple[str, ...]:
+    """What changes, in words. Raises ConfigError without an answer, NotKnown for an unknown worker,
+    NotPossible for what can't be."""
+    answer = ask(router, lambda stub: stub.Change, wanted, access, timeout_s=CHANGE_S)
+    return tuple(answer.lines)
 
 
-def drain(worker: str, router: str, access: Access, drain_s: float, *, wait: bool) -> None:
-    """Until it has left this router, if it is to `wait`. Raises like `flip`."""
+def drain(wanted: ChangeRequest, router: str, access: Access, *, wait: bool) -> tuple[str, ...]:
+    """`change`, until the worker has left this router, if it is to `wait`."""
+    worker = wanted.drain.name
     before = _incarnations(worker, router, access)
-    _tell(worker, SetStateRequest(drain_s=drain_s), router, access)
+    told = change(wanted, router, access)
     while wait and before & _incarnations(worker, router, access):
         time.sleep(LOOK_S)
-
-
-def _tell(worker: str, wanted: SetStateRequest, router: str, access: Access) -> SetStateResponse:
-    request = SetWorkerRequest(worker=worker, state=wanted)
-    return ask(router, lambda stub: stub.SetWorker, request, access, timeout_s=ANSWER_S)
+    return told
 
 
 def _incarnations(worker: str, router: str, access: Access) -> set[str]:
@@ -120,3 +129,9 @@ def _incarnations(worker: str, router: str, access: Access) -> set[str]:
     request = GetServerInfoRequest()
     found = ask(router, lambda stub: stub.GetServerInfo, request, access, timeout_s=ANSWER_S)
     return {one.incarnation for one in found.workers if one.name == worker}
+
+
+def flip(worker: str, role: Role, router: str, access: Access) -> None:
+    """Of those who keep the roles: the worker is told by the router. Raises like `change`."""
+    request = SetWorkerRequest(worker=worker, state=SetStateRequest(role=role))
+    ask(router, lambda stub: stub.SetWorker, request, access, timeout_s=ANSWER_S)

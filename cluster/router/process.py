@@ -25,6 +25,7 @@ from kvrelay.types import RequestSpec
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from router.core.start import Beginning
+from router.grpc_api.changes import Changes
 from router.live.dispatcher import WorkerDispatcher
 from router.live.listener import Ports
 from router.live.recorder import Recorder
@@ -115,10 +116,10 @@ class RegistryService(worker_pb2_grpc.RegistryServicer):
 
 
 class RouterProcess:
-    """Start once, stop once."""
+    """Start once, stop once. `changes`: of who controls the cluster; None: nobody does."""
 
-    def __init__(self, settings: RouterSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: RouterSettings, changes: Changes | None = None) -> None:
+        self._settings, self._changes = settings, changes
         self.activity = StartActivity(stage=Stage.STARTS)
 
     def _now_does(self, activity: StartActivity) -> None:
@@ -152,6 +153,7 @@ class RouterProcess:
             settings.served_model_name,
             options,
             add_internal=self._add_registry,
+            changes=self._changes,
         )
         public, internal = await self._servers.start()
         tell_who_may_call(settings.host, guarded=settings.keys.guarded)

@@ -23,6 +23,7 @@ from router.access.caller import Caller
 from router.arriving.prompt import Arriving, start_arriving
 from router.core.state.generation import Dispatcher
 from router.core.state.story import unknown
+from router.grpc_api.changes import ChangeDenied, Changes, NobodyAnswers
 from router.grpc_api.errors import abort_with
 from router.grpc_api.messages import (
     continuation_of,
@@ -211,9 +212,10 @@ def _tell_ledger(context: grpc.aio.ServicerContext, generation: TextGeneration) 
 
 
 class AdminApi(admin_pb2_grpc.AdminServicer):
-    def __init__(self, inference: InferenceApi, watches: Watches) -> None:
+    def __init__(self, inference: InferenceApi, watches: Watches, changes: Changes) -> None:
         self._inference = inference
         self._watches = watches
+        self._changes = changes
 
     async def GetKv(  # noqa: N802
         self, request: admin_pb2.GetKvRequest, context: grpc.aio.ServicerContext
@@ -243,6 +245,21 @@ class AdminApi(admin_pb2_grpc.AdminServicer):
             code, told = grpc.StatusCode.NOT_FOUND, str(error.args[0])
         except (PeerError, ValueError) as error:
             code, told = grpc.StatusCode.FAILED_PRECONDITION, str(error)
+        raise await context.abort(code, told)
+
+    async def Change(  # noqa: N802
+        self, request: admin_pb2.ChangeRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.ChangeResponse:
+        try:
+            return await self._changes.change(request)
+        except LookupError as error:
+            code, told = grpc.StatusCode.NOT_FOUND, str(error.args[0])
+        except InvalidRequest as error:
+            code, told = grpc.StatusCode.INVALID_ARGUMENT, str(error)
+        except ChangeDenied as error:
+            code, told = grpc.StatusCode.FAILED_PRECONDITION, str(error)
+        except NobodyAnswers as error:
+            code, told = grpc.StatusCode.ABORTED, str(error)
         raise await context.abort(code, told)
 
     async def GetServerInfo(  # noqa: N802
@@ -350,13 +367,11 @@ REGISTERED = (
 """Both ends of a registration ping each other: nothing else is said, and either may vanish."""
 
 
-def create_internal_server(
-    api: InferenceApi, watcher: Health, watches: Watches, token: bytes
-) -> grpc.aio.Server:
+def create_internal_server(admin: AdminApi, watcher: Health, token: bytes) -> grpc.aio.Server:
     """The server for operators, and for workers and pool nodes that register. All but its health
     needs the token."""
     server = _server(watcher, REGISTERED, [TokenCheck(token)])
-    admin_pb2_grpc.add_AdminServicer_to_server(AdminApi(api, watches), server)
+    admin_pb2_grpc.add_AdminServicer_to_server(admin, server)
     reflection.enable_server_reflection((ADMIN_NAME, REGISTRY_NAME, *STANDARD_NAMES), server)
     return server
 

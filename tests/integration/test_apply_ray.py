@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from kvrelay import Client
-from tests.integration.ray_head import NOTHING_BUILT, Head, ray_head, until
+from tests.access import token_file
+from tests.integration.ray_head import NOTHING_BUILT, Head, Marked, ray_head, until
 from tests.integration.test_controller_killed import processes
 from tests.integration.test_serve_ray import (
     KVRELAY,
@@ -87,11 +88,26 @@ def names(head: Head) -> list[str]:
     return [process["name"] for process in status["processes"]]  # type: ignore[attr-defined]
 
 
+def without_ray(head: Head) -> Marked:
+    """For commands that could not find the head."""
+    env = {key: value for key, value in head.joined().env.items() if key != "RAY_ADDRESS"}
+    return Marked(env)
+
+
+def at_router(head: Head) -> tuple[str, str]:
+    """The option that names its internal gRPC address."""
+    status = head.status()
+    assert status is not None
+    router: dict[str, object] = status["routers"][0]  # type: ignore[index]
+    return "--address", f"{router['internal_host']}:{router['internal_grpc_port']}"
+
+
 def refused(head: Head, *command: str | Path) -> str:
     """What the command says that it can't do."""
+    here = without_ray(head) if "--address" in command else head.joined()
     done = subprocess.run(
         [*map(str, (KVRELAY, *command))],
-        env=head.joined().env,
+        env=here.env,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -113,16 +129,19 @@ def test_a_cluster_is_scaled_drained_and_changed_while_it_serves(
     http, grpc = addresses(driver, log)
     askers = Askers(grpc)
     with askers.asking():
-        told = here.run(KVRELAY, "scale", "decode=2")
-        assert told.startswith("decode: 1 -> 2 workers\n")
+        router, apart = at_router(head), without_ray(head)
+        told = apart.run(KVRELAY, "scale", "decode=2", *router)
+        assert told == "decode: 1 -> 2 workers\n"
+        until(lambda: "decode-1" in roles(head))
         assert names(head) == ["router-0", "prefill-0", "decode-0", "decode-1"]
         askers.more()
 
         told = here.run(KVRELAY, "drain", "decode-0")
         assert told.startswith("decode-0: leaves, and another one replaces it\n")
         assert names(head) == ["router-0", "prefill-0", "decode-1", "decode-2"]
-        here.run(KVRELAY, "drain", "decode-1", "--remove")
-        assert names(head) == ["router-0", "prefill-0", "decode-2"]
+        told = apart.run(KVRELAY, "drain", "decode-1", "--remove", *router)
+        assert told == "decode: 2 -> 1 workers\ndecode-1 has left\n"
+        until(lambda: names(head) == ["router-0", "prefill-0", "decode-2"])
         askers.more()
 
         # Other settings for all workers; the controller dies while they are replaced.
@@ -173,10 +192,19 @@ def test_a_flip_outlives_the_worker_and_the_controller_until_the_file_is_applied
     two = ("--set", "workers.1.replicas=2", *NOTHING_BUILT)
     driver = here.start(KVRELAY, "apply", file, "--yes", "--follow", *two, log=log)
     http, grpc = addresses(driver, log)
-    assert here.run(KVRELAY, "flip", "decode-1", "prefill") == "decode-1 is a prefill worker\n"
+    router, apart = at_router(head), without_ray(head)
+    stranger = ("--token-file", token_file(tmp_path))
+    flip = ("flip", "decode-1", "prefill", *router)
+    assert "the token is of another cluster" in refused(head, *flip, *stranger)
+    assert roles(head)["decode-1"] == "decode"
+    assert apart.run(KVRELAY, *flip) == "decode-1 is a prefill worker\n"
     flipped = {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "prefill"}
     assert roles(head) == flipped
-    assert "no process is named decode-7" in refused(head, "flip", "decode-7", "prefill")
+    for way in ((), router):
+        assert "no process is named decode-7" in refused(head, "flip", "decode-7", "prefill", *way)
+    assert "no pool of workers is named x" in refused(head, "scale", "x=1", *router)
+    other = ("apply", file, "--name", "other", *router)
+    assert "this router is of the cluster changing" in refused(head, *other)
 
     before = processes(head, "WorkerHost")
     for process in before.values():
@@ -185,8 +213,9 @@ def test_a_flip_outlives_the_worker_and_the_controller_until_the_file_is_applied
     until(lambda: len(processes(head, "WorkerHost").keys() - before.keys()) == 3)
     until(lambda: roles(head) == flipped)
 
-    told = here.run(KVRELAY, "apply", file, "--yes", *two)
-    assert told.startswith("decode-1: prefill -> decode\n")
+    kill_one(head.marked, "ray::Controller")
+    told = apart.run(KVRELAY, "apply", file, "--yes", *two, *router)
+    assert told == "decode-1: prefill -> decode\n", "by the next controller"
     until(lambda: roles(head) == {**flipped, "decode-1": "decode"})
     driver.terminate()
     driver.wait()

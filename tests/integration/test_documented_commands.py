@@ -56,7 +56,9 @@ ALONE = (
 ELSEWHERE = {
     "kvrelay serve": "test_serve_ray.py",
     "kvrelay apply --yes --follow": "test_apply_ray.py",
+    "kvrelay apply": "test_apply_ray.py",
     "kvrelay scale": "test_apply_ray.py",
+    "kvrelay scale decode=3 --address HOST:PORT": "test_apply_ray.py",
     "kvrelay simulate": "test_simulated_replay.py",
     "kvrelay pool-node": "test_kubernetes_plain.py",
     "kvrelay controller": "test_kubernetes_plain.py",

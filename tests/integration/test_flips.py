@@ -13,6 +13,7 @@ import pytest
 from cluster.process.admin import NotKnown, NotPossible, drain, flip
 from kvrelay.errors import ConfigError
 from kvrelay.types import Role
+from kvrelay.v1.admin_pb2 import ChangeRequest
 from router.core.policy.choice import Policies
 from tests.access import ACCESS
 from tests.integration.split_kit import Cluster, WorkerHost, running_cluster, worker_settings
@@ -97,7 +98,8 @@ def test_a_worker_that_is_drained_by_a_router_ends_by_itself(
     workers = [(hosts[0], worker_settings("stays", Role.BOTH, llama))]
     with running_cluster(llama, workers) as cluster:
         address = cluster.add(hosts[1], worker_settings("leaves", Role.BOTH, llama))
-        drain("leaves", cluster.internal_grpc, ACCESS, 30.0, wait=True)
+        asked = ChangeRequest(drain={"name": "leaves", "replace": True}, drain_s=30.0)
+        drain(asked, cluster.internal_grpc, ACCESS, wait=True)
         assert [one.name for one in cluster.router.workers()] == ["stays"]
         hosts[1].stop(address)
         cluster.router.call(cluster.router.process.remove_worker(address))

@@ -40,6 +40,7 @@ METHODS = [
 NOBODYS = {
     "TraceRequest": "no request '' is known here",
     "SetWorker": "no worker is named : there are none",
+    "Change": "nothing is wished",
     "Watch": "interval_s is 0: give 0.1 to 3600 s",
 }
 """What is asked about nobody, or with nothing said, is answered so."""

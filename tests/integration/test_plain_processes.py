@@ -193,3 +193,28 @@ def _copy(folder: Path, token: str) -> Path:
     path.write_text(token)
     path.chmod(0o600)
     return path
+
+
+def test_who_runs_processes_changes_them(here: Marked, tmp_path: Path) -> None:
+    """Where no controller keeps them: the commands that ask a router say so."""
+    router, address = start_router(here, tmp_path / "r")
+    file = tmp_path / "c.yaml"
+    file.write_text("name: any\n")
+    for command, reason in {
+        ("scale", "decode=2"): "no controller: whoever starts them says how many there are",
+        ("drain", "x", "--remove"): "no controller: whoever starts them says how many there are",
+        ("apply", str(file)): "no controller: each reads the file when it starts",
+        ("drain", "x"): "no worker is named x: there are none",
+        ("flip", "x", "prefill"): "no worker is named x: there are none",
+    }.items():
+        done = subprocess.run(
+            [KVRELAY, *command, "--address", address.internal],
+            env=here.env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stdout) == (2, "")
+        assert reason in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    router.terminate()
+    assert router.wait(30) == 0

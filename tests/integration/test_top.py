@@ -65,7 +65,8 @@ def test_watch_shows_a_flip_and_a_drain(llama: Path, hosts: tuple[WorkerHost, Wo
             assert [(t.name, t.open_requests, t.admitted) for t in busy.tiers] == [
                 ("default", 1, 1)
             ]
-            drain("leaves", cluster.internal_grpc, ACCESS, 60.0, wait=False)
+            asked = pb.ChangeRequest(drain={"name": "leaves", "replace": True}, drain_s=60.0)
+            drain(asked, cluster.internal_grpc, ACCESS, wait=False)
             until_told(reports, lambda w: w["leaves"].state == pb.WORKER_STATE_DRAINING)
             after = until_told(reports, lambda w: "leaves" not in w)
             assert after.open_requests == 0

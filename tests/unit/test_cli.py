@@ -88,6 +88,13 @@ ERRORS = {
     "head or auto; for http:// use ray job submit --address",
     "stop --ray-address 127.0.0.1:1": "Ray at 127.0.0.1:1: can't connect: ",
     "status --address 127.0.0.1:1": "127.0.0.1:1: no router answers: ",
+    "scale decode=2 --address 127.0.0.1:1": "127.0.0.1:1: no router answers: ",
+    "scale decode --address 127.0.0.1:1": "decode: expected POOL=N, such as decode=3",
+    f"scale decode={10**30}": f"decode={10**30}: expected POOL=N, such as decode=3",
+    "flip w decode --address 127.0.0.1:1": "127.0.0.1:1: no router answers: ",
+    "drain w --address 127.0.0.1:1": "127.0.0.1:1: no router answers: ",
+    "apply deploy/configs/local.yaml --address 127.0.0.1:1": "127.0.0.1:1: no router answers: ",
+    "apply deploy/configs/local.yaml --address 127.0.0.1:1 --follow": "--follow is for a command ",
     "trace": "Missing argument 'REQUEST_ID' (see kvrelay trace --help)",
     "trace r --address 127.0.0.1:1": "127.0.0.1:1: no router answers: ",
     "status --format xml": "Invalid value for '--format': 'xml' is not one of 'table', 'json' "
@@ -501,7 +508,7 @@ def test_serve_without_ray_says_what_to_do() -> None:
     )
 
 
-RAY_MODULES = ("launch", "fleet", "controller", "driver", "record")
+RAY_MODULES = ("launch", "fleet", "controller", "driver", "record", "forward")
 
 
 @pytest.mark.processes

@@ -7,24 +7,29 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
 from cluster.core.supervision import Phase
+from cluster.on_ray import launch
 from cluster.on_ray.launch import Driver
 from cluster.on_ray.reports import ControllerReport
 from kvrelay.errors import KvrelayError
+
+Answer = ControllerReport | RayError | None
 
 
 class SilentController:
     """Answers with a report; None stands for a call that times out."""
 
-    def __init__(self, *answers: ControllerReport | None) -> None:
+    def __init__(self, *answers: Answer) -> None:
         self._answers = iter(answers)
         self.heartbeat = self
 
-    def remote(self, seen: int, stop: bool) -> ControllerReport | None:
+    def remote(self, seen: int, stop: bool) -> Answer:
         report = next(self._answers)
-        return None if report is None else replace(report, notes=report.notes[seen:])
+        if isinstance(report, ControllerReport):
+            return replace(report, notes=report.notes[seen:])
+        return report
 
 
 def report(
@@ -46,15 +51,15 @@ def report(
 READY, STARTING = report(Phase.READY), report(Phase.STARTING)
 
 
-def get(answer: ControllerReport | None, timeout: float) -> ControllerReport:
+def get(answer: Answer, timeout: float) -> ControllerReport:
+    if isinstance(answer, RayError):
+        raise answer
     if answer is None:
         raise GetTimeoutError(f"nothing for {timeout:g} s")
     return answer
 
 
-def driver(
-    monkeypatch: pytest.MonkeyPatch, said: list[str], *answers: ControllerReport | None
-) -> Driver:
+def driver(monkeypatch: pytest.MonkeyPatch, said: list[str], *answers: Answer) -> Driver:
     monkeypatch.setattr(ray, "get", get)
     controller: Any = SilentController(*answers)
     return Driver("mine", controller, idle_beat_s=0.0, say=said.append)
@@ -93,3 +98,25 @@ def test_a_stop_gives_up_a_controller_that_is_silent(monkeypatch: pytest.MonkeyP
     one.stop()
     with pytest.raises(KvrelayError, match="the controller is lost"):
         one._beat()
+
+
+STOPPING = report(Phase.STOPPING)
+
+
+@pytest.mark.parametrize("last", [READY, STOPPING, replace(STOPPING, error="it can't start")])
+@pytest.mark.parametrize("has_record", [False, True])
+def test_a_controller_that_ended_its_cluster_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, last: ControllerReport, has_record: bool
+) -> None:
+    """Another command stopped it, and it was gone before this one asked again."""
+    monkeypatch.setattr(launch, "has_ended", lambda name: not has_record)
+    monkeypatch.setattr(launch, "_wait_gone", lambda name: None)
+    one = driver(monkeypatch, [], last, ActorDiedError())
+    if has_record:
+        with pytest.raises(KvrelayError, match="the controller is lost"):
+            one.follow()
+    elif last.error is not None:
+        with pytest.raises(KvrelayError, match="it can't start"):
+            one.follow()
+    else:
+        assert one.follow().phase is Phase.STOPPED

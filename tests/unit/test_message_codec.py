@@ -14,6 +14,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import pytest
 from google.protobuf.message import Message
 
+from cluster.on_ray.wishes import ASKED, Asked
 from kvpool.core.layout.layout import DTYPE_BYTES
 from kvpool.core.node.messages import PoolMessage
 from kvpool.core.transfer.messages import Commit, PeerMessage
@@ -43,7 +44,15 @@ from kvrelay.types import (
     StepCoefficients,
     TokenLogprobs,
 )
-from kvrelay.v1 import counters_pb2, inference_pb2, peer_pb2, pool_node_pb2, pool_pb2, worker_pb2
+from kvrelay.v1 import (
+    admin_pb2,
+    counters_pb2,
+    inference_pb2,
+    peer_pb2,
+    pool_node_pb2,
+    pool_pb2,
+    worker_pb2,
+)
 
 NOW_S = 1024.0
 SEEDS = range(20)
@@ -133,6 +142,7 @@ DOORS = (
         MessageCodec(ModelInfo, inference_pb2.GetModelInfoResponse, "").encode,
         model_info_of,
     ),
+    Door(get_args(Asked), admin_pb2.ChangeRequest, ASKED.encode, ASKED.decode, "wish"),
 )
 EACH = [
     pytest.param(door, cls, id=f"{door.message.__name__}-{cls.__name__}")
@@ -325,7 +335,7 @@ def test_all_that_can_be_wrong_is_tried() -> None:
         *("StoredRun.hashes", "PullWanted.hashes"),
         *("SlabLent.codec", "CodecSpeed.codec", "PieceBlocks.runs"),
         *("ChainBlock.hash", "ChainBlock.parent", "FetchWanted.hashes"),
-        *("FetchDone.damaged", "LookupWanted.hashes", "Counters.role"),
+        *("FetchDone.damaged", "LookupWanted.hashes", "Counters.role", "Flip.role"),
     }
 
 

@@ -189,6 +189,54 @@ class SetWorkerRequest(_message.Message):
     state: _worker_pb2.SetStateRequest
     def __init__(self, worker: _Optional[str] = ..., state: _Optional[_Union[_worker_pb2.SetStateRequest, _Mapping]] = ...) -> None: ...
 
+class ChangeRequest(_message.Message):
+    __slots__ = ("apply", "scale", "drain", "flip", "drain_s")
+    class ApplyFile(_message.Message):
+        __slots__ = ("config", "only_tell")
+        CONFIG_FIELD_NUMBER: _ClassVar[int]
+        ONLY_TELL_FIELD_NUMBER: _ClassVar[int]
+        config: str
+        only_tell: bool
+        def __init__(self, config: _Optional[str] = ..., only_tell: _Optional[bool] = ...) -> None: ...
+    class Scale(_message.Message):
+        __slots__ = ("pool", "count")
+        POOL_FIELD_NUMBER: _ClassVar[int]
+        COUNT_FIELD_NUMBER: _ClassVar[int]
+        pool: str
+        count: int
+        def __init__(self, pool: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
+    class Drain(_message.Message):
+        __slots__ = ("name", "replace")
+        NAME_FIELD_NUMBER: _ClassVar[int]
+        REPLACE_FIELD_NUMBER: _ClassVar[int]
+        name: str
+        replace: bool
+        def __init__(self, name: _Optional[str] = ..., replace: _Optional[bool] = ...) -> None: ...
+    class Flip(_message.Message):
+        __slots__ = ("name", "role")
+        NAME_FIELD_NUMBER: _ClassVar[int]
+        ROLE_FIELD_NUMBER: _ClassVar[int]
+        name: str
+        role: str
+        def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ...) -> None: ...
+    APPLY_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    FLIP_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_S_FIELD_NUMBER: _ClassVar[int]
+    apply: ChangeRequest.ApplyFile
+    scale: ChangeRequest.Scale
+    drain: ChangeRequest.Drain
+    flip: ChangeRequest.Flip
+    drain_s: float
+    def __init__(self, apply: _Optional[_Union[ChangeRequest.ApplyFile, _Mapping]] = ..., scale: _Optional[_Union[ChangeRequest.Scale, _Mapping]] = ..., drain: _Optional[_Union[ChangeRequest.Drain, _Mapping]] = ..., flip: _Optional[_Union[ChangeRequest.Flip, _Mapping]] = ..., drain_s: _Optional[float] = ...) -> None: ...
+
+class ChangeResponse(_message.Message):
+    __slots__ = ("lines",)
+    LINES_FIELD_NUMBER: _ClassVar[int]
+    lines: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, lines: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class TraceRequestRequest(_message.Message):
     __slots__ = ("request_id",)
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]

@@ -57,6 +57,11 @@ class AdminStub:
                 request_serializer=kvrelay_dot_v1_dot_admin__pb2.SetWorkerRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_worker__pb2.SetStateResponse.FromString,
                 _registered_method=True)
+        self.Change = channel.unary_unary(
+                '/kvrelay.v1.Admin/Change',
+                request_serializer=kvrelay_dot_v1_dot_admin__pb2.ChangeRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_admin__pb2.ChangeResponse.FromString,
+                _registered_method=True)
         self.GetDemand = channel.unary_unary(
                 '/kvrelay.v1.Admin/GetDemand',
                 request_serializer=kvrelay_dot_v1_dot_admin__pb2.GetDemandRequest.SerializeToString,
@@ -102,6 +107,16 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Change(self, request, context):
+        """Changes the cluster, and answers what changes. Where a controller keeps the cluster, it hears the
+        wish and remembers it; else this router tells the worker. NOT_FOUND: no worker has the name.
+        FAILED_PRECONDITION: it can't be, and why. ABORTED: the controller does not answer now.
+        INVALID_ARGUMENT: nothing is wished, or it can't be read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetDemand(self, request, context):
         """What clients have asked for since the router began, and the workers that could do it.
         """
@@ -139,6 +154,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.SetWorker,
                     request_deserializer=kvrelay_dot_v1_dot_admin__pb2.SetWorkerRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_worker__pb2.SetStateResponse.SerializeToString,
+            ),
+            'Change': grpc.unary_unary_rpc_method_handler(
+                    servicer.Change,
+                    request_deserializer=kvrelay_dot_v1_dot_admin__pb2.ChangeRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_admin__pb2.ChangeResponse.SerializeToString,
             ),
             'GetDemand': grpc.unary_unary_rpc_method_handler(
                     servicer.GetDemand,
@@ -260,6 +280,33 @@ class Admin:
             '/kvrelay.v1.Admin/SetWorker',
             kvrelay_dot_v1_dot_admin__pb2.SetWorkerRequest.SerializeToString,
             kvrelay_dot_v1_dot_worker__pb2.SetStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Change(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Admin/Change',
+            kvrelay_dot_v1_dot_admin__pb2.ChangeRequest.SerializeToString,
+            kvrelay_dot_v1_dot_admin__pb2.ChangeResponse.FromString,
             options,
             channel_credentials,
             insecure,
