@@ -156,7 +156,7 @@ class WorkerView:
         self.prefills = role is Role.PREFILL
 
     def take_role(self, role: Role, epoch: int) -> None:
-        """That the worker told. On a decode worker the running requests wait for a prompt's step."""
+        """As the worker tells. On a decode worker running requests wait for a prompt's step."""
         hello, self.own_role, self.role_epoch = self.hello, role, epoch
         is_decode = role is Role.DECODE
         self.chunk_tokens = hello.mixed_chunk_tokens if is_decode else hello.prefill_chunk_tokens
