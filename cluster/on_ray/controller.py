@@ -203,11 +203,9 @@ class Controller:
         self._record, self._fleet = record, Fleet(record.plan, own=record.own)
         left = frozenset(await asyncio.to_thread(self._fleet.names))
         self._core = _new_core(record, left)
-        tell = self._events.put_nowait
+        tell, say = self._events.put_nowait, self._notes.append
         self._wishes = Wishes(self._fleet, self._core, tell)
-        self._roles = Roles(
-            self._fleet, self._core, self._wishes, self._routers, tell, self._notes.append
-        )
+        self._roles = Roles(self._fleet, self._core, self._wishes, self._routers, tell, say)
         if left or record.phase is not Phase.STARTING:
             self._notes.append(f"the controller was restarted; the cluster was {record.phase}")
         self._begun.set()
