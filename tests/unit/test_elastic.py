@@ -235,7 +235,7 @@ def test_bounds_hold_and_what_decodes_keeps_its_workers() -> None:
         assert controller.look(clients.second(LONG.scaled(3)), fleet, clients.now_s).prefill is None
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(
@@ -265,3 +265,31 @@ def test_any_load_leaves_each_role_a_worker_and_comes_to_rest(
         prefill = wanted or prefill
     assert late == 0
     assert controller.needs is not None and controller.needs.served(1, 1) < inf
+
+
+def arriving(rng: Random, per_s: float, burst: int) -> OfferedWork:
+    """In a second, in bursts that come by chance."""
+    came = sum(rng.random() < per_s / burst / 20 for _ in range(20)) * burst
+    requests = (
+        rate(1, 1 + int(rng.lognormvariate(7, 0.7)), 1 + int(rng.lognormvariate(5, 0.7)))
+        for _ in range(came)
+    )
+    return sum(requests, OfferedWork())
+
+
+@pytest.mark.parametrize("burst", [1, 5])
+def test_chance_and_bursts_do_not_shorten_the_window(burst: int) -> None:
+    rng, seen, sums = Random(2), OfferedRate(window_s=60), OfferedWork()
+    for second in range(1200):
+        sums = sums + arriving(rng, 10.0, burst)
+        seen.note(second, sums)
+        assert seen.covers_s >= min(second, 59)
+
+
+def test_a_clear_change_is_seen_before_the_window_has_passed() -> None:
+    rng, seen, sums = Random(2), OfferedRate(window_s=60), OfferedWork()
+    for second in range(120):
+        sums = sums + arriving(rng, 4.0 if second < 100 else 12.0, 1)
+        seen.note(second, sums)
+    assert seen.covers_s <= 25
+    assert seen.per_second.requests == pytest.approx(12, rel=0.3)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from math import sqrt
 
 from router.core.load.offered import OfferedWork
 
 OUTPUTS_UNLIKE = 2.0
 """Mean square of outputs over their squared mean, as if spread exponentially."""
-SURE = 4.0
+SURE = 5.0
 """Standard deviations by which work has changed, and not by chance."""
-SHORTEST_S = 3.0
+SHORTEST_S = 5.0
 """Less time says nothing."""
 
 _Look = tuple[float, OfferedWork]
@@ -50,30 +52,65 @@ class OfferedRate:
 def _changed(seen: deque[_Look]) -> int:
     """The look after which work differs most from before, if that can't be chance; else 0."""
     (first_s, first), (last_s, last) = seen[0], seen[-1]
+    prompts = _Steps.of([sums.prompt_tokens for _, sums in seen])
+    outputs = _Steps.of([sums.output_tokens for _, sums in seen])
     most, where = SURE, 0
     for index, (at_s, sums) in enumerate(seen):
         if min(at_s - first_s, last_s - at_s) < SHORTEST_S:
             continue
-        surprise = _surprise(first, sums, last, (last_s - at_s) / (at_s - first_s))
+        share = (last_s - at_s) / (at_s - first_s)
+        squares = _then_and_since(first, sums, last, "prompt_squares")
+        unlike = _output_squares(first, sums, last)
+        surprise = max(
+            prompts.surprise(index, share, squares), outputs.surprise(index, share, unlike)
+        )
         most, where = (surprise, index) if surprise > most else (most, where)
     return where
 
 
-def _surprise(first: OfferedWork, then: OfferedWork, last: OfferedWork, share: float) -> float:
-    """By how many standard deviations prompts or outputs differ since then from before; `share`: of
-    the times. A sum of requests that come by chance has the variance of the sum of squares."""
-    before, since = then.requests - first.requests, last.requests - then.requests
-    prompts = then.prompt_tokens - first.prompt_tokens, last.prompt_tokens - then.prompt_tokens
-    squares = then.prompt_squares - first.prompt_squares, last.prompt_squares - then.prompt_squares
-    outputs = then.output_tokens - first.output_tokens, last.output_tokens - then.output_tokens
-    unlike = _squares(outputs[0], before), _squares(outputs[1], since)
-    return max(_deviation(prompts, squares, share), _deviation(outputs, unlike, share))
+def _then_and_since(
+    first: OfferedWork, then: OfferedWork, last: OfferedWork, key: str
+) -> tuple[float, float]:
+    middle = getattr(then, key)
+    return middle - getattr(first, key), getattr(last, key) - middle
 
 
-def _deviation(sums: tuple[float, float], squares: tuple[float, float], share: float) -> float:
-    variance = max(squares[1], squares[0] * share) + squares[0] * share**2
-    return abs(sums[1] - sums[0] * share) / sqrt(variance) if variance > 0 else 0.0
+def _output_squares(
+    first: OfferedWork, then: OfferedWork, last: OfferedWork
+) -> tuple[float, float]:
+    tokens = _then_and_since(first, then, last, "output_tokens")
+    requests = _then_and_since(first, then, last, "requests")
+    before, since = (
+        OUTPUTS_UNLIKE * sums**2 / count if count > 0 else 0.0
+        for sums, count in zip(tokens, requests, strict=True)
+    )
+    return before, since
 
 
-def _squares(output_tokens: float, requests: float) -> float:
-    return OUTPUTS_UNLIKE * output_tokens**2 / requests if requests > 0 else 0.0
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """Sums at each look, and the sums of their steps' squares."""
+
+    sums: Sequence[float]
+    squares: Sequence[float]
+
+    @staticmethod
+    def of(sums: Sequence[float]) -> _Steps:
+        steps = ((then - before) ** 2 for before, then in pairwise(sums))
+        return _Steps(sums, [*accumulate(steps, initial=0.0)])
+
+    def surprise(self, index: int, share: float, poisson: tuple[float, float]) -> float:
+        """By how many standard deviations what came since this look differs from before; `share`:
+        of the times. `poisson`: the variances before and since if requests come one by one, by
+        chance: the sums of their squares. Where they come in bursts, looks differ by more."""
+        end = len(self.sums) - 1
+        before, since = self.sums[index] - self.sums[0], self.sums[end] - self.sums[index]
+        looks = (self._spread(0, index) + self._spread(index, end)) / end * (end - index)
+        variance = max(poisson[1], poisson[0] * share, looks)
+        variance += max(poisson[0] * share**2, looks * share)
+        return abs(since - before * share) / sqrt(variance) if variance > 0 else 0.0
+
+    def _spread(self, begin: int, end: int) -> float:
+        """Squares of steps around their mean, summed."""
+        total = self.sums[end] - self.sums[begin]
+        return max(0.0, self.squares[end] - self.squares[begin] - total**2 / (end - begin))
