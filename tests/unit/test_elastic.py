@@ -293,3 +293,15 @@ def test_a_clear_change_is_seen_before_the_window_has_passed() -> None:
         seen.note(second, sums)
     assert seen.covers_s <= 25
     assert seen.per_second.requests == pytest.approx(12, rel=0.3)
+
+
+def test_bursts_are_doubted_more_than_requests_that_come_one_by_one() -> None:
+    doubts = []
+    for burst in (1, 10):
+        rng, seen, sums = Random(4), OfferedRate(window_s=60), OfferedWork()
+        for second in range(61):
+            sums = sums + arriving(rng, 10.0, burst)
+            seen.note(second, sums)
+        needs = Needs.of(seen.per_second, MODEL, seen.covers_s, seen.bursts)
+        doubts.append((needs.prefill_chance, needs.decode_chance))
+    assert doubts[1][0] > 1.5 * doubts[0][0] and doubts[1][1] > 1.5 * doubts[0][1]

@@ -77,7 +77,7 @@ class ElasticController:
         rate.note(now_s, offered)
         if rate.covers_s < min(LEAST_S, rate.window_s / 2):
             return None
-        return Needs.of(rate.per_second, self.model, rate.covers_s)
+        return Needs.of(rate.per_second, self.model, rate.covers_s, rate.bursts)
 
 
 def new_controller(

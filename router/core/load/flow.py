@@ -48,6 +48,19 @@ class OfferedRate:
             return OfferedWork()
         return (self._seen[-1][1] - self._seen[0][1]).scaled(1 / self.covers_s)
 
+    @property
+    def bursts(self) -> tuple[float, float]:
+        """By what looks differ more than if requests came one by one, by chance: the variance of
+        prompts and of outputs over what it would be then; at least 1."""
+        if len(self._seen) < 3:
+            return 1.0, 1.0
+        first, last = self._seen[0][1], self._seen[-1][1]
+        prompts = _Steps.of([sums.prompt_tokens for _, sums in self._seen])
+        outputs = _Steps.of([sums.output_tokens for _, sums in self._seen])
+        _, squares = _then_and_since(first, first, last, "prompt_squares")
+        _, unlike = _output_squares(first, first, last)
+        return prompts.bursts(squares), outputs.bursts(unlike)
+
 
 def _changed(seen: deque[_Look]) -> int:
     """The look after which work differs most from before, if that can't be chance; else 0."""
@@ -109,6 +122,9 @@ class _Steps:
         variance = max(poisson[1], poisson[0] * share, looks)
         variance += max(poisson[0] * share**2, looks * share)
         return abs(since - before * share) / sqrt(variance) if variance > 0 else 0.0
+
+    def bursts(self, poisson: float) -> float:
+        return max(1.0, self._spread(0, len(self.sums) - 1) / poisson) if poisson > 0 else 1.0
 
     def _spread(self, begin: int, end: int) -> float:
         """Squares of steps around their mean, summed."""

@@ -62,9 +62,15 @@ class Needs:
     decode_chance: float = 0.0
 
     @staticmethod
-    def of(rate: OfferedWork, model: WorkerModel, over_s: float = inf) -> Needs:
+    def of(
+        rate: OfferedWork,
+        model: WorkerModel,
+        over_s: float = inf,
+        bursts: tuple[float, float] = (1.0, 1.0),
+    ) -> Needs:
         """`rate`: per second, a mean over so long. Requests come by chance: the sum of their work
-        has the variance of the sum of its squares."""
+        has the variance of the sum of its squares, times what `bursts` of prompts and of outputs
+        add."""
         rate = rate if rate.requests > NOTHING else OfferedWork()
         prefill = _prefill_s(rate, model)
         requests = max(rate.requests, 1e-9)
@@ -78,8 +84,9 @@ class Needs:
             variation=max(0.0, squared),
             ttft_s=rate.ttft_s / rate.with_ttft if rate.with_ttft > requests / 2 else None,
             batch=batch,
-            prefill_chance=sqrt(rate.prompt_squares / over_s) / max(rate.prompt_tokens, 1e-9),
-            decode_chance=sqrt(OUTPUTS_UNLIKE / (requests * over_s)),
+            prefill_chance=sqrt(bursts[0] * rate.prompt_squares / over_s)
+            / max(rate.prompt_tokens, 1e-9),
+            decode_chance=sqrt(bursts[1] * OUTPUTS_UNLIKE / (requests * over_s)),
         )
 
     def doubted(self, *, more_prefill: bool) -> Needs:
