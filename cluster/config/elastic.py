@@ -22,7 +22,8 @@ class ElasticSection(Section):
     dwell: Seconds = 15.0
     """Time between two changes of roles, at least."""
     window: Seconds = 20.0
-    """For roles, offered work is the mean over this time; for numbers, over a minute."""
+    """Offered prompts are a mean over this time; answers, and all that numbers follow, over three
+    times as long."""
     cooldown: Seconds = 300.0
     """Workers leave once fewer were enough for so long."""
     start_up: Seconds = 60.0

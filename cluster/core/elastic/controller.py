@@ -15,9 +15,9 @@ from router.core.load.offered import OfferedWork
 
 LEAST_S = 5.0
 """Less time of looking says nothing of how many workers are needed."""
-SLOW_WINDOW_S = 60.0
-"""Numbers follow means over so long: chance in less would ask for room that nobody uses. So does
-what decodes: answers go on for about as long, and even out what comes by chance."""
+SLOWER = 3.0
+"""Numbers follow means over so many windows: chance in less would ask for room that nobody uses. So
+does what decodes: answers go on for about as long, and even out what comes by chance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class ElasticController:
 
     def __post_init__(self) -> None:
         self.rate = OfferedRate(window_s=self.window_s)
-        self.slow_rate = OfferedRate(window_s=SLOW_WINDOW_S)
+        self.slow_rate = OfferedRate(window_s=SLOWER * self.window_s)
 
     def keep(self, rules: ElasticRules, fixed: Counts) -> None:
         """`fixed`: workers that no rule is for; there may be others by now."""
