@@ -81,7 +81,7 @@ class Keeper:
         controller = self._prepared(rules, following)
         fixed = [one for one in there if one not in following]
         controller.keep(rules, Counts(_count(fixed, Role.PREFILL), _count(fixed, Role.DECODE)))
-        starting = self._starting(there)
+        starting = self._starting(there, rules)
         fleet = _fleet(there, starting)
         offered = sum((_offered(one) for one in found), OfferedWork())
         decision = controller.look(offered, fleet, now_s)
@@ -111,11 +111,13 @@ class Keeper:
         request = pb.GetDemandRequest()
         return ask(router, lambda stub: stub.GetDemand, request, self.access, timeout_s=ANSWER_S)
 
-    def _starting(self, there: Sequence[pb.WorkerDemand]) -> list[Busy]:
+    def _starting(self, there: Sequence[pb.WorkerDemand], rules: ElasticRules) -> list[Busy]:
+        """Not those of other pools, whose numbers stay."""
         known = {one.hello.name for one in there}
-        expected = self.owner.expected().items()
         return [
-            Busy(name=name, role=role, work=STARTS) for name, role in expected if name not in known
+            Busy(name=name, role=role, work=STARTS)
+            for name, role in self.owner.expected().items()
+            if name not in known and rules.is_followed_by(pool_of(name))
         ]
 
     def _change(self, workers: Sequence[pb.WorkerDemand], fleet: Fleet, prefill: int) -> list[str]:
