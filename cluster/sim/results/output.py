@@ -9,10 +9,8 @@ Reports as tables for people.
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from itertools import zip_longest
@@ -29,6 +27,7 @@ from cluster.sim.simulation import ClusterSimulation, Scale
 from cluster.sim.trace import Outcome, TraceRequest
 from engine.core.step_times import NotCovered
 from kvrelay.errors import ConfigError
+from kvrelay.gc_pauses import paused
 
 
 def check_can_draw() -> None:
@@ -118,24 +117,11 @@ def simulate(config: Config, requests: Sequence[TraceRequest], scale: Scale) -> 
     """Raises ConfigError."""
     simulation = ClusterSimulation(config, requests, scale)
     try:
-        with _without_collector():
+        with paused():  # few cycles are made, and looking for them takes a third of the time
             simulated = simulation.run()
     except NotCovered as error:
         raise ConfigError(f"simulation.profile: {error}") from None
     return Result(report=report(simulated), outcomes=simulated.outcomes)
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """What a simulation makes has few cycles and lives long: looking for them takes a third of its
-    time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def assumed_text(config: Config) -> str | None:
