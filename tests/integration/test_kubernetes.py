@@ -157,7 +157,7 @@ def test_every_worker_has_a_group_with_room(overlay: str, tmp_path: Path) -> Non
     asked: Counter[str] = Counter()
     for pool in config.workers:
         for name, amount in pool.resources.items():
-            asked[name] += int(amount * pool.replicas)
+            asked[name] += int(amount * pool.replicas.max)
     for name, amount in config.router.resources.items():
         asked[name] += int(amount * config.router.replicas)
     assert asked, "every process names its group"
@@ -182,7 +182,7 @@ def test_peers_over_shared_memory_share_a_pod(overlay: str, tmp_path: Path) -> N
 @each_overlay
 def test_gpus_suffice(overlay: str, tmp_path: Path) -> None:
     config = config_of(overlay, tmp_path)
-    wanted = sum(pool.replicas for pool in config.workers if pool.device == "cuda")
+    wanted = sum(pool.replicas.max for pool in config.workers if pool.device == "cuda")
     limits = groups(overlay)["both"]["template"]["spec"]["containers"][0]["resources"]["limits"]
     assert int(limits.get("nvidia.com/gpu", 0)) == wanted
 
