@@ -20,7 +20,7 @@ from cluster.core.elastic.fleet import STARTS, Busy, Counts, Fleet, who_changes,
 from cluster.core.elastic.rules import ElasticRules
 from cluster.core.elastic.starts import LatestStarts
 from cluster.elastic.owners import Owner
-from cluster.process.admin import NotKnown, NotPossible, ask
+from cluster.process.admin import NotKnown, NotPossible, report
 from kvrelay.access.values import Access
 from kvrelay.codec import MessageCodec
 from kvrelay.errors import ConfigError, PeerError
@@ -72,10 +72,10 @@ class Keeper:
 
     def look(self, now_s: float) -> list[str]:
         """As `turn`. Raises ConfigError where a router doesn't answer."""
-        found = [self._asked(router) for router in self.routers()]
+        found = [report(router, self.access, timeout_s=ANSWER_S) for router in self.routers()]
         there = _workers(found)
-        rules = self.owner.rules([one.hello.name for one in there])
-        following = [one for one in there if rules.is_followed_by(pool_of(one.hello.name))]
+        rules = self.owner.rules([one.name for one in there])
+        following = [one for one in there if rules.is_followed_by(pool_of(one.name))]
         if not following:
             return []
         controller = self._prepared(rules, following)
@@ -92,7 +92,7 @@ class Keeper:
         return []
 
     def _prepared(
-        self, rules: ElasticRules, following: Sequence[pb.WorkerDemand]
+        self, rules: ElasticRules, following: Sequence[pb.WatchedWorker]
     ) -> ElasticController:
         """Workers may have been replaced since the last look."""
         model = _model(following)
@@ -107,20 +107,16 @@ class Keeper:
             self._controller.totals.lead_s = self._starts.p90_s
         return self._controller
 
-    def _asked(self, router: str) -> pb.GetDemandResponse:
-        request = pb.GetDemandRequest()
-        return ask(router, lambda stub: stub.GetDemand, request, self.access, timeout_s=ANSWER_S)
-
-    def _starting(self, there: Sequence[pb.WorkerDemand], rules: ElasticRules) -> list[Busy]:
+    def _starting(self, there: Sequence[pb.WatchedWorker], rules: ElasticRules) -> list[Busy]:
         """Not those of other pools, whose numbers stay."""
-        known = {one.hello.name for one in there}
+        known = {one.name for one in there}
         return [
             Busy(name=name, role=role, work=STARTS)
             for name, role in self.owner.expected().items()
             if name not in known and rules.is_followed_by(pool_of(name))
         ]
 
-    def _change(self, workers: Sequence[pb.WorkerDemand], fleet: Fleet, prefill: int) -> list[str]:
+    def _change(self, workers: Sequence[pb.WatchedWorker], fleet: Fleet, prefill: int) -> list[str]:
         names, role = who_changes(map(_busy, workers), prefill - fleet.prefill)
         for name in names:
             self.owner.change(name, role)
@@ -145,7 +141,7 @@ class Keeper:
         )
 
 
-def _fleet(there: Sequence[pb.WorkerDemand], starting: Sequence[Busy]) -> Fleet:
+def _fleet(there: Sequence[pb.WatchedWorker], starting: Sequence[Busy]) -> Fleet:
     roles = [one.role for one in starting]
     return Fleet(
         prefill=_count(there, Role.PREFILL),
@@ -155,32 +151,33 @@ def _fleet(there: Sequence[pb.WorkerDemand], starting: Sequence[Busy]) -> Fleet:
     )
 
 
-def _count(workers: Sequence[pb.WorkerDemand], role: Role) -> int:
+def _count(workers: Sequence[pb.WatchedWorker], role: Role) -> int:
     return sum(one.role == role for one in workers)
 
 
-def _busy(worker: pb.WorkerDemand) -> Busy:
+def _busy(worker: pb.WatchedWorker) -> Busy:
     role = Role(worker.role)
     work = worker.running if role is Role.DECODE else worker.waiting_tokens
-    return Busy(name=worker.hello.name, role=role, work=work)
+    return Busy(name=worker.name, role=role, work=work)
 
 
-def _model(workers: Sequence[pb.WorkerDemand]) -> WorkerModel:
+def _model(workers: Sequence[pb.WatchedWorker]) -> WorkerModel:
     """Workers are taken to be alike. Raises PeerError for another version of kvrelay."""
     return model_of(_hello(workers[0]))
 
 
-def _hello(worker: pb.WorkerDemand) -> WorkerHello:
+def _hello(worker: pb.WatchedWorker) -> WorkerHello:
     return decode_hello(worker.hello)
 
 
-def _workers(found: Iterable[pb.GetDemandResponse]) -> list[pb.WorkerDemand]:
+def _workers(found: Iterable[pb.WatchReport]) -> list[pb.WatchedWorker]:
     """Each once, in the order of their names; those that drain are as good as gone."""
-    known = {one.hello.incarnation: one for response in found for one in response.workers}
+    known = {one.incarnation: one for told in found for one in told.workers}
     return sorted(
-        (one for one in known.values() if not one.draining), key=lambda one: one.hello.name
+        (one for one in known.values() if one.state != pb.WORKER_STATE_DRAINING),
+        key=lambda one: one.name,
     )
 
 
-def _offered(response: pb.GetDemandResponse) -> OfferedWork:
-    return sum((_OFFERED.decode(one.offered) for one in response.tiers), OfferedWork())
+def _offered(told: pb.WatchReport) -> OfferedWork:
+    return sum((_OFFERED.decode(one.offered) for one in told.tiers), OfferedWork())

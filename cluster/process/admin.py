@@ -94,6 +94,15 @@ def open_watch(address: str, interval_s: float, access: Access) -> Iterator[Iter
             raise
 
 
+def report(address: str, access: Access, *, timeout_s: float) -> WatchReport:
+    """What a router knows now. Raises like `ask`."""
+
+    def first(stub: AdminStub) -> Callable[..., WatchReport]:
+        return lambda request, **options: next(stub.Watch(request, **options))
+
+    return ask(address, first, WatchClusterRequest(interval_s=1.0), access, timeout_s=timeout_s)
+
+
 def _told_by(error: grpc.RpcError) -> str:
     known = error.code() is not grpc.StatusCode.INVALID_ARGUMENT
     return reason_of(error) if known else str(error.details())

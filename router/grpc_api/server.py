@@ -230,11 +230,6 @@ class AdminApi(admin_pb2_grpc.AdminServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, unknown(request.request_id))
         return found
 
-    async def GetDemand(  # noqa: N802
-        self, request: admin_pb2.GetDemandRequest, context: grpc.aio.ServicerContext
-    ) -> admin_pb2.GetDemandResponse:
-        return self._inference.dispatcher.demand()
-
     async def SetWorker(  # noqa: N802
         self, request: admin_pb2.SetWorkerRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.SetStateResponse:

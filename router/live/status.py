@@ -61,7 +61,7 @@ from router.core.state.worker_view import WorkerView, check_joins
 from router.core.workers import Workers, obstacle
 from router.live.link import WorkerLink
 from router.live.pool_nodes import PoolNodeLink, PoolNodes
-from router.live.watching import AdmissionCounts, Seen, demand_of, report_of
+from router.live.watching import AdmissionCounts, Seen, report_of
 
 log = logging.getLogger(__name__)
 
@@ -353,9 +353,6 @@ class ClusterViews:
         told = found[-MOST_TOLD:]
         stories = [story_told(story, now_s) for story in told]
         return TraceRequestResponse(stories=stories, left_out=len(found) - len(told))
-
-    def demand(self) -> pb.GetDemandResponse:
-        return demand_of(self.core.state)
 
     def watch_report(self) -> WatchReport:
         seen = {worker: self._seen(worker) for worker in self.core.state.workers}

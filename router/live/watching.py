@@ -1,4 +1,4 @@
-"""What Admin.Watch and Admin.GetDemand tell of a router: from its core and from what it has heard.
+"""What Admin.Watch tells of a router: from its core and from what it has heard.
 
 The report is a copy: nothing in it changes once it is built. Built in the router's event loop.
 """
@@ -62,6 +62,7 @@ def report_of(
     )
 
 
+_OFFERED = MessageCodec(OfferedWork, pb.OfferedWork, "a router")
 NOTHING_OFFERED = OfferedWork()
 
 
@@ -92,7 +93,7 @@ def _worker(view: WorkerView, seen: Seen, doubted: bool, now_s: float) -> pb.Wat
         role_epoch=view.role_epoch,
         state=_state(view, doubted),
         heard_ago_s=None if seen.heard_s is None else max(0.0, now_s - seen.heard_s),
-        running=told.running,
+        running=max(told.running, view.outlook.sequences),
         waiting=told.waiting,
         waiting_tokens=told.prefill_waiting_tokens,
         free_blocks=told.free_blocks,
@@ -103,6 +104,7 @@ def _worker(view: WorkerView, seen: Seen, doubted: bool, now_s: float) -> pb.Wat
         transfer_bytes_per_s=rates.transfer_bytes_per_s,
         prefill_token_s=view.speed.prompt_token_s or None,
         decode_step_s=_decode_step_s(view),
+        hello=encode_hello(hello),
     )
 
 
@@ -135,27 +137,3 @@ def _links(workers: Workers) -> Iterator[pb.WatchedLink]:
                     bytes_per_s=link.bytes_per_s,
                     latency_s=link.latency_s,
                 )
-
-
-_OFFERED = MessageCodec(OfferedWork, pb.OfferedWork, "a router")
-
-
-def demand_of(state: RouterState) -> pb.GetDemandResponse:
-    """What was offered to this router, and the workers that it knows."""
-    return pb.GetDemandResponse(
-        tiers=[
-            pb.TierDemand(tier=tier, offered=_OFFERED.encode(work))
-            for tier, work in state.offered.tiers.items()
-        ],
-        workers=[_worker_demand(view) for view in state.workers.values()],
-    )
-
-
-def _worker_demand(view: WorkerView) -> pb.WorkerDemand:
-    return pb.WorkerDemand(
-        hello=encode_hello(view.hello),
-        role=view.own_role,
-        draining=view.draining,
-        running=max(view.counters.running, view.outlook.sequences),
-        waiting_tokens=view.counters.prefill_waiting_tokens,
-    )

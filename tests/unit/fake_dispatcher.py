@@ -11,7 +11,6 @@ from kvrelay.gc_pauses import GcPauses
 from kvrelay.messages import Counters
 from kvrelay.types import FinishReason, PromptLogprob, PromptRule, Role, TokenLogprobs
 from kvrelay.v1.admin_pb2 import (
-    GetDemandResponse,
     GetKvResponse,
     TraceRequestResponse,
     WatchReport,
@@ -265,9 +264,6 @@ class FakeDispatcher:
 
     def trace(self, request_id: str) -> TraceRequestResponse:
         return TraceRequestResponse()
-
-    def demand(self) -> GetDemandResponse:
-        return GetDemandResponse()
 
     async def set_worker(self, name: str, wanted: SetStateRequest) -> SetStateResponse:
         if all(worker.name != name for worker in self.statuses):

@@ -23,26 +23,6 @@ WORKER_STATE_DRAINING: WorkerState
 WORKER_STATE_SILENT: WorkerState
 WORKER_STATE_QUARANTINED: WorkerState
 
-class GetDemandRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class GetDemandResponse(_message.Message):
-    __slots__ = ("tiers", "workers")
-    TIERS_FIELD_NUMBER: _ClassVar[int]
-    WORKERS_FIELD_NUMBER: _ClassVar[int]
-    tiers: _containers.RepeatedCompositeFieldContainer[TierDemand]
-    workers: _containers.RepeatedCompositeFieldContainer[WorkerDemand]
-    def __init__(self, tiers: _Optional[_Iterable[_Union[TierDemand, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerDemand, _Mapping]]] = ...) -> None: ...
-
-class TierDemand(_message.Message):
-    __slots__ = ("tier", "offered")
-    TIER_FIELD_NUMBER: _ClassVar[int]
-    OFFERED_FIELD_NUMBER: _ClassVar[int]
-    tier: str
-    offered: OfferedWork
-    def __init__(self, tier: _Optional[str] = ..., offered: _Optional[_Union[OfferedWork, _Mapping]] = ...) -> None: ...
-
 class OfferedWork(_message.Message):
     __slots__ = ("requests", "prompt_tokens", "prompt_squares", "prompt_pairs", "output_tokens", "context_tokens", "ttft_s", "with_ttft", "tpot_s", "with_tpot")
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -66,20 +46,6 @@ class OfferedWork(_message.Message):
     tpot_s: float
     with_tpot: float
     def __init__(self, requests: _Optional[float] = ..., prompt_tokens: _Optional[float] = ..., prompt_squares: _Optional[float] = ..., prompt_pairs: _Optional[float] = ..., output_tokens: _Optional[float] = ..., context_tokens: _Optional[float] = ..., ttft_s: _Optional[float] = ..., with_ttft: _Optional[float] = ..., tpot_s: _Optional[float] = ..., with_tpot: _Optional[float] = ...) -> None: ...
-
-class WorkerDemand(_message.Message):
-    __slots__ = ("hello", "role", "draining", "running", "waiting_tokens")
-    HELLO_FIELD_NUMBER: _ClassVar[int]
-    ROLE_FIELD_NUMBER: _ClassVar[int]
-    DRAINING_FIELD_NUMBER: _ClassVar[int]
-    RUNNING_FIELD_NUMBER: _ClassVar[int]
-    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    hello: _worker_pb2.WorkerHello
-    role: str
-    draining: bool
-    running: int
-    waiting_tokens: int
-    def __init__(self, hello: _Optional[_Union[_worker_pb2.WorkerHello, _Mapping]] = ..., role: _Optional[str] = ..., draining: _Optional[bool] = ..., running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ...) -> None: ...
 
 class WatchClusterRequest(_message.Message):
     __slots__ = ("interval_s",)
@@ -128,7 +94,7 @@ class WatchedTier(_message.Message):
     def __init__(self, name: _Optional[str] = ..., open_requests: _Optional[int] = ..., admitted: _Optional[int] = ..., refused: _Optional[int] = ..., offered: _Optional[_Union[OfferedWork, _Mapping]] = ...) -> None: ...
 
 class WatchedWorker(_message.Message):
-    __slots__ = ("name", "address", "incarnation", "role", "role_epoch", "state", "heard_ago_s", "running", "waiting", "waiting_tokens", "free_blocks", "cached_blocks", "total_blocks", "prompt_tokens_per_s", "generated_tokens_per_s", "transfer_bytes_per_s", "prefill_token_s", "decode_step_s")
+    __slots__ = ("name", "address", "incarnation", "role", "role_epoch", "state", "heard_ago_s", "running", "waiting", "waiting_tokens", "free_blocks", "cached_blocks", "total_blocks", "prompt_tokens_per_s", "generated_tokens_per_s", "transfer_bytes_per_s", "prefill_token_s", "decode_step_s", "hello")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +113,7 @@ class WatchedWorker(_message.Message):
     TRANSFER_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_STEP_S_FIELD_NUMBER: _ClassVar[int]
+    HELLO_FIELD_NUMBER: _ClassVar[int]
     name: str
     address: str
     incarnation: str
@@ -165,7 +132,8 @@ class WatchedWorker(_message.Message):
     transfer_bytes_per_s: float
     prefill_token_s: float
     decode_step_s: float
-    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., role_epoch: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., heard_ago_s: _Optional[float] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., prompt_tokens_per_s: _Optional[float] = ..., generated_tokens_per_s: _Optional[float] = ..., transfer_bytes_per_s: _Optional[float] = ..., prefill_token_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ...) -> None: ...
+    hello: _worker_pb2.WorkerHello
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., role_epoch: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., heard_ago_s: _Optional[float] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., prompt_tokens_per_s: _Optional[float] = ..., generated_tokens_per_s: _Optional[float] = ..., transfer_bytes_per_s: _Optional[float] = ..., prefill_token_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., hello: _Optional[_Union[_worker_pb2.WorkerHello, _Mapping]] = ...) -> None: ...
 
 class WatchedLink(_message.Message):
     __slots__ = ("source", "target", "transport", "bytes_per_s", "latency_s")

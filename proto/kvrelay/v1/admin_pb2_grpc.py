@@ -62,11 +62,6 @@ class AdminStub:
                 request_serializer=kvrelay_dot_v1_dot_admin__pb2.ChangeRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_admin__pb2.ChangeResponse.FromString,
                 _registered_method=True)
-        self.GetDemand = channel.unary_unary(
-                '/kvrelay.v1.Admin/GetDemand',
-                request_serializer=kvrelay_dot_v1_dot_admin__pb2.GetDemandRequest.SerializeToString,
-                response_deserializer=kvrelay_dot_v1_dot_admin__pb2.GetDemandResponse.FromString,
-                _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/kvrelay.v1.Admin/Watch',
                 request_serializer=kvrelay_dot_v1_dot_admin__pb2.WatchClusterRequest.SerializeToString,
@@ -117,13 +112,6 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetDemand(self, request, context):
-        """What clients have asked for since the router began, and the workers that could do it.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Watch(self, request, context):
         """What this router knows, at once and then again and again, until the client or the router goes.
         A client that reads slowly skips reports. INVALID_ARGUMENT: another interval than 0.1 to 3600 s.
@@ -159,11 +147,6 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Change,
                     request_deserializer=kvrelay_dot_v1_dot_admin__pb2.ChangeRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_admin__pb2.ChangeResponse.SerializeToString,
-            ),
-            'GetDemand': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetDemand,
-                    request_deserializer=kvrelay_dot_v1_dot_admin__pb2.GetDemandRequest.FromString,
-                    response_serializer=kvrelay_dot_v1_dot_admin__pb2.GetDemandResponse.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -307,33 +290,6 @@ class Admin:
             '/kvrelay.v1.Admin/Change',
             kvrelay_dot_v1_dot_admin__pb2.ChangeRequest.SerializeToString,
             kvrelay_dot_v1_dot_admin__pb2.ChangeResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetDemand(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvrelay.v1.Admin/GetDemand',
-            kvrelay_dot_v1_dot_admin__pb2.GetDemandRequest.SerializeToString,
-            kvrelay_dot_v1_dot_admin__pb2.GetDemandResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,7 +27,6 @@ from kvrelay.types import (
     TokenLogprobs,
 )
 from kvrelay.v1.admin_pb2 import (
-    GetDemandResponse,
     GetKvResponse,
     TraceRequestResponse,
     WatchReport,
@@ -272,9 +271,6 @@ class Dispatcher(Protocol):
     async def debug_kv(self) -> GetKvResponse:
         """Blocks by state, and all that is held with holder and age, of every worker and pool
         node."""
-
-    def demand(self) -> GetDemandResponse:
-        """What was offered to this router, and the workers that it knows."""
 
     async def set_worker(self, name: str, wanted: SetStateRequest) -> SetStateResponse:
         """Drains a worker, or gives it another role. Raises LookupError where no worker has this
