@@ -85,6 +85,7 @@ def seek(state: RouterState, request: Request, otherwise: Refusal, now_s: float)
     if not request.is_counted:
         request.is_counted = True
         state.offered.add(demand, most_cached(demand, state.workers.first))
+        state.offered.note(verdict.shares)
     match verdict:
         case Admitted():
             return ask(state, request, demand, verdict, now_s)

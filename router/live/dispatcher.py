@@ -235,7 +235,7 @@ class WorkerDispatcher(ClusterViews):
         check_joins(hello, (view.hello for view in self.core.state.workers.values()))
         log.info("worker %s joined: %s on %s", hello.name, hello.role, hello.device)
         if hello.is_new:
-            self.starts.count(hello.start)
+            self.starts.note(hello.start)
         self.attached[hello.incarnation] = link
         self.recent[hello.incarnation] = RecentActivity(hello.total_blocks)
         self._silence.joined(hello.incarnation)

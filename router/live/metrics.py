@@ -26,6 +26,7 @@ from prometheus_client.utils import floatToGoString
 from kvrelay.gc_pauses import GcPauses
 from kvrelay.messages import SHOWN, LinkState, Shown, kv_used
 from kvrelay.types import TAKES_ALL
+from router.core.load import histograms
 from router.core.state.generation import ClusterSnapshot, WorkerStatus
 from router.core.state.offered import pool_of
 from router.core.state.quarantine import Pair
@@ -172,6 +173,7 @@ class ClusterGauges(Collector):
         yield from self._prefilled()
         yield from self._needs()
         yield self._starts()
+        yield self._shares()
         yield from self._pauses()
 
     def _offered(self) -> Iterable[Metric]:
@@ -224,11 +226,20 @@ class ClusterGauges(Collector):
 
     def _starts(self) -> Metric:
         text = "Phases of the starts of workers, each counted by the router that it joined first."
-        labels = ("model_name", "phase")
-        family = HistogramMetricFamily("kvrelay:start_seconds", text, labels=labels)
-        for phase, times in self._snapshot.starts.items():
-            buckets = [(floatToGoString(border), count) for border, count in times.up_to().items()]
-            family.add_metric((self._model_name, phase), buckets, times.sum_s)
+        return self._histograms("start_seconds", text, "phase", self._snapshot.starts)
+
+    def _shares(self) -> Metric:
+        text = "Predicted times of admitted and refused requests over their objectives."
+        return self._histograms("objective_share", text, "kind", self._snapshot.shares)
+
+    def _histograms(
+        self, name: str, text: str, label: str, found: Mapping[str, histograms.Histogram]
+    ) -> Metric:
+        labels = ("model_name", label)
+        family = HistogramMetricFamily(f"kvrelay:{name}", text, labels=labels)
+        for value, one in found.items():
+            buckets = [(floatToGoString(border), count) for border, count in one.up_to().items()]
+            family.add_metric((self._model_name, value), buckets, one.sum)
         return family
 
     def _pauses(self) -> Iterable[Metric]:

@@ -16,8 +16,8 @@ from kvrelay.v1.admin_pb2 import (
     WatchReport,
 )
 from kvrelay.v1.worker_pb2 import DebugKvResponse, SetStateRequest, SetStateResponse
+from router.core.load.histograms import Histogram
 from router.core.load.offered import OfferedWork
-from router.core.load.starts import StartTimes
 from router.core.state.generation import (
     ChoiceTokens,
     ClusterSnapshot,
@@ -172,7 +172,8 @@ class FakeDispatcher:
     capped_tokens: int | None = None
     tier_statuses: tuple[TierStatus, ...] = ()
     pauses: GcPauses = field(default_factory=GcPauses)
-    starts: Mapping[str, StartTimes] = field(default_factory=dict)
+    starts: Mapping[str, Histogram] = field(default_factory=dict)
+    shares: Mapping[str, Histogram] = field(default_factory=dict)
     yielded_tokens: int = 0
     requests: list[GenerationRequest] = field(default_factory=list)
     generations: list[FakeGeneration] = field(default_factory=list)
@@ -248,6 +249,7 @@ class FakeDispatcher:
             prefilled={"cpu": PrefilledWork(prompts=3, tokens=20_000)},
             needs={Role.DECODE: NeedStatus(busy=1.5, desired=2.0, saturation=0.5)},
             starts=self.starts,
+            shares=self.shares,
         )
 
     def quarantined(self) -> tuple[QuarantinedPair, ...]:

@@ -82,6 +82,19 @@ def test_objectives_are_summed_over_those_that_have_some() -> None:
     assert (found.ttft_s, found.with_ttft, found.tpot_s, found.with_tpot) == (0.5, 1, 0.1, 1)
 
 
+def test_what_is_predicted_is_a_share_of_what_is_asked_for_admitted_or_refused() -> None:
+    core = split(places=4)
+    submit(core, "plain")
+    assert core.state.offered.shares.told() == {}
+    for ttft_s in (100.0, 1e-6):
+        asked = replace(request(f"in {ttft_s} s"), objectives=Objectives(ttft_s=ttft_s))
+        told = core.handle(Submitted(request=asked), 1)
+        assert any(isinstance(one, Refuse) for one in told) == (ttft_s < 1)
+    shares = core.state.offered.shares.told()
+    assert [*shares] == ["ttft"]
+    assert (shares["ttft"].up_to()[0.1], shares["ttft"].counts[inf]) == (1, 1)
+
+
 def test_a_request_that_is_tried_again_is_the_same_work() -> None:
     core = core_with(places=4, p=Role.PREFILL, d=Role.DECODE)
     submit(core)

@@ -113,21 +113,21 @@ def start(**taken: float) -> tuple[PhaseSeconds, ...]:
 
 def test_a_histogram_for_each_phase_and_the_whole() -> None:
     starts = Starts()
-    starts.count(start(load=0.25, join=1.0))
-    starts.count(start(load=3.0, join=700.0))
+    starts.note(start(load=0.25, join=1.0))
+    starts.note(start(load=3.0, join=700.0))
     told = starts.told()
     assert [*told] == ["load", "join", "whole"]
     assert told["load"].up_to()[0.1] == 0
     assert told["load"].up_to()[0.25] == 1, "at most"
     assert told["load"].up_to()[2.5] == 1
     assert told["load"].up_to()[5.0] == 2
-    assert told["whole"].sum_s == 704.25
+    assert told["whole"].sum == 704.25
     assert [*told["join"].up_to().values()][-2:] == [1, 2], "the last one has no border"
 
 
 def test_the_histogram_in_a_scrape() -> None:
     starts = Starts()
-    starts.count(start(load=0.3))
+    starts.note(start(load=0.3))
     dispatcher = FakeDispatcher(starts=starts.told())
     text = RouterMetrics("m").exposition(dispatcher.snapshot()).decode()
     families = {one.name: one for one in text_string_to_metric_families(text)}

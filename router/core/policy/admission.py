@@ -11,7 +11,7 @@ requests that were admitted before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -71,6 +71,11 @@ class Admitted:
     doubted: bool = False
     counted: int | None = None
 
+    @property
+    def shares(self) -> Mapping[str, float]:
+        """# ttft, tpot |-> predicted over asked for"""
+        return self.prediction.shares
+
     def note_trial(self, now_s: float) -> None:
         for worker in self.candidate.workers if self.doubted else ():
             worker.doubt.tried(now_s)
@@ -82,6 +87,10 @@ class Deferred:
 
     refusal: Refusal
     patience_s: float
+
+    @property
+    def shares(self) -> Mapping[str, float]:
+        return self.refusal.shares
 
 
 Verdict = Admitted | Deferred | Refusal

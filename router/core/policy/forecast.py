@@ -93,6 +93,7 @@ class Forecast:
             completes_in_s=joins_in_s + decodes_s,
             choices=demand.choices,
             kv_tokens=demand.kv_tokens,
+            asked=demand.objectives,
         )
 
     def _arrival(self, demand: Demand, candidate: Candidate, now_s: float) -> Arrival:

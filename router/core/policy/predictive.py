@@ -171,6 +171,7 @@ class _Look:
             retry_after_s=None if hopeless else retry_after_s,
             hopeless=hopeless,
             work=self.prediction.work,
+            shares=self.prediction.shares,
         )
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvrelay.errors import RefusalReason
 from router.core.promises.work import Promised, ToldPromise
@@ -13,7 +13,8 @@ from router.core.promises.work import Promised, ToldPromise
 class Refusal:
     """`reason` is a RefusalReason, or what a worker has named. `retry_after_s`: when the request
     would be taken, if that is known, and `work` how much work that would be. `hopeless`: never, as
-    the cluster is. `promise`: what its client is told, and may bring back."""
+    the cluster is. `promise`: what its client is told, and may bring back. `shares`: # ttft,
+    tpot |-> what was predicted over what was asked for."""
 
     reason: str
     message: str
@@ -21,6 +22,7 @@ class Refusal:
     hopeless: bool = False
     work: Promised | None = None
     promise: ToldPromise | None = None
+    shares: Mapping[str, float] = field(default_factory=dict)
 
 
 NO_CAPACITY = Refusal(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvrelay.messages import PrefixSource
-from kvrelay.types import Incarnation, Role, value
+from kvrelay.types import Incarnation, Objectives, Role, value
 from router.core.load.decode_outlook import BatchThen, Likely
 from router.core.promises.work import Promised
 from router.core.state.quarantine import Pair, Placement
@@ -125,6 +125,13 @@ class Prediction:
     completes_in_s: float
     choices: int
     kv_tokens: int
+    asked: Objectives
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """# ttft, tpot |-> predicted over asked for, where it is"""
+        pairs = (("ttft", self.ttft_s, self.asked.ttft_s), ("tpot", self.tpot_s, self.asked.tpot_s))
+        return {kind: s / most_s for kind, s, most_s in pairs if most_s}
 
     @property
     def work(self) -> Promised:

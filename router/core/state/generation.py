@@ -32,8 +32,8 @@ from kvrelay.v1.admin_pb2 import (
     WatchReport,
 )
 from kvrelay.v1.worker_pb2 import SetStateRequest, SetStateResponse
+from router.core.load.histograms import Histogram
 from router.core.load.offered import OfferedWork
-from router.core.load.starts import StartTimes
 from router.core.promises.work import ToldPromise
 from router.core.state.offered import PrefilledWork
 from router.core.state.quarantine import Pair
@@ -228,10 +228,12 @@ class ClusterSnapshot:
     pauses: GcPauses
     offered: Mapping[str, OfferedWork]
     """# tier |-> its work"""
+    shares: Mapping[str, Histogram]
+    """# ttft, tpot |-> what was predicted of offered requests over what they asked for"""
     prefilled: Mapping[str, PrefilledWork]
     """# pool |-> what its workers have begun"""
     needs: Mapping[Role, NeedStatus]
-    starts: Mapping[str, StartTimes]
+    starts: Mapping[str, Histogram]
     """# phase of a start, or whole |-> how long it took the workers that came here first"""
 
 

@@ -9,19 +9,26 @@ Which prompts the workers of each pool have computed: the share of a pool. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 from engine.core.step_times import pairs_of
+from router.core.load.histograms import Histograms
 from router.core.load.offered import OfferedWork
 from router.core.state.demand import Demand
 from router.core.state.worker_view import WorkerView
 
+SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0, inf)
+
 
 @dataclass(slots=True)
 class OfferedLoad:
-    """`tiers`: # tier |-> its work"""
+    """`tiers`: # tier |-> its work. `shares` of the objectives that requests were predicted to
+    take, were they admitted."""
 
     tiers: dict[str, OfferedWork] = field(default_factory=dict)
+    shares: Histograms = field(default_factory=lambda: Histograms(SHARES))
 
     def add(self, demand: Demand, cached: int) -> None:
         """`cached`: prompt tokens that some worker has."""
@@ -44,6 +51,11 @@ class OfferedLoad:
         if tpot_s is not None:
             work.tpot_s += tpot_s
             work.with_tpot += 1
+
+    def note(self, shares: Mapping[str, float]) -> None:
+        """`shares`: # ttft, tpot |-> predicted over asked for"""
+        for kind, share in shares.items():
+            self.shares.count(kind, share)
 
     @property
     def total(self) -> OfferedWork:
