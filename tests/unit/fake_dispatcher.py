@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from kvrelay.errors import KvrelayError, Refused
 from kvrelay.gc_pauses import GcPauses
@@ -173,7 +174,9 @@ class FakeDispatcher:
     tier_statuses: tuple[TierStatus, ...] = ()
     pauses: GcPauses = field(default_factory=GcPauses)
     starts: Mapping[str, Histogram] = field(default_factory=dict)
-    shares: Mapping[str, Histogram] = field(default_factory=dict)
+    shares: Mapping[str, Histogram] = field(
+        default_factory=lambda: {"ttft": Histogram(counts={0.5: 1, inf: 0}, sum=0.4)}
+    )
     yielded_tokens: int = 0
     requests: list[GenerationRequest] = field(default_factory=list)
     generations: list[FakeGeneration] = field(default_factory=list)
