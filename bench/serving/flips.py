@@ -1,7 +1,8 @@
-"""Workers change their roles under load: how soon a router goes by it, and what streams notice.
+"""Workers change their roles under load: how soon they do the new work, and what streams notice.
 
 The bundled model, two prefill and two decode workers as plain processes, requests at 0.8 of what
-they serve. Roles change to and fro, so that there is always one of each.
+they serve. Roles change to and fro, so that there is always one of each. Before and after, the same
+load without flips. When a worker did what is read from the router's stories of its requests.
 
     python -m bench.serving.flips
 """
@@ -11,9 +12,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from random import Random
+from statistics import median
 
 from bench.access import ACCESS
 from bench.report import Row, print_table, write_json
@@ -22,6 +26,7 @@ from bench.serving.plain_cluster import HANDED_OVER, PlainCluster, WorkerPlan, p
 from cluster.process.admin import ask, flip
 from engine.bundled import checkpoint_path
 from kvrelay.types import Role
+from kvrelay.v1.admin_pb2 import RequestStory, TraceRequestRequest
 from kvrelay.v1.inference_pb2 import GetServerInfoRequest
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 120, 60
@@ -35,8 +40,11 @@ ORDER = (
     ("decode-2", Role.DECODE),
     ("prefill-0", Role.PREFILL),
 )
-PAUSE_S = 0.2
+PAUSE_S = 0.5
+CALM_S = 20.0
 GOAL_KNOWN_S, GOAL_GAP_S = 1.0, 0.25
+BEGINS = {Role.PREFILL: "prefill started", Role.DECODE: "decodes"}
+"""# role |-> the moment of a request at which a worker begins with it in this role"""
 
 
 @dataclass(slots=True)
@@ -66,6 +74,11 @@ class Load:
         await asyncio.gather(*(client() for _ in range(clients)))
         return len(self.sent) / seconds
 
+    async def calm(self, rate: float, seconds: float) -> None:
+        enough = asyncio.Event()
+        asyncio.get_running_loop().call_later(seconds, enough.set)
+        await self.open(rate, enough)
+
     async def open(self, rate: float, enough: asyncio.Event) -> None:
         """Until it is enough, and all have ended."""
         async with asyncio.TaskGroup() as group:
@@ -80,27 +93,81 @@ def _role(cluster: PlainCluster, worker: str) -> str:
     return str(next(one.role for one in info.workers if one.name == worker))
 
 
-def _flip(cluster: PlainCluster, worker: str, role: Role) -> float:
-    """Seconds from the command until the router goes by the new role."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flip:
+    """`known_s`: from the command at `at_s` until the router goes by the new role."""
+
+    worker: str
+    role: Role
+    at_s: float
+    known_s: float
+
+
+def _flip(cluster: PlainCluster, worker: str, role: Role) -> Flip:
     began_s = time.perf_counter()
     flip(worker, role, cluster.internal_grpc, ACCESS)
     while _role(cluster, worker) != role:
         time.sleep(0.001)
-    return time.perf_counter() - began_s
+    return Flip(worker=worker, role=role, at_s=began_s, known_s=time.perf_counter() - began_s)
 
 
-async def flips(cluster: PlainCluster, count: int) -> tuple[list[float], Load, float]:
-    """(seconds of each flip, what was sent meanwhile, its rate)"""
-    capacity = await Load(cluster.http_port).closed(CLIENTS, CAPACITY_S)
-    load, enough, known_s = Load(cluster.http_port), asyncio.Event(), []
-    asking = asyncio.create_task(load.open(SHARE * capacity, enough))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """`first_s`: of each flip, from the command to the first request of the new kind; None: none
+    came before the worker's next flip."""
+
+    flips: list[Flip]
+    first_s: list[float | None]
+    load: Load
+    calm: Load
+    rate: float
+
+
+async def run(cluster: PlainCluster, count: int) -> Measured:
+    rate = SHARE * await Load(cluster.http_port).closed(CLIENTS, CAPACITY_S)
+    load, calm, enough, done = Load(cluster.http_port), Load(cluster.http_port), asyncio.Event(), []
+    await calm.calm(rate, CALM_S)
+    asking = asyncio.create_task(load.open(rate, enough))
     for number in range(count):
         worker, role = ORDER[number % len(ORDER)]
-        known_s.append(await asyncio.to_thread(_flip, cluster, worker, role))
+        done.append(await asyncio.to_thread(_flip, cluster, worker, role))
         await asyncio.sleep(PAUSE_S)
     enough.set()
     await asking
-    return known_s, load, SHARE * capacity
+    began = await asyncio.to_thread(_began, cluster, load.sent)
+    await calm.calm(rate, CALM_S)
+    first_s = [_first_s(done, number, began) for number in range(count)]
+    return Measured(flips=done, first_s=first_s, load=load, calm=calm, rate=rate)
+
+
+Began = tuple[float, str, str]
+"""When a worker began with a request, which worker, with which moment."""
+
+
+def _began(cluster: PlainCluster, sent: list[Sent]) -> list[Began]:
+    return sorted(
+        (one.sent_s + event.at_s, event.workers[-1], event.moment)
+        for one in sent
+        for story in _stories(cluster, one.request_id)
+        for event in story.events
+        if event.moment in BEGINS.values()
+    )
+
+
+def _stories(cluster: PlainCluster, request_id: str) -> Iterable[RequestStory]:
+    asked = TraceRequestRequest(request_id=request_id)
+    address = cluster.internal_grpc
+    return ask(address, lambda stub: stub.TraceRequest, asked, ACCESS, timeout_s=9).stories
+
+
+def _first_s(done: list[Flip], number: int, began: list[Began]) -> float | None:
+    one = done[number]
+    again = (later.at_s for later in done[number + 1 :] if later.worker == one.worker)
+    until_s = next(again, inf)
+    for at_s, worker, moment in began:
+        if one.at_s <= at_s < until_s and (worker, moment) == (one.worker, BEGINS[one.role]):
+            return at_s - one.at_s
+    return None
 
 
 def _p99(values: list[float]) -> float:
@@ -110,9 +177,13 @@ def _p99(values: list[float]) -> float:
 def measure(count: int) -> list[Row]:
     settings = (*HANDED_OVER, "router.admission.policy=none")
     with plain_cluster(checkpoint_path(), PLANS, (), router_settings=settings) as cluster:
-        known_s, load, rate = asyncio.run(flips(cluster, count))
+        found = asyncio.run(run(cluster, count))
+    load, calm = found.load, found.calm
+    known_s = [one.known_s for one in found.flips]
+    first_s = [one for one in found.first_s if one is not None]
     gaps_s = [max(one.gaps_s) for one in load.sent]
-    method = f"{count} flips, {len(load.sent)} requests at {rate:.1f}/s (0.8 of the capacity)"
+    calm_s = [max(one.gaps_s) for one in calm.sent]
+    method = f"{count} flips, {len(load.sent)} requests at {found.rate:.1f}/s (0.8 of the capacity)"
     known = Row(
         name="from the command until the router goes by it, p99",
         value=_p99(known_s),
@@ -122,6 +193,18 @@ def measure(count: int) -> list[Row]:
         goal=1.0,
         lower_is_better=True,
         method=method,
+    )
+    first = Row(
+        name="from the command to the first request of the new kind, p99",
+        value=_p99(first_s),
+        unit="s",
+        against="goal",
+        against_value=GOAL_KNOWN_S,
+        goal=1.0,
+        lower_is_better=True,
+        method=method,
+        spread=f"median {median(first_s):.3f}; none came before the next flip: "
+        f"{len(found.first_s) - len(first_s)}",
     )
     gap = Row(
         name="longest gap in a stream, p99 of the streams",
@@ -134,8 +217,18 @@ def measure(count: int) -> list[Row]:
         method=method,
         spread=f"longest {max(gaps_s):.3f}",
     )
+    beside = Row(
+        name="the same, by that without flips",
+        value=_p99(gaps_s),
+        unit="s",
+        against=f"{len(calm.sent)} streams before and after",
+        against_value=_p99(calm_s),
+        lower_is_better=True,
+        method=method,
+        spread=f"longest {max(calm_s):.3f}",
+    )
     failed = Row(name="requests that failed", value=len(load.failed), unit="", method=method)
-    return [known, gap, failed]
+    return [known, first, gap, beside, failed]
 
 
 def main() -> None:

@@ -14,10 +14,13 @@ from ssl import SSLContext
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """One request's measurements, in seconds; `token_s` are arrival times since sending."""
+    """One request's measurements, in seconds; `token_s` are arrival times since sending, at
+    `sent_s` by perf_counter. `request_id` is the answer's."""
 
     token_s: tuple[float, ...]
     ledger_ms: dict[str, float]
+    request_id: str = ""
+    sent_s: float = 0.0
 
     @property
     def ttft_s(self) -> float:
@@ -76,20 +79,22 @@ async def send(
                 arrived.append((time.perf_counter() - started_s, line))
     finally:
         writer.close()
-    return _parse(arrived, output_tokens)
+    return _parse(arrived, output_tokens, started_s)
 
 
-def _parse(arrived: Sequence[tuple[float, bytes]], output_tokens: int) -> Sent:
+def _parse(arrived: Sequence[tuple[float, bytes]], output_tokens: int, sent_s: float) -> Sent:
     token_s: list[float] = []
     ledger_ms: dict[str, float] = {}
+    request_id = ""
     for at_s, line in arrived:
         event = json.loads(line.removeprefix(b"data: "))
+        request_id = event["id"]
         ledger_ms = event.get("kvrelay", {}).get("ledger_ms", ledger_ms)
         for choice in event["choices"]:
             token_s += [at_s] * len(choice.get("token_ids") or ())
     if len(token_s) != output_tokens:
         raise RuntimeError(f"{len(token_s)} tokens came, {output_tokens} were asked for")
-    return Sent(token_s=tuple(token_s), ledger_ms=ledger_ms)
+    return Sent(token_s=tuple(token_s), ledger_ms=ledger_ms, request_id=request_id, sent_s=sent_s)
 
 
 def closed_loop(port: int, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[Sent]:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,8 +66,7 @@ def apply(
     """Make a cluster what its file says: start it detached, or change the one that runs.
 
     Shows what changes, and asks. Pools grow and shrink; workers and routers with other settings are
-    replaced one by one, and no request fails. With --address: a cluster that runs; the command ends
-    at once.
+    replaced one by one, and no request fails. With --address: a cluster that runs.
     """
     from cluster.config.load import load_config
     from cluster.process.site import located
@@ -76,7 +76,7 @@ def apply(
     if address is not None:
         if follow:
             raise ConfigError("--follow is for a command that joins Ray: kvrelay top follows too")
-        _apply_at(address, wanted, yes=yes)
+        _apply_at(address, wanted, yes=yes, no_wait=no_wait)
         return
     with _on_ray(wanted.ray.address) as say:
         from cluster.on_ray import launch
@@ -95,7 +95,7 @@ def apply(
             driver.follow()
 
 
-def _apply_at(address: str, wanted: Config, *, yes: bool) -> None:
+def _apply_at(address: str, wanted: Config, *, yes: bool, no_wait: bool) -> None:
     """The controller plans for the machines that it knows."""
     from cluster.access.chosen import caller_access
 
@@ -106,6 +106,7 @@ def _apply_at(address: str, wanted: Config, *, yes: bool) -> None:
 
     _confirmed(ask(only_tell=True), yes=yes)
     ask(only_tell=False)
+    _wait_at(address, access, no_wait=no_wait)
 
 
 def _changed(wanted: Config, say: Stopwatch, *, yes: bool) -> Driver:
@@ -129,15 +130,13 @@ def scale(
     token_file: TokenFile = None,
     set_: SetOption = None,
 ) -> None:
-    """Change the number of workers of a pool. The cluster file does not change.
-
-    With --address the command ends at once.
-    """
+    """Change the number of workers of a pool. The cluster file does not change."""
     wanted = [_pool_and_count(text) for text in pools]
     if address is not None:
         access = caller(name, token_file, set_)
         for pool, count in wanted:
             _print(_at(address, access, scale={"pool": pool, "count": count}))
+        _wait_at(address, access, no_wait=no_wait)
         return
     with _on_ray(ray_address) as say:
         from cluster.on_ray.wishes import Scale
@@ -261,6 +260,14 @@ def _wait(driver: Driver, *, no_wait: bool) -> None:
     if not no_wait:
         driver.wait_settled()
         print(f"every process of {driver.name} serves", flush=True)
+
+
+def _wait_at(address: str, access: Access, *, no_wait: bool) -> None:
+    from cluster.process import admin
+
+    if not no_wait:
+        admin.wait_settled(address, access, partial(print, flush=True))
+        print("every process serves", flush=True)
 
 
 def _print(lines: tuple[str, ...]) -> None:

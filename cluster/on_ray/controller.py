@@ -116,7 +116,7 @@ class Controller:
         report = ControllerReport(
             controller=self._id,
             phase=self._core.phase,
-            settled=self._core.is_settled() and not self._wishes.pending,
+            settled=self._wishes.are_settled,
             error=self._core.error,
             notes=tuple(self._notes[seen:]),
             noted=len(self._notes),

@@ -81,7 +81,12 @@ class Flip:
     role: Role
 
 
-Asked = ApplyFile | Scale | Drain | Flip
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Nothing: which processes are not yet as desired?"""
+
+
+Asked = ApplyFile | Scale | Drain | Flip | Pending
 """What travels."""
 Wish = Apply | Asked
 ASKED: EnvelopeCodec[Asked, ChangeRequest] = EnvelopeCodec(Asked, ChangeRequest, "a command")
@@ -136,7 +141,12 @@ class Wishes:
         if isinstance(event, ENDS_FLIP) and event.name in self._flips:
             self._flips.pop(event.name).set_result(event)
 
-    def _lines(self, wish: Apply | Scale | Drain | Flip) -> list[str]:
+    @property
+    def are_settled(self) -> bool:
+        """Every process is there as desired, and serves."""
+        return self._core.is_settled() and not self.pending
+
+    def _lines(self, wish: Apply | Scale | Drain | Flip | Pending) -> list[str]:
         """Raises ConfigError for what can't be."""
         running = self._fleet.plan
         match wish:
@@ -150,8 +160,15 @@ class Wishes:
                 return self._drain(wish)
             case Flip(name=name, role=role):
                 return self._flip(name, role)
+            case Pending():
+                return [] if self.are_settled else self._moving()
             case _:
                 assert_never(wish)
+
+    def _moving(self) -> list[str]:
+        known = [*self._core.routers.values(), *self._core.workers.values()]
+        told = [f"{one.name} {self._core.doing(one) or one.state}" for one in known if _moves(one)]
+        return told or ["the cluster changes"]
 
     def _check_is_ours(self, pool: str) -> None:
         """One owner per number. Raises ConfigError."""
@@ -242,6 +259,10 @@ class Wishes:
         before = self._fleet.plan
         self._fleet.plan = with_count(before, pool, known.count - 1)
         return changes(before, self._fleet.plan)
+
+
+def _moves(process: Process) -> bool:
+    return process.state not in (State.SERVING, State.GONE)
 
 
 def planned(wish: ApplyFile, fleet: Fleet) -> Apply:

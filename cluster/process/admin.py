@@ -114,6 +114,7 @@ ANSWER_S = 30.0
 CHANGE_S = 60.0
 """Longer than a router waits for its controller."""
 LOOK_S = 0.1
+SETTLE_S = 0.5
 
 
 def change(wanted: ChangeRequest, router: str, access: Access) -> tuple[str, ...]:
@@ -121,6 +122,29 @@ def change(wanted: ChangeRequest, router: str, access: Access) -> tuple[str, ...
     NotPossible for what can't be."""
     answer = ask(router, lambda stub: stub.Change, wanted, access, timeout_s=CHANGE_S)
     return tuple(answer.lines)
+
+
+def wait_settled(router: str, access: Access, say: Callable[[str], None]) -> None:
+    """Until the controller says that every process is there as desired, and serves. `say` hears
+    what they do. The router itself may be replaced meanwhile. Raises like `change`."""
+    told: set[str] = set()
+    while lines := _pending(router, access):
+        for line in lines:
+            if line not in told:
+                say(line)
+        told = {*lines}
+        time.sleep(SETTLE_S)
+
+
+def _pending(router: str, access: Access) -> tuple[str, ...]:
+    until_s = time.monotonic() + CHANGE_S
+    while True:
+        try:
+            return change(ChangeRequest(pending=ChangeRequest.Pending()), router, access)
+        except ConfigError:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(SETTLE_S)
 
 
 def drain(wanted: ChangeRequest, router: str, access: Access, *, wait: bool) -> tuple[str, ...]:

@@ -22,6 +22,8 @@ from uuid import uuid4
 
 import psutil
 
+from engine.device.kept_files import cache_folder
+
 BIN = Path(sys.executable).parent
 MARK = "KVRELAY_TEST_MARK"
 PATIENCE_S = 120.0
@@ -133,7 +135,8 @@ def _abstract_sockets() -> dict[str, str]:
 
 @contextmanager
 def marked(**extra: str) -> Iterator[Marked]:
-    """Own HOME and RAY_TMPDIR; whatever still runs at the end is killed."""
+    """Own HOME and RAY_TMPDIR, but the user's cache, so that what was built once is built; whatever
+    still runs at the end is killed."""
     with TemporaryDirectory(prefix="kv", ignore_cleanup_errors=True) as folder:
         home, tmp = Path(folder, "h"), Path(folder, "t")
         home.mkdir()
@@ -142,6 +145,7 @@ def marked(**extra: str) -> Iterator[Marked]:
         env |= {
             "KVRELAY_TOKEN_FILE": os.environ["KVRELAY_TOKEN_FILE"],
             "HOME": str(home),
+            "XDG_CACHE_HOME": str(cache_folder().parent),
             "RAY_TMPDIR": str(tmp),
             "PATH": f"{BIN}:{os.environ['PATH']}",
             "OMP_NUM_THREADS": "1",

@@ -19,7 +19,17 @@ from cluster.core.plan import plan_cluster
 from cluster.core.resolve import resolve
 from cluster.on_ray import connect, forward
 from cluster.on_ray.forward import ToController
-from cluster.on_ray.wishes import ApplyFile, Denied, Drain, Flip, Granted, Scale, Wishes
+from cluster.on_ray.wishes import (
+    ApplyFile,
+    Asked,
+    Denied,
+    Drain,
+    Flip,
+    Granted,
+    Pending,
+    Scale,
+    Wishes,
+)
 from kvrelay.access.values import Secrets
 from kvrelay.errors import ConfigError, InvalidRequest, PeerError
 from kvrelay.types import Role
@@ -216,17 +226,29 @@ def test_a_file_travels_whole(file: Path) -> None:
 
 def heard(monkeypatch: pytest.MonkeyPatch, config: str) -> Granted | Denied:
     """By the controller of the default cluster, which has a token."""
+    (answer,) = answered(monkeypatch, ApplyFile(config, only_tell=True))
+    return answer
+
+
+def answered(monkeypatch: pytest.MonkeyPatch, *asked: Asked) -> list[Granted | Denied]:
     monkeypatch.setattr(connect, "site_of", lambda *, own: SITE)
     running = load_config(None)
     plan = plan_cluster(resolve(running, SITE), SECRETS, given=running)
 
-    async def run() -> Granted | Denied:
+    async def run() -> list[Granted | Denied]:
         cluster = Cluster(plan)
         fleet: Any = SimpleNamespace(plan=plan, own=True)
         wishes = Wishes(fleet, cluster.core, cluster.tell)
-        return await wishes.hear(ApplyFile(config, only_tell=True))
+        return [await wishes.hear(wish) for wish in asked]
 
     return asyncio.run(run())
+
+
+def test_what_is_not_yet_as_desired_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    settled, _, growing = answered(monkeypatch, Pending(), Scale("decode", 2), Pending())
+    assert settled == Granted(())
+    assert isinstance(growing, Granted) and len(growing.lines) == 1
+    assert growing.lines[0].startswith(("decode-1 ", "the cluster changes"))
 
 
 def test_a_controller_plans_a_file_with_its_own_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

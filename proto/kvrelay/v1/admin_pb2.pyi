@@ -158,7 +158,7 @@ class SetWorkerRequest(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., state: _Optional[_Union[_worker_pb2.SetStateRequest, _Mapping]] = ...) -> None: ...
 
 class ChangeRequest(_message.Message):
-    __slots__ = ("apply", "scale", "drain", "flip", "drain_s")
+    __slots__ = ("apply", "scale", "drain", "flip", "pending", "drain_s")
     class ApplyFile(_message.Message):
         __slots__ = ("config", "only_tell")
         CONFIG_FIELD_NUMBER: _ClassVar[int]
@@ -187,17 +187,22 @@ class ChangeRequest(_message.Message):
         name: str
         role: str
         def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ...) -> None: ...
+    class Pending(_message.Message):
+        __slots__ = ()
+        def __init__(self) -> None: ...
     APPLY_FIELD_NUMBER: _ClassVar[int]
     SCALE_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     FLIP_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
     DRAIN_S_FIELD_NUMBER: _ClassVar[int]
     apply: ChangeRequest.ApplyFile
     scale: ChangeRequest.Scale
     drain: ChangeRequest.Drain
     flip: ChangeRequest.Flip
+    pending: ChangeRequest.Pending
     drain_s: float
-    def __init__(self, apply: _Optional[_Union[ChangeRequest.ApplyFile, _Mapping]] = ..., scale: _Optional[_Union[ChangeRequest.Scale, _Mapping]] = ..., drain: _Optional[_Union[ChangeRequest.Drain, _Mapping]] = ..., flip: _Optional[_Union[ChangeRequest.Flip, _Mapping]] = ..., drain_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, apply: _Optional[_Union[ChangeRequest.ApplyFile, _Mapping]] = ..., scale: _Optional[_Union[ChangeRequest.Scale, _Mapping]] = ..., drain: _Optional[_Union[ChangeRequest.Drain, _Mapping]] = ..., flip: _Optional[_Union[ChangeRequest.Flip, _Mapping]] = ..., pending: _Optional[_Union[ChangeRequest.Pending, _Mapping]] = ..., drain_s: _Optional[float] = ...) -> None: ...
 
 class ChangeResponse(_message.Message):
     __slots__ = ("lines",)

@@ -1,0 +1,98 @@
+"""Prometheus' own `promtool` evaluates the alert, and the queries that KEDA scales by."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.unit.test_alerts import RULES
+from tests.unit.test_docs import REPOSITORY
+
+PROMTOOL = shutil.which("promtool")
+pytestmark = pytest.mark.skipif(
+    PROMTOOL is None, reason="no promtool here: Debian's package prometheus has it"
+)
+KEDA = REPOSITORY / "deploy/kubernetes/components/keda/scaledobjects.yaml"
+ALERT = "KvrelayPoolGetsNothing"
+RULE = 'kvrelay:pool_takes_info{model_name="m",pool="cpu",takes="prompt_tokens > 5000"}'
+BEGUN = 'kvrelay:pool_prefilled_prompts_total{model_name="m",pool="cpu",instance="%s"}'
+REFUSED = (
+    'kvrelay:request_rejections_total{model_name="m",reason="%s",tier="default",instance="%s"}'
+)
+FIRES = {"severity": "warning", "model_name": "m", "pool": "cpu"}
+
+
+def series(**values: str) -> list[dict[str, str]]:
+    """Of two routers. Notation of promtool: 5x30 stays, 0+1x30 grows."""
+    named = {
+        "rule": RULE,
+        "begun": BEGUN % "a",
+        "begun_elsewhere": BEGUN % "b",
+        "late": REFUSED % ("ttft_unreachable", "a"),
+        "late_elsewhere": REFUSED % ("deadline_unreachable", "b"),
+        "full": REFUSED % ("slots_exhausted", "a"),
+    }
+    return [{"series": named[name], "values": text} for name, text in values.items()]
+
+
+def evaluated(tmp_path: Path, test: dict[str, Any]) -> None:
+    """Fails with what promtool has found instead."""
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(RULES["spec"]))
+    file = {
+        "rule_files": ["rules.yaml"],
+        "evaluation_interval": "1m",
+        "tests": [{"interval": "1m", **test}],
+    }
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump(file))
+    command = [str(PROMTOOL), "test", "rules", "test.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+GROWS, STAYS = "0+1x40", "5x40"
+CASES: dict[str, tuple[dict[str, str], str, bool]] = {
+    "refused, and nothing begun": ({"late": GROWS, "begun": STAYS}, "25m", True),
+    "for less than 15 minutes": ({"late": GROWS, "begun": STAYS}, "12m", False),
+    "refused by another router": ({"late_elsewhere": GROWS, "begun": STAYS}, "25m", True),
+    "another router begins some": (
+        {"late": GROWS, "begun": STAYS, "begun_elsewhere": GROWS},
+        "25m",
+        False,
+    ),
+    "nothing is refused": ({"late": STAYS, "begun": STAYS}, "25m", False),
+    "refused for another reason": ({"full": GROWS, "begun": STAYS}, "25m", False),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_alert_fires_when_a_pool_gets_nothing(case: str, tmp_path: Path) -> None:
+    values, at, fires = CASES[case]
+    (rule,) = RULES["spec"]["groups"][0]["rules"]
+    annotations = {
+        name: text.replace("{{ $labels.pool }}", "cpu").strip()
+        for name, text in rule["annotations"].items()
+    }
+    expected = [{"exp_labels": FIRES, "exp_annotations": annotations}] if fires else []
+    asked = {"eval_time": at, "alertname": ALERT, "exp_alerts": expected}
+    evaluated(tmp_path, {"input_series": series(rule="1x40", **values), "alert_rule_test": [asked]})
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_keda_scales_by_the_sum_over_routers(role: str, tmp_path: Path) -> None:
+    (found,) = [
+        one for one in yaml.safe_load_all(KEDA.read_text()) if role in one["metadata"]["name"]
+    ]
+    query = found["spec"]["triggers"][0]["metadata"]["query"]
+    desired = 'kvrelay:desired_workers{model_name="m",role="%s",instance="%s"}'
+    per_router = [
+        {"series": desired % (role, "a"), "values": "1.5x10"},
+        {"series": desired % (role, "b"), "values": "0.75x10"},
+        {"series": desired % ("other", "a"), "values": "9x10"},
+    ]
+    asked = {"expr": query, "eval_time": "5m", "exp_samples": [{"labels": "{}", "value": 2.25}]}
+    evaluated(tmp_path, {"input_series": per_router, "promql_expr_test": [asked]})
