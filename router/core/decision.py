@@ -180,10 +180,16 @@ def _judge(
 
 
 def _kept(state: RouterState, request: Request, demand: Demand) -> frozenset[Incarnation]:
-    """The workers whose places displaced requests get first."""
+    """The workers whose free places displaced requests need."""
     if demand.is_prompt_only:
         return frozenset()
-    return state.waiting.kept(request.tier.priority + (not request.admitted))
+    kept = state.waiting.kept(request.tier.priority + (not request.admitted))
+    found = ((state.workers.get(worker), places) for worker, places in kept.items())
+    return frozenset(
+        view.incarnation
+        for view, places in found
+        if view is not None and view.free_places - demand.choices < places
+    )
 
 
 def usable(state: RouterState, demand: Demand) -> frozenset[Incarnation]:

@@ -139,7 +139,13 @@ def wait(
     before `held_s`."""
     line = line_of(state, request, demand)
     waits = (request.admitted or state.workers) and state.waiting.try_wait(
-        request.request_id, line, refusal, patience_s, now_s, held_s=held_s
+        request.request_id,
+        line,
+        refusal,
+        patience_s,
+        now_s,
+        held_s=held_s,
+        places=demand.choices,
     )
     if waits:
         request.enter(RequestState.WAITING)

@@ -40,7 +40,7 @@ from kvrelay.v1.pool_node_pb2 import PoolReport
 from kvrelay.v1.worker_pb2 import DebugKvResponse, SetStateRequest, SetStateResponse
 from router.core.core import RouterCore
 from router.core.events import LadderStepped, PairQuarantined, PairTrusted
-from router.core.faults.poison import Ending
+from router.core.faults.poison import Blame, Ending
 from router.core.load.flow import OfferedRate
 from router.core.load.needs import Needs, model_of
 from router.core.load.starts import Starts
@@ -191,7 +191,8 @@ def tell_ending(hello: WorkerHello, ending: Ending, suspected: int) -> None:
     """`suspected`: so many requests run alone from now on."""
     if ending.why:
         text = "worker %s has ended: %s; sequences in its last step: %d, new suspects: %d"
-        log.warning(text, hello.name, ending.why, len(ending.step), suspected)
+        level = logging.INFO if ending.blame is Blame.NONE else logging.WARNING
+        log.log(level, text, hello.name, ending.why, len(ending.step), suspected)
 
 
 WINDOW_S = 10.0

@@ -54,7 +54,7 @@ ALONE = {"d0": Role.BOTH, "d1": Role.BOTH}
 @dataclass
 class Halved:
     """Workers that take what they have places for, at once. `places` of each, by its length.
-    After every event the laws hold, and nobody was put before a displaced request."""
+    After every event the laws hold, and nobody got a place that a displaced request needs."""
 
     core: RouterCore
     places: int
@@ -69,10 +69,10 @@ class Halved:
         self.running[Incarnation(name)] = {}
         self.tell(WorkerJoined(hello=hello(name, role, places=self.places, **options)))
 
-    def lose(self, name: str) -> list[str]:
-        """Who was displaced."""
+    def lose(self, name: str, *, asked: bool = False) -> list[str]:
+        """Who was displaced. `asked`: they are held until it is known how the worker ended."""
         there = self.running.pop(Incarnation(name))
-        self.tell(WorkerLost(incarnation=Incarnation(name)))
+        self.tell(WorkerLost(incarnation=Incarnation(name), asked=asked))
         return [*there]
 
     def submit(self, name: str, tier: str = "", **fields: Objectives) -> None:
@@ -120,7 +120,8 @@ class Halved:
                 needs = len(other.submitted.prompt_ids) + other.sampling.max_tokens
                 if asking.admitted or needs > worker.hello.max_model_len:
                     continue
-                assert asking.tier.priority < other.tier.priority, f"{asking.key} before {name}"
+                is_before = asking.tier.priority < other.tier.priority
+                assert is_before or worker.free_places >= len(waits), f"{asking.key} before {name}"
 
     def _execute(self, command: Command) -> None:
         match command:
@@ -222,6 +223,21 @@ def test_when_half_of_the_capacity_is_lost_no_admitted_request_is(
     world.end_one("d1", next(iter(world.running[Incarnation("d1")])))
     world.submit("later")
     assert world.placed[-1] == "later"
+
+
+def test_who_is_held_keeps_one_place_and_others_get_the_rest() -> None:
+    world = cluster(ALONE, 3)
+    world.submit("a")
+    home = "d0" if world.running[Incarnation("d0")] else "d1"
+    world.lose(home, asked=True)
+    for name in ("b", "c", "d"):
+        world.submit(name)
+    assert world.waiting() == ["a"]
+    assert world.placed == ["a", "b", "c"]
+    assert "d" not in world.placed, "the last place is a's"
+    world.now_s += 2.0
+    world.tell(TimePassed())
+    assert world.placed == ["a", "b", "c", "a"]
 
 
 def test_a_higher_tier_goes_before_and_a_lower_one_waits() -> None:

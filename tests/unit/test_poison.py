@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -218,6 +219,7 @@ class Cluster:
     killed_by: list[str] = field(default_factory=list)
     endings: list[tuple[float, WorkerEnded]] = field(default_factory=list)
     lives: int = 0
+    died_in: Counter[str] = field(default_factory=Counter)
 
     @staticmethod
     def of(seed: int, workers: int, **options: object) -> Cluster:
@@ -239,6 +241,7 @@ class Cluster:
 
     def die(self, worker: Incarnation, ran: list[str], blame: Blame) -> None:
         machine = self.machines.pop(worker)
+        self.died_in.update(ran)
         keys = tuple(machine.running[name].key for name in ran)
         ending = Ending(blame=blame, step=keys, why="it crashed")
         told_s = self.now_s + self.random.choice((0.0, 0.01, 0.4))
@@ -356,7 +359,8 @@ class Cluster:
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("silently", [False, True])
 def test_poison_kills_two_workers_and_harms_no_neighbour(seed: int, silently: bool) -> None:
-    """Three where nobody can see that it is not out of memory. Ordinary kills convict nobody."""
+    """Three where nobody can see that it is not out of memory. Ordinary kills convict nobody, but
+    for one that was in the last steps of three workers: nobody can tell it from poison."""
     rng = Random(seed)
     lengths = {f"r{i}": rng.randint(1, 40) for i in range(rng.randint(1, 24))}
     poison = {name: rng.randrange(lengths[name]) for name in [*lengths][: rng.randint(0, 2)]}
@@ -373,11 +377,12 @@ def test_poison_kills_two_workers_and_harms_no_neighbour(seed: int, silently: bo
                 cluster.kill()
     cluster.run_to_the_end()
     taken = [name for name in lengths if cluster.ended[name] != "refused"]
-    bad = [name for name in taken if name in poison]
+    doomed = [n for n in taken if cluster.died_in[n] > 2 and cluster.ended[n] != "done"]
+    bad = [name for name in taken if name in poison or name in doomed]
     assert {n: cluster.ended[n] for n in taken} == {
         name: "poison" if name in bad else "done" for name in taken
     }
-    for name in taken:
+    for name in {*taken}.difference(doomed):
         assert cluster.tokens[name] == [*range(poison.get(name, lengths[name]))]
     assert len(cluster.killed_by) <= (3 if silently else 2) * len(bad)
     assert cluster.core.state.suspects.convicted == len(bad)

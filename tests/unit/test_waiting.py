@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from random import Random
 
 from kvrelay.types import Incarnation
@@ -87,12 +88,19 @@ def test_displaced_requests_come_first_in_their_tier_and_higher_tiers_before_the
 
 def test_workers_are_kept_for_displaced_requests_of_a_priority_before() -> None:
     waiting = room(("a", displaced(1, "d0", "d1")), ("b", displaced(2, "d2")), ("c", FREE))
-    assert waiting.kept(1) == frozenset()
-    assert waiting.kept(2) == {"d0", "d1"}
-    assert waiting.kept(3) == {"d0", "d1", "d2"}
+    assert waiting.kept(1) == {}
+    assert waiting.kept(2) == {"d0": inf, "d1": inf}
+    assert waiting.kept(3) == {"d0": inf, "d1": inf, "d2": inf}
     waiting.wake(0.1)
     assert waiting.take_next(0.1) == ("a", WHY)
-    assert waiting.kept(3) == {"d2"}, "a worker is being asked for the other one"
+    assert waiting.kept(3) == {"d2": inf}, "a worker is being asked for the other one"
+
+
+def test_who_does_not_wait_for_memory_keeps_the_places_that_it_needs() -> None:
+    waiting, full = WaitingRoom(), Refusal(reason="slots_exhausted", message="full")
+    assert waiting.try_wait("a", displaced(1, "d0", "d1"), full, 9.0, 0)
+    assert waiting.try_wait("b", displaced(1, "d1"), full, 9.0, 0, places=4)
+    assert waiting.kept(2) == {"d0": 1, "d1": 5}
 
 
 def test_who_could_use_other_workers_changes_its_line_and_keeps_its_patience() -> None:

@@ -22,7 +22,7 @@ class Refusal:
     hopeless: bool = False
     work: Promised | None = None
     promise: ToldPromise | None = None
-    shares: Mapping[str, float] = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 NO_CAPACITY = Refusal(

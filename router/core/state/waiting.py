@@ -1,9 +1,10 @@
 """Requests that wait at the router. Pure.
 
 A displaced request was admitted and has lost its worker; a deferred one was not admitted yet. While
-a displaced request waits, the places that it could use are for it: no deferred or new request of
-its tier or a lower one gets one of them, nor a displaced one of a lower tier. A request that no
-worker could hold keeps nobody out, nor does one for which a worker is being asked.
+a displaced request waits, each worker that could hold it keeps a place for it, and all of its
+places where memory is what is missing: no deferred or new request of its tier or a lower one gets
+these, nor a displaced one of a lower tier. A request that no worker could hold keeps nobody out,
+nor does one for which a worker is being asked.
 
 The first of each line is tried again as soon as a slot is free or workers come or go. Otherwise it
 is tried from time to time, since memory and pace may suffice by then; reports of workers are the
@@ -12,11 +13,13 @@ clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
 
+from kvrelay.errors import RefusalReason
 from kvrelay.types import Incarnation
 from router.core.promises.refusal import Refusal
 
@@ -41,7 +44,8 @@ class WaitingLine(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wait:
-    """`next_s` is infinite while a worker is being asked. It is never before `held_s`."""
+    """`next_s` is infinite while a worker is being asked. It is never before `held_s`. `places`: so
+    many it needs of one worker."""
 
     line: WaitingLine
     refusal: Refusal
@@ -49,6 +53,14 @@ class _Wait:
     next_s: float
     until_s: float
     held_s: float = 0.0
+    places: int = 1
+
+    @property
+    def kept(self) -> float:
+        """Places that each worker keeps for it."""
+        if self.next_s == inf:
+            return 0
+        return inf if self.refusal.reason == RefusalReason.KV_EXHAUSTED else self.places
 
 
 @dataclass(slots=True)
@@ -72,11 +84,15 @@ class WaitingRoom:
         """Those for which no worker is being asked."""
         return (name for name, wait in self._waits.items() if wait.next_s < inf)
 
-    def kept(self, priority: int) -> frozenset[Incarnation]:
-        """The workers whose places are for displaced requests with a priority before this one."""
-        before = (line for line in self.displaced if line.priority < priority)
-        waiting = (line.workers or () for line in before if self._first(self._lines[line]))
-        return frozenset[Incarnation]().union(*waiting)
+    def kept(self, priority: int) -> Mapping[Incarnation, float]:
+        """# worker |-> its places that are for displaced requests of a priority before this one"""
+        places: defaultdict[Incarnation, float] = defaultdict(float)
+        for line in self.displaced:
+            if line.priority < priority:
+                count = sum(self._waits[name].kept for name in self._lines[line])
+                for worker in line.workers or ():
+                    places[worker] += count
+        return {worker: count for worker, count in places.items() if count}
 
     def try_wait(
         self,
@@ -87,6 +103,7 @@ class WaitingRoom:
         now_s: float,
         *,
         held_s: float = 0.0,
+        places: int = 1,
     ) -> bool:
         """Returns False when it has waited long enough. It keeps its turn if it waits already,
         unless it could use other workers now. It is not tried before `held_s`, unless it is
@@ -105,6 +122,7 @@ class WaitingRoom:
             next_s=held_s or now_s + ASK_AGAIN_S,
             until_s=until_s,
             held_s=held_s,
+            places=places,
         )
         self._enter_line(request_id, line)
         return True
