@@ -99,6 +99,14 @@ def worker(
         str | None,
         typer.Option(metavar="CLUSTER", help="Use this host's pool node of this name."),
     ] = None,
+    takes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RULE",
+            help="Compute only such prompts where others can compute the rest: takes of a cluster "
+            "file, such as '{min_prompt_tokens: 5000}'.",
+        ),
+    ] = None,
     ready_file: Annotated[
         Path | None,
         typer.Option(
@@ -121,7 +129,7 @@ def worker(
 
     from cluster.access.chosen import token_of
     from cluster.cli.plain.joins import own_host
-    from cluster.config.load import load_config
+    from cluster.config.load import load_config, read_rule
     from cluster.core.plan import access_of, worker_settings
     from cluster.core.resolve import resolve
     from cluster.process.logs import configure_logging
@@ -134,6 +142,8 @@ def worker(
     access = access_of(config, token_of(config))
     settings = worker_settings(config, config.workers[0], process_name, access)
     settings = replace(settings, role=role, device_share=device_share, gpus=None)
+    if takes is not None:
+        settings = replace(settings, takes=read_rule(takes, "--takes"))
     configure_logging(process_name)
     from cluster.cli.plain.run import run_worker
 

@@ -15,7 +15,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from cluster.config.schema import DEFAULT_POOLS, Config
+from cluster.config.takes import Takes
 from kvrelay.errors import ConfigError
+from kvrelay.types import PromptRule
 
 Node = Any
 """A mapping, list or scalar as YAML reads it, not yet checked."""
@@ -64,6 +66,14 @@ def read_json(text: str, where: str = "") -> Config:
         return Config.model_validate_json(text)
     except ValidationError as error:
         raise ConfigError(where + describe(error)) from None
+
+
+def read_rule(text: str, where: str) -> PromptRule:
+    """`takes` of a pool, as YAML. Raises ConfigError."""
+    try:
+        return Takes.model_validate_json(json.dumps(_parse_yaml(text, where))).rule
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {describe(error, Takes, 'the rule')}") from None
 
 
 def describe(

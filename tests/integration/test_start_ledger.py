@@ -1,4 +1,5 @@
-"""A worker's ledger of its start, as routers have it: its sum is the time that it took."""
+"""A worker's ledger of its start, as routers have it: its sum is the time that it took. And its
+command's rule."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from cluster.cli import status
 from tests.access import ACCESS, HEADERS
@@ -30,20 +32,26 @@ def started(router: RouterAddresses) -> dict[str, float]:
     return {one["phase"]: one["seconds"] for worker in workers for one in worker["start"]}
 
 
-def counted(log: Path) -> dict[str, float]:
-    """# phase |-> starts that this router counts"""
+def samples(log: Path, family: str) -> list[Sample]:
+    """As this router tells them."""
     (at,) = re.findall(r"(?m)^internal HTTP on (\S+:\d+)", log.read_text())
     text = httpx.get(f"http://{at}/metrics", headers=HEADERS, timeout=30).text
     families = {one.name: one for one in text_string_to_metric_families(text)}
-    samples = families["kvrelay:start_seconds"].samples
-    return {one.labels["phase"]: one.value for one in samples if one.name.endswith("_count")}
+    return families[family].samples
+
+
+def counted(log: Path) -> dict[str, float]:
+    """# phase |-> starts that this router counts"""
+    found = samples(log, "kvrelay:start_seconds")
+    return {one.labels["phase"]: one.value for one in found if one.name.endswith("_count")}
 
 
 def test_the_phases_of_a_start_sum_to_it(here: Marked, tmp_path: Path) -> None:
     """The first router counts it; one that comes later is told the same."""
     serving, router = start_router(here, tmp_path / "r")
     from_s = time.monotonic()
-    worker = start_worker(here, [router], "both", tmp_path / "w")
+    rule = ("--takes", "{max_prompt_tokens: 4000}")
+    worker = start_worker(here, [router], "both", tmp_path / "w", *rule)
     phases = until(lambda: started(router))
     took_s = time.monotonic() - from_s
     assert sum(phases.values()) == pytest.approx(took_s, rel=0.05, abs=0.3)
@@ -56,6 +64,8 @@ def test_the_phases_of_a_start_sum_to_it(here: Marked, tmp_path: Path) -> None:
     assert float(line[0]) == pytest.approx(sum(phases.values()), abs=0.06)
     assert re.search(r"import [\d.]+, ", line[1])
     assert counted(tmp_path / "r") == dict.fromkeys([*phases, "whole"], 1.0)
+    (takes,) = samples(tmp_path / "r", "kvrelay:pool_takes_info")
+    assert (takes.labels["pool"], "4000" in takes.labels["takes"]) == ("both", True)
     end(serving)
     second, router = start_router(here, tmp_path / "r2", again=router)
     assert until(lambda: started(router)) == phases

@@ -115,6 +115,10 @@ ERRORS = {
     "worker --join x --role both --set network.host=h": "--join x: expected HOST:PORT",
     "worker --join 127.0.0.1:1 --role both --device gpu": 'workers.0.device: got "gpu", '
     "expected auto, cpu, cuda or cuda:N",
+    'worker --join 127.0.0.1:1 --role both --takes {"min_prompt_tokens":0}': "--takes: "
+    "min_prompt_tokens: got 0, expected greater than or equal to 1",
+    "worker --join 127.0.0.1:1 --role both --takes long": '--takes: the rule: got "long", '
+    "expected an object",
     "worker --join 127.0.0.1:1 --role both --set router.host=x": "--set router.host: not used "
     "here, only model.path, ",
     "router --set workers.0.replicas=2": "--set workers.0.replicas: not used here, only name, "
