@@ -118,6 +118,7 @@ def refused(head: Head, *command: str | Path) -> str:
     return done.stderr
 
 
+@pytest.mark.timeout(600)
 def test_a_cluster_is_scaled_drained_and_changed_while_it_serves(
     head: Head, tmp_path: Path
 ) -> None:
@@ -186,6 +187,7 @@ def roles(head: Head) -> dict[str, str]:
     return {worker["name"]: worker["role"] for worker in known}
 
 
+@pytest.mark.timeout(600)
 def test_a_flip_outlives_the_worker_and_the_controller_until_the_file_is_applied(
     head: Head, tmp_path: Path
 ) -> None:
