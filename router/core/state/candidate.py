@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import NamedTuple
 
 from kvrelay.messages import PrefixSource
@@ -129,9 +130,9 @@ class Prediction:
 
     @property
     def shares(self) -> dict[str, float]:
-        """# ttft, tpot |-> predicted over asked for, where it is"""
+        """# ttft, tpot |-> predicted over asked for, where both are known"""
         pairs = (("ttft", self.ttft_s, self.asked.ttft_s), ("tpot", self.tpot_s, self.asked.tpot_s))
-        return {kind: s / most_s for kind, s, most_s in pairs if most_s}
+        return {kind: s / most_s for kind, s, most_s in pairs if most_s and s < inf}
 
     @property
     def work(self) -> Promised:
