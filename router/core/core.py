@@ -44,7 +44,7 @@ from router.core.events import (
     abort_attempt,
     preload,
 )
-from router.core.faults.poison import END_TOLD_S, Ending, Standing
+from router.core.faults.poison import END_TOLD_S, PEER_END_S, Ending, Standing
 from router.core.migration import lead_away
 from router.core.promises.refusal import DRAINING, NO_CAPACITY, refused_by_worker
 from router.core.request import Request, RequestState
@@ -208,7 +208,10 @@ class RouterCore:
                 return aborts + lifecycle.fail(state, request, reason, message, now_s)
             case RequestFailed(reason=reason, message=message):
                 suspected = learning.suspect(state, request, event, now_s)
-                return suspected + lifecycle.fail_attempt(state, request, reason, message, now_s)
+                held_s = now_s + PEER_END_S if reason == FailureReason.PEER_LOST else 0.0
+                return suspected + lifecycle.fail_attempt(
+                    state, request, reason, message, now_s, held_s=held_s
+                )
             case Released():
                 # its prefill worker was told that all is there, and may end before that is heard
                 request.committed |= view.incarnation == request.prefill_worker
@@ -254,8 +257,9 @@ class RouterCore:
         """They wait until it is known how the worker ended, if that is asked."""
         state, reason, held_s = self.state, FailureReason.WORKER_LOST, 0.0
         if event.asked:
-            state.suspects.await_end(event.incarnation, [one.key for one in affected], now_s)
             held_s = now_s + END_TOLD_S
+            keys = [one.key for one in affected]
+            state.waiting.hold(state.suspects.await_end(event.incarnation, keys, now_s), held_s)
         by_death = not event.was_rejected
         commands: list[Command] = []
         for request in affected:

@@ -44,7 +44,7 @@ def homes(head: Head) -> dict[str, str]:
 
 
 def test_the_workers_of_a_node_that_ends_go_on_elsewhere(tmp_path: Path) -> None:
-    with mortal_head(RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="40") as mortal:
+    with mortal_head(RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="60") as mortal:
         mortal.start()
         head = Head(marked=mortal.here, address=mortal.address, dashboard="")
         nodes = [start_node(mortal, tmp_path / "door.log", door=1)]

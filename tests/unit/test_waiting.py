@@ -60,6 +60,14 @@ def test_who_is_held_is_not_tried_before_its_time_unless_it_is_released() -> Non
     assert waiting.take_next(2.0) == ("b", WHY)
 
 
+def test_who_is_held_on_waits_longer_unless_it_asks_already() -> None:
+    waiting = room(("a", FREE), ("b", OTHER))
+    assert waiting.take_next(ASK_AGAIN_S) == ("a", WHY)
+    waiting.hold(["a", "b", "gone"], 2.0)
+    assert waiting.take_next(1.9) is None
+    assert waiting.take_next(2.0) == ("b", WHY)
+
+
 def test_who_asks_already_is_not_tried_again_by_a_late_release() -> None:
     waiting = WaitingRoom()
     assert waiting.try_wait("a", FREE, WHY, 9.0, 0, held_s=1.0)

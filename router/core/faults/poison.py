@@ -23,6 +23,8 @@ from enum import StrEnum
 
 from kvrelay.types import Incarnation, RequestKey, value
 
+PEER_END_S = 0.1
+"""Whose peer lost the connection to a worker waits so long to hear that this one is gone."""
 END_TOLD_S = 1.5
 """Requests of a dead worker wait at most this long until it is known how the worker ended. Usually
 that takes milliseconds."""
@@ -117,14 +119,16 @@ class SuspectRequests:
         while now_s - next(iter(self._left.values()))[1] > LEFT_S:
             del self._left[next(iter(self._left))]
 
-    def await_end(self, worker: Incarnation, keys: Iterable[RequestKey], now_s: float) -> None:
-        """The worker is gone, with these requests; how it ended is asked."""
+    def await_end(self, worker: Incarnation, keys: Iterable[RequestKey], now_s: float) -> list[str]:
+        """The worker is gone, with these requests; how it ended is asked. Returns others whose
+        attempts there failed just before."""
         left = [
             key
             for key, (workers, left_s) in self._left.items()
             if worker in workers and now_s - left_s <= LEFT_S
         ]
         self._dead[worker] = dict.fromkeys([*keys, *left])
+        return [key.request_id for key in left]
 
     def judge(self, worker: Incarnation, ending: Ending, here: Collection[str]) -> Judgement:
         """`here` are the requests that have not ended."""

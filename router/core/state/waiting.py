@@ -140,6 +140,14 @@ class WaitingRoom:
         for line in self._lines.values():
             self._wake_first(line, now_s)
 
+    def hold(self, names: Iterable[str], until_s: float) -> None:
+        """They are not tried before this time, unless they are released, or a worker is being
+        asked for them already."""
+        for name in names:
+            wait = self._waits.get(name)
+            if wait is not None and wait.next_s < inf:
+                self._waits[name] = replace(wait, next_s=until_s, held_s=until_s)
+
     def release(self, names: Iterable[str], now_s: float) -> None:
         """They are held no longer: they may be tried at once."""
         for name in names:
