@@ -64,10 +64,12 @@ def are_predicted(engine: Engine) -> bool:
     return any(held_out(engine) < 0.8 for _ in range(3))
 
 
+@pytest.mark.processes  # starts none, but those of others may take the caches away three times
 def test_the_bundled_models_steps_are_predicted(bundled: Engine) -> None:
     assert are_predicted(bundled)
 
 
+@pytest.mark.processes
 def test_a_random_models_steps_are_predicted(tmp_path: Path) -> None:
     assert are_predicted(load(random_checkpoint(tmp_path, max_position_embeddings=512)))
 
