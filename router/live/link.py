@@ -30,6 +30,7 @@ from kvrelay.wire import (
 
 log = logging.getLogger(__name__)
 
+NOT_LET_IN = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITION)
 FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 5.0
 REFUSAL_S = 5.0
@@ -143,9 +144,9 @@ class WorkerLink:
         return _Ended("it closed the stream")
 
     def _broke(self, error: grpc.aio.AioRpcError) -> _Ended:
-        """Says once that the worker doesn't take this router's token."""
+        """Says once that the worker doesn't take this router's token, or its version."""
         reason = error.details() or error.code().name
-        if error.code() is grpc.StatusCode.UNAUTHENTICATED and reason != self._told:
+        if error.code() in NOT_LET_IN and reason != self._told:
             log.error("worker at %s does not let this router in: %s", self.address, reason)
             self._told = reason
         return _Ended(reason)

@@ -53,6 +53,7 @@ def test_the_next_version_replaces_this_one(
 
     monkeypatch.setattr(kit, "KVRELAY", following)
     next_router, next_address = start_router(here, new / "router")
+    said = f"this worker speaks wire version {WIRE_VERSION + 1}, the router {WIRE_VERSION}"
     askers = Askers([address.grpc, next_address.grpc])
     with askers.asking():
         askers.more()
@@ -60,6 +61,7 @@ def test_the_next_version_replaces_this_one(
             here, [address, next_address], "both", new / "worker", "--name=new"
         )
         until(lambda: names(next_address) == ["new"])
+        until(lambda: said in (old / "router").read_text())
         assert names(address) == ["old"], "it is not used by the other version"
         askers.more()
         leave(router)
@@ -67,7 +69,5 @@ def test_the_next_version_replaces_this_one(
         askers.more()
     assert not askers.errors
     assert len(askers.answers) == 1
-    said = f"speaks wire version {WIRE_VERSION + 1}"
-    assert said in (old / "router").read_text(), "and says why"
     leave(next_router)
     leave(next_worker)

@@ -211,8 +211,8 @@ class RouterLife:
         return [one for one in waiting if one.admitted and one.state is RequestState.WAITING]
 
     def _check_turn(self, worker: Incarnation, message: ToWorker, displaced: list[Request]) -> None:
-        """No newcomer is placed where a displaced request of its tier or a better one has waited
-        for room, and waits on. Those of other routers are only counted."""
+        """No newcomer gets a place that a displaced request of its tier or a better one needs, that
+        has waited for room and waits on. Those of other routers are only counted."""
         if not isinstance(message, Reserve | Generate):
             return
         view = self.core.state.workers[worker]
@@ -221,7 +221,9 @@ class RouterLife:
             return
         self.counts["newcomers placed while displaced requests wait"] += bool(displaced)
         late = [one for one in displaced if _goes_before(one, newcomer, view)]
-        assert not late, f"{newcomer.key} goes to {worker} before {late[0].key}, which waits"
+        needed = sum(len(one.choices) for one in late)
+        has_room = not late or view.free_places >= needed
+        assert has_room, f"{newcomer.key} goes to {worker} before {late[0].key}, which waits"
         others = (one for other in self.cluster.routers.values() for one in other.displaced())
         self.counts["newcomers placed before displaced requests of another router"] += any(
             _goes_before(one, newcomer, view) for one in others
