@@ -351,9 +351,9 @@ def test_a_checkpoint_that_is_none_ends_in_one_line(head: Head, tmp_path: Path) 
 
 def test_on_a_ray_of_its_own_a_signal_drains_what_runs(tmp_path: Path) -> None:
     """SIGTERM to the whole group, as a supervisor sends it, in the middle of an answer. Nothing is
-    configured, so that there is a pool node too."""
+    configured, so that there is a pool node too, and nothing is built yet."""
     log = tmp_path / "serve.log"
-    with marked() as here:
+    with marked(XDG_CACHE_HOME=str(tmp_path / "cache")) as here:
         driver = here.start(KVRELAY, "serve", *OWN_PORTS, log=log)
         _, grpc = addresses(driver, log)
         (ray,) = re.findall(r"Ray has started at (\S+)", log.read_text())
