@@ -221,7 +221,7 @@ class RouterLife:
             return
         self.counts["newcomers placed while displaced requests wait"] += bool(displaced)
         late = [one for one in displaced if _goes_before(one, newcomer, view)]
-        needed = sum(len(one.choices) for one in late)
+        needed = sum(not choice.finished for one in late for choice in one.choices)
         has_room = not late or view.free_places >= needed
         assert has_room, f"{newcomer.key} goes to {worker} before {late[0].key}, which waits"
         others = (one for other in self.cluster.routers.values() for one in other.displaced())
