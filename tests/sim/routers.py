@@ -181,10 +181,11 @@ class RouterLife:
 
     def handle(self, event: Event) -> None:
         displaced = self.displaced()
-        for command in self.core.handle(event, self.cluster.now_s):
+        commands = [*self.core.handle(event, self.cluster.now_s)]
+        self._check_turns(commands, displaced)
+        for command in commands:
             match command:
                 case Send(worker=worker, message=message):
-                    self._check_turn(worker, message, displaced)
                     self.tell(worker, decode_to_worker(encode_to_worker(message)))
                 case PairQuarantined():
                     self.counts["quarantined pairs"] += 1
@@ -210,19 +211,28 @@ class RouterLife:
         waiting = (state.requests[name] for name in state.waiting)
         return [one for one in waiting if one.admitted and one.state is RequestState.WAITING]
 
-    def _check_turn(self, worker: Incarnation, message: ToWorker, displaced: list[Request]) -> None:
+    def _check_turns(self, commands: Sequence[Command], displaced: list[Request]) -> None:
+        later: Counter[Incarnation] = Counter()  # places that further ones get
+        for command in reversed(commands):
+            match command:
+                case Send(worker=worker, message=Reserve() | Generate() as message):
+                    request = self.core.state.requests.get(message.spec.key.request_id)
+                    if request is not None:
+                        self._check_turn(worker, request, displaced, later[worker])
+                        later[worker] += len(request.choices)
+
+    def _check_turn(
+        self, worker: Incarnation, newcomer: Request, displaced: list[Request], later: int
+    ) -> None:
         """No newcomer gets a place that a displaced request of its tier or a better one needs, that
         has waited for room and waits on. Those of other routers are only counted."""
-        if not isinstance(message, Reserve | Generate):
-            return
         view = self.core.state.workers[worker]
-        newcomer = self.core.state.requests.get(message.spec.key.request_id)
-        if newcomer is None or newcomer.admitted:
+        if newcomer.admitted:
             return
         self.counts["newcomers placed while displaced requests wait"] += bool(displaced)
         late = [one for one in displaced if _goes_before(one, newcomer, view)]
         needed = sum(not choice.finished for one in late for choice in one.choices)
-        has_room = not late or view.free_places >= needed
+        has_room = not late or view.free_places + later >= needed
         assert has_room, f"{newcomer.key} goes to {worker} before {late[0].key}, which waits"
         others = (one for other in self.cluster.routers.values() for one in other.displaced())
         self.counts["newcomers placed before displaced requests of another router"] += any(

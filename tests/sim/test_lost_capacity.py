@@ -85,5 +85,3 @@ def test_no_admitted_request_fails(start: int, case: str) -> None:
     for seed in (2 * start, 2 * start + 1):
         found += overload(seed, case.split()[0], routers=2 if "two" in case else 1)
     assert found["displaced"] > 5, found
-    if "two" not in case:
-        assert found["newcomers placed while displaced requests wait"], found

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.client.requests import RECONNECT_EVERY_S, RECONNECT_FOR_S, SoFar
+from kvrelay.client.requests import NO_WORKER_FOR_S, RECONNECT_EVERY_S, RECONNECT_FOR_S, SoFar
 from kvrelay.errors import InvalidRequest, Refused, RequestFailedError
 from kvrelay.v1 import inference_pb2 as pb
 from router.carried.continuation import Continuation, Delivered, Ticket
@@ -14,6 +14,7 @@ from router.carried.signing import ClusterKey
 
 KEY = ClusterKey(b"secret")
 GONE = RequestFailedError("unavailable", "gone")
+EARLY = Refused("no_capacity", "no worker has joined yet", retry_after_s=1.0)
 TICKET = Ticket.of("r", (1, 2, 3), "gold", "f00d", until_s=100.0)
 
 
@@ -125,9 +126,24 @@ def test_all_routers_are_asked_at_once_and_then_again_for_a_while() -> None:
     assert so_far.delay_s(GONE, 5.0 + RECONNECT_FOR_S) is None
     so_far.add(chunk(0, 1))
     assert so_far.delay_s(GONE, 50.0) == 0.0, "it went on in between"
-    early = Refused("no_capacity", "no worker has joined yet", retry_after_s=1.0)
-    assert so_far.delay_s(early, 50.0) == 0.0
+    assert so_far.delay_s(EARLY, 50.0) == 0.0
     assert so_far.delay_s(InvalidRequest("another model"), 50.0) is None
+
+
+def test_a_router_without_workers_is_asked_for_as_long_as_it_waits_itself() -> None:
+    so_far = SoFar(routers=1)
+    assert so_far.delay_s(GONE, 5.0) == RECONNECT_EVERY_S
+    for at_s in (14.0, 5.0 + NO_WORKER_FOR_S - 1.0):
+        assert so_far.delay_s(EARLY, at_s) == RECONNECT_EVERY_S
+    assert so_far.delay_s(GONE, at_s + 0.5) == RECONNECT_EVERY_S, "it has answered lately"
+    assert so_far.delay_s(EARLY, 5.0 + NO_WORKER_FOR_S) is None
+
+
+def test_a_router_that_had_no_workers_may_be_gone_after_all() -> None:
+    so_far = SoFar(routers=1)
+    so_far.delay_s(EARLY, 5.0)
+    assert so_far.delay_s(EARLY, 60.0) == RECONNECT_EVERY_S
+    assert so_far.delay_s(GONE, 60.0 + RECONNECT_FOR_S) is None
 
 
 def test_routers_that_stand_still_leave_time_for_the_next_one() -> None:

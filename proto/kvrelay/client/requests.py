@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import Parameter, cleandoc, signature
+from math import inf
 from textwrap import fill
 from typing import Generic, TypedDict, TypeVar
 
@@ -242,8 +243,11 @@ def is_gone(error: KvrelayError) -> bool:
 
 
 RECONNECT_FOR_S = 10.0
-"""For so long a stream is tried again when no router has served it. A router that was killed is
-back before."""
+"""For so long a stream is tried again when no router answers. A router that was killed is back
+before."""
+NO_WORKER_FOR_S = 600.0
+"""For so long a stream is tried again while routers know no worker, as they themselves wait for one
+(`failover_patience`)."""
 RECONNECT_EVERY_S = 0.25
 
 
@@ -260,6 +264,7 @@ class SoFar:
     _choices: dict[int, pb.Delivered] = field(default_factory=dict)
     _losses: int = 0  # since something was delivered
     _lost_s: float = 0.0  # when each router had been asked once
+    _answered_s: float = -inf  # when a router has refused last
 
     def add(self, response: pb.GenerateResponse) -> None:
         self.has_begun, self._losses = True, 0
@@ -286,16 +291,22 @@ class SoFar:
 
     def delay_s(self, error: KvrelayError, now_s: float) -> float | None:
         """When to ask the next router; None: not, since another one would say the same, or all have
-        been gone for long. A router that has just started knows no worker yet, and refuses."""
+        been gone, or without workers, for long."""
         is_refused = isinstance(error, Refused) and error.retry_after_s is not None
         if not (is_refused or is_gone(error)):
             return None
         self._losses += 1
+        if is_refused:
+            self._answered_s = now_s
         if self._losses < self.routers:
             return 0.0
         if self._losses == self.routers:
             self._lost_s = now_s
-        return RECONNECT_EVERY_S if now_s - self._lost_s < RECONNECT_FOR_S else None
+        return RECONNECT_EVERY_S if self._is_hoped_for(now_s) else None
+
+    def _is_hoped_for(self, now_s: float) -> bool:
+        silent_s = now_s - max(self._lost_s, self._answered_s)
+        return silent_s < RECONNECT_FOR_S and now_s - self._lost_s < NO_WORKER_FOR_S
 
     def go_on(self, request: pb.GenerateRequest) -> None:
         """The request becomes one that goes on behind all that was delivered."""
