@@ -21,16 +21,18 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
+from cluster.cli.top.screen import STATES
 from cluster.on_ray.actor import RouterAt
-from cluster.process.admin import ask
+from cluster.process.admin import ask, report
 from kvpool.core.layout.hashes import tenant_label
 from kvrelay.access.values import Access
-from kvrelay.client.requests import server_info_of
+from kvrelay.codec import MessageCodec
 from kvrelay.errors import ConfigError, KvrelayError
 from kvrelay.messages import SHOWN, speed_text
+from kvrelay.results import QuarantinedPair, WorkerInfo
 from kvrelay.starts import start_text
 from kvrelay.v1 import admin_pb2 as pb
-from kvrelay.v1.inference_pb2 import GetServerInfoRequest
+from kvrelay.v1 import inference_pb2
 from kvrelay.v1.pool_node_pb2 import CachedBlocks, PoolReport
 from kvrelay.v1.pool_node_pb2 import TierBlocks as Tier
 from kvrelay.v1.worker_pb2 import DebugKvResponse
@@ -83,7 +85,7 @@ WIDTH = 400
 """Wide enough that a row stays on one line: some names are long."""
 
 PROCESS_COLUMNS = ("name", "state", "doing", "starts", "address", "chosen")
-WORKER_COLUMNS = ("name", "role", "device", "cpus", "transport")
+WORKER_COLUMNS = ("name", "role", "state", "device", "cpus", "transport")
 TRAFFIC_COLUMNS = ("in_tok/s", "out_tok/s")
 COUNTER_COLUMNS = tuple(shown.column for _, shown in SHOWN if shown.column)
 KV_COLUMNS = ("KV_used", "hits", "KV_moved", "blocks")
@@ -95,9 +97,29 @@ Facts = dict[str, object]
 def of_router(address: str, access: Access) -> Facts:
     """The router's report from its internal gRPC port at HOST:PORT. Raises ConfigError when no
     router answers."""
-    request = GetServerInfoRequest()
-    answer = ask(address, lambda stub: stub.GetServerInfo, request, access, timeout_s=ANSWER_S)
-    return asdict(server_info_of(answer))
+    return facts_of(report(address, access, timeout_s=ANSWER_S))
+
+
+def facts_of(told: pb.WatchReport) -> Facts:
+    return {
+        "version": told.version,
+        "cluster": told.cluster,
+        "uptime_s": told.uptime_s,
+        "ready": not told.not_ready and not told.leaving,
+        "not_ready": told.not_ready or ("it is leaving" if told.leaving else ""),
+        "running_requests": told.open_requests,
+        "workers": [_worker(one) for one in told.workers],
+        "quarantined": [asdict(_QUARANTINED.decode(pair)) for pair in told.quarantined],
+    }
+
+
+_INFO = MessageCodec(WorkerInfo, inference_pb2.WorkerInfo, "a router")
+_QUARANTINED = MessageCodec(QuarantinedPair, inference_pb2.QuarantinedPair, "a router")
+
+
+def _worker(told: pb.WatchedWorker) -> Facts:
+    state, _ = STATES[told.state]
+    return asdict(_INFO.decode(told.info)) | {"state": state, "role_epoch": told.role_epoch}
 
 
 def of_cluster(name: str | None, address: str) -> Facts:
@@ -175,7 +197,7 @@ def _print_router(console: Console, name: str, server: Facts | None) -> None:
     if server is None:
         console.print(f"{name}: no answer")
         return
-    ready = "ready" if server["ready"] else "not ready"
+    ready = "ready" if server["ready"] else f"not ready: {server['not_ready']}"
     console.print(f"{name}: {ready}, {server['running_requests']} requests running")
     _print_quarantined(console, server["quarantined"])
 

@@ -74,8 +74,8 @@ class Keeper:
         """As `turn`. Raises ConfigError where a router doesn't answer."""
         found = [report(router, self.access, timeout_s=ANSWER_S) for router in self.routers()]
         there = _workers(found)
-        rules = self.owner.rules([one.name for one in there])
-        following = [one for one in there if rules.is_followed_by(pool_of(one.name))]
+        rules = self.owner.rules([one.info.name for one in there])
+        following = [one for one in there if rules.is_followed_by(pool_of(one.info.name))]
         if not following:
             return []
         controller = self._prepared(rules, following)
@@ -109,7 +109,7 @@ class Keeper:
 
     def _starting(self, there: Sequence[pb.WatchedWorker], rules: ElasticRules) -> list[Busy]:
         """Not those of other pools, whose numbers stay."""
-        known = {one.name for one in there}
+        known = {one.info.name for one in there}
         return [
             Busy(name=name, role=role, work=STARTS)
             for name, role in self.owner.expected().items()
@@ -146,19 +146,19 @@ def _fleet(there: Sequence[pb.WatchedWorker], starting: Sequence[Busy]) -> Fleet
     return Fleet(
         prefill=_count(there, Role.PREFILL),
         decode=_count(there, Role.DECODE),
-        running=sum(one.running for one in there if one.role == Role.DECODE),
+        running=sum(one.info.running for one in there if one.info.role == Role.DECODE),
         starting=Counts(roles.count(Role.PREFILL), roles.count(Role.DECODE)),
     )
 
 
 def _count(workers: Sequence[pb.WatchedWorker], role: Role) -> int:
-    return sum(one.role == role for one in workers)
+    return sum(one.info.role == role for one in workers)
 
 
 def _busy(worker: pb.WatchedWorker) -> Busy:
-    role = Role(worker.role)
-    work = worker.running if role is Role.DECODE else worker.waiting_tokens
-    return Busy(name=worker.name, role=role, work=work)
+    role = Role(worker.info.role)
+    work = worker.info.running if role is Role.DECODE else worker.waiting_tokens
+    return Busy(name=worker.info.name, role=role, work=work)
 
 
 def _model(workers: Sequence[pb.WatchedWorker]) -> WorkerModel:
@@ -172,10 +172,10 @@ def _hello(worker: pb.WatchedWorker) -> WorkerHello:
 
 def _workers(found: Iterable[pb.WatchReport]) -> list[pb.WatchedWorker]:
     """Each once, in the order of their names; those that drain are as good as gone."""
-    known = {one.incarnation: one for told in found for one in told.workers}
+    known = {one.info.incarnation: one for told in found for one in told.workers}
     return sorted(
         (one for one in known.values() if one.state != pb.WORKER_STATE_DRAINING),
-        key=lambda one: one.name,
+        key=lambda one: one.info.name,
     )
 
 

@@ -20,7 +20,6 @@ from kvrelay.v1.admin_pb2 import (
     WatchReport,
 )
 from kvrelay.v1.admin_pb2_grpc import AdminStub
-from kvrelay.v1.inference_pb2 import GetServerInfoRequest
 from kvrelay.v1.worker_pb2 import SetStateRequest
 
 NOT_INTERNAL = "not the internal gRPC address of a router, which kvrelay router prints"
@@ -159,9 +158,8 @@ def drain(wanted: ChangeRequest, router: str, access: Access, *, wait: bool) -> 
 
 def _incarnations(worker: str, router: str, access: Access) -> set[str]:
     """Of the workers that have this name, as the router knows them."""
-    request = GetServerInfoRequest()
-    found = ask(router, lambda stub: stub.GetServerInfo, request, access, timeout_s=ANSWER_S)
-    return {one.incarnation for one in found.workers if one.name == worker}
+    infos = [one.info for one in report(router, access, timeout_s=ANSWER_S).workers]
+    return {one.incarnation for one in infos if one.name == worker}
 
 
 def flip(worker: str, role: Role, router: str, access: Access) -> None:

@@ -8,15 +8,12 @@ from math import inf
 
 from google.protobuf.json_format import MessageToDict
 
-from kvrelay.codec import MessageCodec
 from kvrelay.errors import InvalidRequest
-from kvrelay.results import WorkerInfo
 from kvrelay.types import Objectives
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.wire import logprobs_to_wire
 from router.arriving.parts import PromptPart
 from router.carried.continuation import Continuation, Delivered
-from router.core.state.generation import QuarantinedPair, WorkerStatus
 from router.text.bounds import (
     MAX_CHOICES,
     MAX_LOGIT_BIAS_ENTRIES,
@@ -52,9 +49,6 @@ OPTIONAL_FIELDS = (
     "prompt_logprobs",
     "seed",
 )
-
-_WORKER_INFO = MessageCodec(WorkerInfo, pb.WorkerInfo, "a router")
-quarantined_pair = MessageCodec(QuarantinedPair, pb.QuarantinedPair, "a router").encode
 
 
 def sampling_of(message: pb.SamplingParams) -> RequestedSampling:
@@ -235,14 +229,3 @@ def response_of(generation: TextGeneration, delta: TextDelta) -> pb.GenerateResp
     elif delta.stop_token_id is not None:
         response.stop_token_id = delta.stop_token_id
     return response
-
-
-def worker_info(worker: WorkerStatus) -> pb.WorkerInfo:
-    """Each field from where the router has it: of the worker, its counters or its activity."""
-    parts = (worker, worker.counters, worker.activity)
-    found = {
-        name: next(getattr(part, name) for part in parts if hasattr(part, name))
-        for name in WorkerInfo.__dataclass_fields__
-    }
-    counters = replace(worker.counters, links=())
-    return _WORKER_INFO.encode(WorkerInfo(**found | {"counters": counters}))

@@ -32,12 +32,11 @@ from router.grpc_api.messages import (
     parts_of,
     prompt_of,
     prompt_told,
-    quarantined_pair,
     response_of,
     sampling_of,
-    worker_info,
 )
 from router.grpc_api.watches import Watches
+from router.live.watching import quarantined_pair, worker_info
 from router.text.bounds import MAX_ABORTED, check_count
 from router.text.generation import TextGeneration
 from router.text.request import PromptInput, TextRequest
@@ -169,9 +168,6 @@ class InferenceApi(inference_pb2_grpc.InferenceServicer):
             self._caller(context)
         except Exception as error:
             await abort_with(context, error)
-        return self.server_info()
-
-    def server_info(self) -> pb.GetServerInfoResponse:
         dispatcher = self._service.dispatcher
         return pb.GetServerInfoResponse(
             version=self._version,
@@ -256,11 +252,6 @@ class AdminApi(admin_pb2_grpc.AdminServicer):
         except NobodyAnswers as error:
             code, told = grpc.StatusCode.ABORTED, str(error)
         raise await context.abort(code, told)
-
-    async def GetServerInfo(  # noqa: N802
-        self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
-    ) -> pb.GetServerInfoResponse:
-        return self._inference.server_info()
 
     async def Watch(  # noqa: N802
         self, request: admin_pb2.WatchClusterRequest, context: grpc.aio.ServicerContext

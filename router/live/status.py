@@ -29,7 +29,6 @@ from kvrelay.messages import (
     NO_ACTIVITY,
     Activity,
     Counters,
-    LinkState,
     WorkerHello,
     activity,
 )
@@ -55,13 +54,19 @@ from router.core.state.generation import (
     WorkerStatus,
 )
 from router.core.state.ladder import Ladder, Ladders, LadderStep
-from router.core.state.quarantine import Quarantine
 from router.core.state.story import MOST_TOLD, Story
 from router.core.state.worker_view import WorkerView, check_joins
 from router.core.workers import Workers, obstacle
 from router.live.link import WorkerLink
 from router.live.pool_nodes import PoolNodeLink, PoolNodes
-from router.live.watching import AdmissionCounts, Seen, report_of
+from router.live.watching import (
+    AdmissionCounts,
+    Seen,
+    links_of,
+    quarantine_statuses,
+    report_of,
+    status_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -154,21 +159,6 @@ def tell_ladder_steps(event: LadderStepped) -> None:
     log.warning("tier %s: admission at step %d (%s): %s", event.tier, event.step, step, event.cause)
 
 
-def quarantine_statuses(
-    quarantine: Quarantine, workers: Workers, now_s: float
-) -> tuple[QuarantinedPair, ...]:
-    return tuple(
-        QuarantinedPair(
-            prefill=workers.name_of(pair.prefill),
-            decode=workers.name_of(pair.decode),
-            reason=record.reason,
-            failures=record.failures,
-            remaining_s=record.until_s - now_s,
-        )
-        for pair, record in quarantine.active(now_s).items()
-    )
-
-
 def tell_quarantine(event: PairQuarantined | PairTrusted, workers: Workers) -> None:
     prefill, decode = workers.name_of(event.pair.prefill), workers.name_of(event.pair.decode)
     if isinstance(event, PairTrusted):
@@ -252,7 +242,8 @@ class ClusterViews:
         return obstacle(self.core.state.workers, quarantined)
 
     def workers(self) -> tuple[WorkerStatus, ...]:
-        return tuple(map(self._with_links, self.core.state.workers.values()))
+        workers = self.core.state.workers
+        return tuple(self._status(view, links_of(view, workers)) for view in workers.values())
 
     def snapshot(self) -> ClusterSnapshot:
         state, told, now_s = self.core.state, self.core.state.promises, time.monotonic()
@@ -305,40 +296,8 @@ class ClusterViews:
             Role.DECODE: _need(needs.decode, needs.decode_capacity(decode), decode),
         }
 
-    def _status(self, view: WorkerView) -> WorkerStatus:
-        """Without its links."""
-        hello = view.hello
-        link = self.attached.get(hello.incarnation)
-        recent = self.recent.get(hello.incarnation)
-        return WorkerStatus(
-            name=hello.name,
-            address=link.address if link is not None else "",
-            incarnation=hello.incarnation,
-            role=view.own_role,
-            device=hello.device,
-            cpus=hello.cpus,
-            transport=hello.transport,
-            total_blocks=hello.total_blocks,
-            block_size=hello.block_size,
-            counters=view.counters,
-            step_times=hello.step_times,
-            activity=recent.activity() if recent is not None else NO_ACTIVITY,
-            kv_token_bytes=hello.kv_token_bytes,
-            start=hello.start,
-            takes=hello.takes,
-        )
-
-    def _with_links(self, view: WorkerView) -> WorkerStatus:
-        links = tuple(self._link_status(state) for state in view.counters.links)
-        return replace(self._status(view), links=links)
-
-    def _link_status(self, state: LinkState) -> LinkStatus:
-        return LinkStatus(
-            peer=self.core.state.workers.name_of(state.peer),
-            transport=state.transport,
-            bytes_per_s=state.bytes_per_s,
-            latency_s=state.latency_s,
-        )
+    def _status(self, view: WorkerView, links: tuple[LinkStatus, ...] = ()) -> WorkerStatus:
+        return status_of(view, self._seen(view.hello.incarnation), links)
 
     def quarantined(self) -> tuple[QuarantinedPair, ...]:
         state = self.core.state

@@ -6,17 +6,21 @@ The report is a copy: nothing in it changes once it is built. Built in the route
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from kvrelay.codec import MessageCodec
-from kvrelay.messages import NO_ACTIVITY, Activity
+from kvrelay.messages import NO_ACTIVITY, Activity, LinkState
+from kvrelay.results import WorkerInfo
 from kvrelay.types import Incarnation
 from kvrelay.v1 import admin_pb2 as pb
+from kvrelay.v1 import inference_pb2
 from kvrelay.wire import encode_hello
 from router.core.load.offered import OfferedWork
 from router.core.router_state import RouterState
+from router.core.state.generation import LinkStatus, QuarantinedPair, WorkerStatus
+from router.core.state.quarantine import Quarantine
 from router.core.state.worker_view import WorkerView
 from router.core.workers import Workers
 
@@ -46,8 +50,9 @@ def report_of(
     now_s: float,
 ) -> pb.WatchReport:
     """`not_ready` says why no request can be served; empty: some can."""
-    pairs = state.quarantine.active(now_s)
-    doubted = {worker for pair in pairs for worker in (pair.prefill, pair.decode)}
+    quarantined = state.quarantine.active(now_s)
+    doubted = {worker for pair in quarantined for worker in (pair.prefill, pair.decode)}
+    pairs = quarantine_statuses(state.quarantine, state.workers, now_s)
     return pb.WatchReport(
         not_ready=not_ready,
         open_requests=len(state.requests),
@@ -55,10 +60,10 @@ def report_of(
         queued_prompts=state.dispatch.waiting,
         tiers=_tiers(state, counts),
         workers=[
-            _worker(view, seen.get(worker, Seen()), worker in doubted, now_s)
+            _worker(view, state.workers, seen.get(worker, Seen()), worker in doubted, now_s)
             for worker, view in state.workers.items()
         ],
-        links=_links(state.workers),
+        quarantined=map(quarantined_pair, pairs),
     )
 
 
@@ -83,29 +88,73 @@ def _tiers(state: RouterState, counts: AdmissionCounts) -> list[pb.WatchedTier]:
     ]
 
 
-def _worker(view: WorkerView, seen: Seen, doubted: bool, now_s: float) -> pb.WatchedWorker:
-    hello, told, rates = view.hello, view.counters, seen.activity
+def _worker(
+    view: WorkerView, workers: Workers, seen: Seen, doubted: bool, now_s: float
+) -> pb.WatchedWorker:
+    info = worker_info(status_of(view, seen, links_of(view, workers)))
+    info.running = max(info.running, view.outlook.sequences)
     return pb.WatchedWorker(
+        info=info,
+        role_epoch=view.role_epoch,
+        state=_state(view, doubted),
+        heard_ago_s=None if seen.heard_s is None else max(0.0, now_s - seen.heard_s),
+        waiting_tokens=view.counters.prefill_waiting_tokens,
+        prefill_token_s=view.speed.prompt_token_s or None,
+        decode_step_s=_decode_step_s(view),
+        hello=encode_hello(view.hello),
+    )
+
+
+def status_of(view: WorkerView, seen: Seen, links: tuple[LinkStatus, ...] = ()) -> WorkerStatus:
+    hello = view.hello
+    return WorkerStatus(
         name=hello.name,
         address=seen.address,
         incarnation=hello.incarnation,
         role=view.own_role,
-        role_epoch=view.role_epoch,
-        state=_state(view, doubted),
-        heard_ago_s=None if seen.heard_s is None else max(0.0, now_s - seen.heard_s),
-        running=max(told.running, view.outlook.sequences),
-        waiting=told.waiting,
-        waiting_tokens=told.prefill_waiting_tokens,
-        free_blocks=told.free_blocks,
-        cached_blocks=told.cached_blocks,
+        device=hello.device,
+        cpus=hello.cpus,
+        transport=hello.transport,
         total_blocks=hello.total_blocks,
-        prompt_tokens_per_s=rates.prompt_tokens_per_s,
-        generated_tokens_per_s=rates.generated_tokens_per_s,
-        transfer_bytes_per_s=rates.transfer_bytes_per_s,
-        prefill_token_s=view.speed.prompt_token_s or None,
-        decode_step_s=_decode_step_s(view),
-        hello=encode_hello(hello),
+        block_size=hello.block_size,
+        counters=view.counters,
+        step_times=hello.step_times,
+        links=links,
+        activity=seen.activity,
+        kv_token_bytes=hello.kv_token_bytes,
+        start=hello.start,
+        takes=hello.takes,
     )
+
+
+def quarantine_statuses(
+    quarantine: Quarantine, workers: Workers, now_s: float
+) -> tuple[QuarantinedPair, ...]:
+    return tuple(
+        QuarantinedPair(
+            prefill=workers.name_of(pair.prefill),
+            decode=workers.name_of(pair.decode),
+            reason=record.reason,
+            failures=record.failures,
+            remaining_s=record.until_s - now_s,
+        )
+        for pair, record in quarantine.active(now_s).items()
+    )
+
+
+_WORKER_INFO = MessageCodec(WorkerInfo, inference_pb2.WorkerInfo, "a router")
+quarantined_pair = MessageCodec(QuarantinedPair, inference_pb2.QuarantinedPair, "a router").encode
+
+
+def worker_info(worker: WorkerStatus) -> inference_pb2.WorkerInfo:
+    """Each field from where the router has it: of the worker, its counters or its activity."""
+    parts = (worker, worker.counters, worker.activity)
+    found = {
+        name: next(getattr(part, name) for part in parts if hasattr(part, name))
+        for name in WorkerInfo.__dataclass_fields__
+    }
+    counters = replace(worker.counters, links=())
+    return _WORKER_INFO.encode(WorkerInfo(**found | {"counters": counters}))
 
 
 def _state(view: WorkerView, doubted: bool) -> pb.WorkerState:
@@ -125,15 +174,16 @@ def _decode_step_s(view: WorkerView) -> float | None:
     return step_s if step_s < inf else None
 
 
-def _links(workers: Workers) -> Iterator[pb.WatchedLink]:
-    """Between workers that are here."""
-    for view in workers.values():
-        for link in view.counters.links:
-            if link.peer in workers:
-                yield pb.WatchedLink(
-                    source=view.hello.name,
-                    target=workers.name_of(link.peer),
-                    transport=link.transport,
-                    bytes_per_s=link.bytes_per_s,
-                    latency_s=link.latency_s,
-                )
+def links_of(view: WorkerView, workers: Workers) -> tuple[LinkStatus, ...]:
+    """To workers that are here."""
+    links = (link for link in view.counters.links if link.peer in workers)
+    return tuple(_link(link, workers) for link in links)
+
+
+def _link(link: LinkState, workers: Workers) -> LinkStatus:
+    return LinkStatus(
+        peer=workers.name_of(link.peer),
+        transport=link.transport,
+        bytes_per_s=link.bytes_per_s,
+        latency_s=link.latency_s,
+    )

@@ -129,7 +129,7 @@ def services_of(port: int) -> set[str]:
 
 def test_status_says_that_it_was_given_a_public_address(router: RouterThread) -> None:
     internal = f"127.0.0.1:{router.address.internal.grpc}"
-    assert status.of_router(internal, ACCESS)["workers"] == ()
+    assert status.of_router(internal, ACCESS)["workers"] == []
     assert not kv_status.kv_of_router(internal, ACCESS).workers
     public = f"127.0.0.1:{router.address.public.grpc}"
     for asked in (status.of_router, kv_status.kv_of_router):

@@ -10,13 +10,13 @@ import grpc
 import httpx
 import pytest
 
-from cluster.process.admin import ask
+from cluster.process.admin import report
 from kvrelay import AsyncClient, Client, Tls
 from kvrelay.access.tls import HttpTls, LastingChannel, Reloaded
 from kvrelay.access.values import Access, TlsFiles
 from kvrelay.errors import ConfigError, RequestFailedError
+from kvrelay.v1.admin_pb2 import GetKvRequest
 from kvrelay.v1.admin_pb2_grpc import AdminStub
-from kvrelay.v1.inference_pb2 import GetServerInfoRequest
 from tests.access import HEADERS, TOKEN
 from tests.integration.faces_kit import LIMIT_S, Served, in_loop, served
 from tests.integration.http_kit import checkpoint_folder as checkpoint_folder
@@ -129,8 +129,7 @@ async def test_internal_ports_need_the_token_with_tls_too(
             assert (await client.get("/metrics")).status_code == 401
 
         def info(access: Access) -> None:
-            request = GetServerInfoRequest()
-            ask(s.internal_grpc, lambda stub: stub.GetServerInfo, request, access, timeout_s=5.0)
+            report(s.internal_grpc, access, timeout_s=5.0)
 
         await asyncio.to_thread(info, access)
         with pytest.raises(ConfigError, match="needs the cluster's token"):
@@ -223,7 +222,7 @@ async def test_who_calls_shows_its_new_certificate_too(
 
         async def call() -> None:
             stub = AdminStub(channel.latest())
-            await stub.GetServerInfo(GetServerInfoRequest(), metadata=access.metadata, timeout=5.0)
+            await stub.GetKv(GetKvRequest(), metadata=access.metadata, timeout=5.0)
 
         with pytest.raises(grpc.aio.AioRpcError):
             await call()

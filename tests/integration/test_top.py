@@ -35,7 +35,7 @@ def until_told(
 ) -> pb.WatchReport:
     """The first report of which this holds."""
     for report, _ in zip(reports, range(MOST_REPORTS), strict=False):
-        if found({one.name: one for one in report.workers}):
+        if found({one.info.name: one for one in report.workers}):
             return report
     raise AssertionError(f"not told: {report}")
 
@@ -52,15 +52,15 @@ def test_watch_shows_a_flip_and_a_drain(llama: Path, hosts: tuple[WorkerHost, Wo
         address = cluster.add(hosts[1], worker_settings("leaves", Role.BOTH, llama))
         with open_watch(cluster.internal_grpc, 0.1, ACCESS) as reports:
             first = next(reports)
-            assert {one.name for one in first.workers} == {"stays", "leaves"}
+            assert {one.info.name for one in first.workers} == {"stays", "leaves"}
             assert not first.not_ready
             assert not first.leaving
             flip("leaves", Role.DECODE, cluster.internal_grpc, ACCESS)
-            flipped = until_told(reports, lambda w: w["leaves"].role == "decode")
-            (found,) = [one for one in flipped.workers if one.name == "leaves"]
+            flipped = until_told(reports, lambda w: w["leaves"].info.role == "decode")
+            (found,) = [one for one in flipped.workers if one.info.name == "leaves"]
             assert (found.role_epoch, found.state) == (1, pb.WORKER_STATE_READY)
             answer = pool.submit(ask_all, cluster, prompts(1, 50), max_tokens=900)
-            busy = until_told(reports, lambda w: w["leaves"].running == 1)
+            busy = until_told(reports, lambda w: w["leaves"].info.running == 1)
             assert busy.open_requests == 1
             assert [(t.name, t.open_requests, t.admitted) for t in busy.tiers] == [
                 ("default", 1, 1)
@@ -132,7 +132,10 @@ def test_top_as_a_user_runs_it(llama: Path, hosts: tuple[WorkerHost, WorkerHost]
         assert ["prefill-0", "prefill", "ready"] in rows
         (told,) = json.loads(top(cluster.internal_grpc, "--once", "--json").stdout)["routers"]
         assert (told["address"], told["trouble"]) == (cluster.internal_grpc, "")
-        assert {one["name"] for one in told["report"]["workers"]} == {"prefill-0", "decode-0"}
+        assert {one["info"]["name"] for one in told["report"]["workers"]} == {
+            "prefill-0",
+            "decode-0",
+        }
         address = cluster.internal_grpc
         public = top(cluster.grpc_address, "--once")
         assert public.returncode == 2

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
-from cluster.cli.status import link_verdict, print_table, step_times_verdict
+from cluster.cli.status import facts_of, link_verdict, print_table, step_times_verdict
+from kvrelay.codec import MessageCodec
 from kvrelay.messages import Counters
-from kvrelay.results import LinkInfo, ServerInfo, WorkerInfo
+from kvrelay.results import LinkInfo, WorkerInfo
 from kvrelay.starts import PhaseSeconds
+from kvrelay.v1 import inference_pb2
+from kvrelay.v1.admin_pb2 import WORKER_STATE_READY, WatchedWorker, WatchReport
 from tests.unit.router_kit import STEP_TIMES
+
+INFO = MessageCodec(WorkerInfo, inference_pb2.WorkerInfo, "a router")
 
 
 def worker(name: str, *links: LinkInfo, **known: float) -> WorkerInfo:
@@ -42,18 +47,8 @@ def worker(name: str, *links: LinkInfo, **known: float) -> WorkerInfo:
 
 
 def shown(capsys: pytest.CaptureFixture[str], *workers: WorkerInfo) -> list[str]:
-    print_table(
-        asdict(
-            ServerInfo(
-                version="1",
-                cluster="c",
-                uptime_s=1.0,
-                ready=True,
-                running_requests=3,
-                workers=workers,
-            )
-        )
-    )
+    told = [WatchedWorker(info=INFO.encode(one), state=WORKER_STATE_READY) for one in workers]
+    print_table(facts_of(WatchReport(open_requests=3, workers=told)))
     return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -63,11 +58,11 @@ def test_what_workers_do_comes_before_how_long_steps_take(
     lines = shown(capsys, worker("prefill-0", hit_rate=0.5))
     assert lines[0] == "router: ready, 3 requests running"
     assert lines[1] == (
-        "name role device cpus transport in tok/s out tok/s running waiting KV used hits "
+        "name role state device cpus transport in tok/s out tok/s running waiting KV used hits "
         "KV moved blocks"
     )
     assert lines[2] == (
-        "prefill-0 prefill cpu shm 1234.5 67.8 3 2 25% 50% 1.5 GB/s 60 free, 15 cached of 100"
+        "prefill-0 prefill ready cpu shm 1234.5 67.8 3 2 25% 50% 1.5 GB/s 60 free, 15 cached of 100"
     )
     assert lines[3].startswith("prefill-0 step times: prefill x 1.00 (good) of ")
     assert "; decode x 2.50 (bad: less than half of the speed measured at the start) of" in lines[3]
@@ -117,3 +112,13 @@ def test_a_link_is_judged_by_computing_and_by_its_kind(
 
 def test_without_known_step_times_a_link_is_judged_by_its_kind_alone() -> None:
     assert link_verdict(1e6, 100_000, 0.0, (1e6,)) == "good"
+
+
+def test_a_router_that_is_not_ready_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(facts_of(WatchReport(not_ready="all workers drain")))
+    print_table(facts_of(WatchReport(leaving=True)))
+    told = [line for line in capsys.readouterr().out.splitlines() if "router" in line]
+    assert told == [
+        "router: not ready: all workers drain, 0 requests running",
+        "router: not ready: it is leaving, 0 requests running",
+    ]

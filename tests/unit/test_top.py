@@ -9,6 +9,7 @@ from rich.console import Console
 
 from cluster.cli.top.screen import as_facts, merged, screen, short
 from kvrelay.v1 import admin_pb2 as pb
+from kvrelay.v1.inference_pb2 import LinkInfo, WorkerInfo
 
 
 @dataclass
@@ -18,17 +19,9 @@ class Router:
     trouble: str = ""
 
 
-def worker(name: str, **fields: object) -> pb.WatchedWorker:
-    return pb.WatchedWorker(
-        name=name,
-        incarnation=name,
-        role="decode",
-        state=pb.WORKER_STATE_READY,
-        total_blocks=100,
-        free_blocks=60,
-        cached_blocks=15,
-        **fields,
-    )
+def worker(name: str, *, heard_ago_s: float | None = None, **info: object) -> pb.WatchedWorker:
+    told = WorkerInfo(name=name, incarnation=name, role="decode", kv_used=0.25, **info)
+    return pb.WatchedWorker(info=told, state=pb.WORKER_STATE_READY, heard_ago_s=heard_ago_s)
 
 
 def shown(*routers: Router) -> list[str]:
@@ -43,8 +36,8 @@ def test_workers_of_several_routers_are_shown_once_as_heard_last() -> None:
     first = pb.WatchReport(workers=[worker("d-10"), worker("d-2", running=1, heard_ago_s=3.0)])
     second = pb.WatchReport(workers=[worker("d-2", running=2, heard_ago_s=0.5), worker("a-0")])
     found = merged([first, second])
-    assert [one.name for one in found] == ["a-0", "d-2", "d-10"]
-    assert found[1].running == 2
+    assert [one.info.name for one in found] == ["a-0", "d-2", "d-10"]
+    assert found[1].info.running == 2
 
 
 def test_requests_are_added_up() -> None:
@@ -70,20 +63,19 @@ def test_eighty_columns_are_enough() -> None:
         "prefill-of-a-long-name-0",
         running=9999,
         waiting=9999,
-        waiting_tokens=9_999_999,
         prompt_tokens_per_s=999_999.0,
         generated_tokens_per_s=999_999.0,
-        decode_step_s=0.0123,
+        links=[LinkInfo(peer="d-0", transport="shm", bytes_per_s=2e9)],
     )
+    busy.waiting_tokens, busy.decode_step_s = 9_999_999, 0.0123
     busy.state = pb.WORKER_STATE_QUARANTINED
-    link = pb.WatchedLink(source="p-0", target="d-0", transport="shm", bytes_per_s=2e9)
-    lines = shown(Router(report=pb.WatchReport(workers=[busy], links=[link])))
+    lines = shown(Router(report=pb.WatchReport(workers=[busy])))
     assert max(map(len, lines)) <= 80
     row = next(line for line in lines if line.startswith("prefill-of"))
     assert row.split()[1:] == [
         *("decode", "quarant.", "9999", "9999", "10.0M", "25%", "1000k", "1000k", "12.3", "ms")
     ]
-    assert lines[-1] == "p-0 -> d-0 over shm: 2.0 GB/s, 0 us"
+    assert lines[-1] == "prefill-of-a-long-name-0 -> d-0 over shm: 2.0 GB/s, 0 us"
 
 
 def test_facts_tell_what_is_not_there() -> None:

@@ -28,7 +28,7 @@ def told(core: RouterCore, *, now_s: float = 3, **seen: Seen) -> pb.WatchReport:
 
 
 def worker(core: RouterCore, name: str, **seen: Seen) -> pb.WatchedWorker:
-    (found,) = [one for one in told(core, **seen).workers if one.name == name]
+    (found,) = [one for one in told(core, **seen).workers if one.info.name == name]
     return found
 
 
@@ -38,9 +38,9 @@ def report(core: RouterCore, name: str, counters: Counters) -> None:
 
 def test_a_worker_that_has_said_nothing() -> None:
     found = worker(split(), "d")
-    assert (found.role, found.role_epoch, found.state) == ("decode", 0, pb.WORKER_STATE_READY)
+    assert (found.info.role, found.role_epoch, found.state) == ("decode", 0, pb.WORKER_STATE_READY)
     assert not found.HasField("heard_ago_s") and not found.HasField("decode_step_s")
-    assert (found.total_blocks, found.address) == (16, "")
+    assert (found.info.total_blocks, found.info.address) == (16, "")
 
 
 def test_what_a_worker_has_said() -> None:
@@ -52,10 +52,10 @@ def test_what_a_worker_has_said() -> None:
     report(core, "d", counters)
     rates = Activity(prompt_tokens_per_s=10.0, generated_tokens_per_s=20.0)
     found = worker(core, "d", d=Seen(address="h:1", heard_s=2.5, activity=rates))
-    assert (found.running, found.waiting, found.waiting_tokens) == (2, 3, 70)
-    assert (found.free_blocks, found.cached_blocks, found.total_blocks) == (5, 4, 16)
-    assert (found.address, found.heard_ago_s) == ("h:1", 0.5)
-    assert (found.prompt_tokens_per_s, found.generated_tokens_per_s) == (10.0, 20.0)
+    assert (found.info.running, found.info.waiting, found.waiting_tokens) == (2, 3, 70)
+    assert (found.info.free_blocks, found.info.cached_blocks, found.info.total_blocks) == (5, 4, 16)
+    assert (found.info.address, found.heard_ago_s) == ("h:1", 0.5)
+    assert (found.info.prompt_tokens_per_s, found.info.generated_tokens_per_s) == (10.0, 20.0)
     assert found.decode_step_s == pytest.approx(0.01 + 100 * 1e-5)
     assert found.prefill_token_s > 0
 
@@ -72,15 +72,17 @@ def test_its_state_is_what_keeps_most_from_it() -> None:
 def test_a_worker_of_a_quarantined_pair() -> None:
     core = split()
     core.state.quarantine.failed(Pair(P, D), "transfer_failed", 2.0)
-    states = [one.state for one in told(core).workers]
-    assert states == [pb.WORKER_STATE_QUARANTINED] * 2
+    report = told(core)
+    assert [one.state for one in report.workers] == [pb.WORKER_STATE_QUARANTINED] * 2
+    (pair,) = report.quarantined
+    assert (pair.prefill, pair.decode, pair.reason) == ("p", "d", "transfer_failed")
 
 
 def test_a_flip_is_its_own_role_and_epoch() -> None:
     core = split()
     report(core, "d", Counters(role=Role.PREFILL, role_epoch=1))
     found = worker(core, "d")
-    assert (found.role, found.role_epoch) == ("prefill", 1)
+    assert (found.info.role, found.role_epoch) == ("prefill", 1)
 
 
 def test_links_of_workers_that_are_here() -> None:
@@ -90,8 +92,8 @@ def test_links_of_workers_that_are_here() -> None:
         LinkState(peer=Incarnation("gone"), transport="shm"),
     )
     report(core, "p", Counters(links=links))
-    (link,) = told(core).links
-    assert (link.source, link.target, link.transport) == ("p", "d", "shm")
+    (link,) = worker(core, "p").info.links
+    assert (link.peer, link.transport) == ("d", "shm")
     assert (link.bytes_per_s, link.latency_s) == (1e9, 1e-5)
 
 

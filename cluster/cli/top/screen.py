@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import starmap
 from math import inf
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from rich.text import Text
 
 from kvrelay.messages import speed_text
 from kvrelay.v1 import admin_pb2 as pb
+from kvrelay.v1.inference_pb2 import LinkInfo
 
 
 class Router(Protocol):
@@ -79,7 +81,7 @@ def screen(routers: Sequence[Router]) -> RenderableType:
     if reports:
         parts += [Text(), _workers(merged(reports))]
         parts += [Text(), _tiers(reports)]
-        parts += _links(reports)
+        parts += _links(merged(reports))
     return Group(*parts)
 
 
@@ -87,9 +89,9 @@ def merged(reports: Sequence[pb.WatchReport]) -> list[pb.WatchedWorker]:
     """By pool, then by number."""
     latest: dict[str, pb.WatchedWorker] = {}
     for worker in (worker for report in reports for worker in report.workers):
-        known = latest.get(worker.incarnation)
+        known = latest.get(worker.info.incarnation)
         if known is None or _age_s(worker) < _age_s(known):
-            latest[worker.incarnation] = worker
+            latest[worker.info.incarnation] = worker
     return sorted(latest.values(), key=_order)
 
 
@@ -99,9 +101,9 @@ def _age_s(worker: pb.WatchedWorker) -> float:
 
 def _order(worker: pb.WatchedWorker) -> tuple[str, int, str]:
     """A pool's workers are named POOL-0, POOL-1 and so on."""
-    found = re.fullmatch(r"(.*?)-?(\d*)", worker.name)
-    assert found is not None, worker.name
-    return found[1], int(found[2] or 0), worker.incarnation
+    found = re.fullmatch(r"(.*?)-?(\d*)", worker.info.name)
+    assert found is not None, worker.info.name
+    return found[1], int(found[2] or 0), worker.info.incarnation
 
 
 def _router_line(router: Router) -> Text:
@@ -136,16 +138,15 @@ def _workers(workers: Sequence[pb.WatchedWorker]) -> Table:
 
 def _row(worker: pb.WatchedWorker) -> Iterator[Text]:
     state, colour = STATES.get(worker.state, STATES[pb.WORKER_STATE_UNSPECIFIED])
-    available = worker.free_blocks + worker.cached_blocks
-    used = 1 - available / worker.total_blocks if worker.total_blocks else 0.0
-    yield Text(worker.name)
-    yield Text(worker.role)
+    info = worker.info
+    yield Text(info.name)
+    yield Text(info.role)
     yield Text(state, style=colour)
-    for count in (worker.running, worker.waiting, worker.waiting_tokens):
+    for count in (info.running, info.waiting, worker.waiting_tokens):
         yield Text(short(count))
-    yield Text(f"{used:.0%}")
-    yield Text(short(worker.prompt_tokens_per_s))
-    yield Text(short(worker.generated_tokens_per_s))
+    yield Text(f"{info.kv_used:.0%}")
+    yield Text(short(info.prompt_tokens_per_s))
+    yield Text(short(info.generated_tokens_per_s))
     yield Text(f"{worker.decode_step_s * 1e3:.3g} ms" if worker.HasField("decode_step_s") else "-")
 
 
@@ -171,17 +172,18 @@ def _tiers(reports: Sequence[pb.WatchReport]) -> Table:
     return table
 
 
-def _links(reports: Sequence[pb.WatchReport]) -> list[Text]:
+def _links(workers: Sequence[pb.WatchedWorker]) -> list[Text]:
     """The slowest ones of those that were measured."""
-    found = {(one.source, one.target): one for report in reports for one in report.links}
-    links = sorted((one for one in found.values() if one.bytes_per_s), key=lambda o: o.bytes_per_s)
+    found = [(one.info.name, link) for one in workers for link in one.info.links]
+    measured = [(source, link) for source, link in found if link.bytes_per_s]
+    links = sorted(measured, key=lambda one: one[1].bytes_per_s)
     if not links:
         return []
     some = f"the slowest {MOST_LINKS} of {len(links)} links"
     title = "links" if len(links) <= MOST_LINKS else some
-    return [Text(), Text(title, style="bold"), *map(_link, links[:MOST_LINKS])]
+    return [Text(), Text(title, style="bold"), *starmap(_link, links[:MOST_LINKS])]
 
 
-def _link(link: pb.WatchedLink) -> Text:
+def _link(source: str, link: LinkInfo) -> Text:
     speed, latency = speed_text(link.bytes_per_s), f"{link.latency_s * 1e6:.0f} us"
-    return Text(f"{link.source} -> {link.target} over {link.transport}: {speed}, {latency}")
+    return Text(f"{source} -> {link.peer} over {link.transport}: {speed}, {latency}")

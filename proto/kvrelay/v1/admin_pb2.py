@@ -27,57 +27,55 @@ from kvrelay.v1 import pool_node_pb2 as kvrelay_dot_v1_dot_pool__node__pb2
 from kvrelay.v1 import worker_pb2 as kvrelay_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvrelay/v1/admin.proto\x12\nkvrelay.v1\x1a\x1akvrelay/v1/inference.proto\x1a\x1akvrelay/v1/pool_node.proto\x1a\x17kvrelay/v1/worker.proto\"\xd9\x01\n\x0bOfferedWork\x12\x10\n\x08requests\x18\x01 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x01\x12\x16\n\x0eprompt_squares\x18\x03 \x01(\x01\x12\x14\n\x0cprompt_pairs\x18\x04 \x01(\x01\x12\x15\n\routput_tokens\x18\x05 \x01(\x01\x12\x16\n\x0e\x63ontext_tokens\x18\x06 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x07 \x01(\x01\x12\x11\n\twith_ttft\x18\x08 \x01(\x01\x12\x0e\n\x06tpot_s\x18\t \x01(\x01\x12\x11\n\twith_tpot\x18\n \x01(\x01\")\n\x13WatchClusterRequest\x12\x12\n\ninterval_s\x18\x01 \x01(\x01\"\xaa\x02\n\x0bWatchReport\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x10\n\x08uptime_s\x18\x03 \x01(\x01\x12\x11\n\tnot_ready\x18\x04 \x01(\t\x12\x0f\n\x07leaving\x18\x05 \x01(\x08\x12\x15\n\ropen_requests\x18\x06 \x01(\r\x12\x18\n\x10waiting_requests\x18\x07 \x01(\r\x12\x16\n\x0equeued_prompts\x18\x08 \x01(\r\x12&\n\x05tiers\x18\t \x03(\x0b\x32\x17.kvrelay.v1.WatchedTier\x12*\n\x07workers\x18\n \x03(\x0b\x32\x19.kvrelay.v1.WatchedWorker\x12&\n\x05links\x18\x0b \x03(\x0b\x32\x17.kvrelay.v1.WatchedLink\"\x7f\n\x0bWatchedTier\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\ropen_requests\x18\x02 \x01(\r\x12\x10\n\x08\x61\x64mitted\x18\x03 \x01(\x04\x12\x0f\n\x07refused\x18\x04 \x01(\x04\x12(\n\x07offered\x18\x05 \x01(\x0b\x32\x17.kvrelay.v1.OfferedWork\"\x96\x04\n\rWatchedWorker\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\x12\x12\n\nrole_epoch\x18\x05 \x01(\r\x12&\n\x05state\x18\x06 \x01(\x0e\x32\x17.kvrelay.v1.WorkerState\x12\x18\n\x0bheard_ago_s\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07running\x18\x08 \x01(\r\x12\x0f\n\x07waiting\x18\t \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\n \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x0b \x01(\r\x12\x15\n\rcached_blocks\x18\x0c \x01(\r\x12\x14\n\x0ctotal_blocks\x18\r \x01(\r\x12\x1b\n\x13prompt_tokens_per_s\x18\x0e \x01(\x01\x12\x1e\n\x16generated_tokens_per_s\x18\x0f \x01(\x01\x12\x1c\n\x14transfer_bytes_per_s\x18\x10 \x01(\x01\x12\x1c\n\x0fprefill_token_s\x18\x11 \x01(\x01H\x01\x88\x01\x01\x12\x1a\n\rdecode_step_s\x18\x12 \x01(\x01H\x02\x88\x01\x01\x12&\n\x05hello\x18\x13 \x01(\x0b\x32\x17.kvrelay.v1.WorkerHelloB\x0e\n\x0c_heard_ago_sB\x12\n\x10_prefill_token_sB\x10\n\x0e_decode_step_s\"h\n\x0bWatchedLink\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x13\n\x0b\x62ytes_per_s\x18\x04 \x01(\x01\x12\x11\n\tlatency_s\x18\x05 \x01(\x01\"N\n\x10SetWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12*\n\x05state\x18\x02 \x01(\x0b\x32\x1b.kvrelay.v1.SetStateRequest\"\xd5\x03\n\rChangeRequest\x12\x34\n\x05\x61pply\x18\x01 \x01(\x0b\x32#.kvrelay.v1.ChangeRequest.ApplyFileH\x00\x12\x30\n\x05scale\x18\x02 \x01(\x0b\x32\x1f.kvrelay.v1.ChangeRequest.ScaleH\x00\x12\x30\n\x05\x64rain\x18\x03 \x01(\x0b\x32\x1f.kvrelay.v1.ChangeRequest.DrainH\x00\x12.\n\x04\x66lip\x18\x04 \x01(\x0b\x32\x1e.kvrelay.v1.ChangeRequest.FlipH\x00\x12\x34\n\x07pending\x18\x06 \x01(\x0b\x32!.kvrelay.v1.ChangeRequest.PendingH\x00\x12\x0f\n\x07\x64rain_s\x18\x05 \x01(\x01\x1a.\n\tApplyFile\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\t\x12\x11\n\tonly_tell\x18\x02 \x01(\x08\x1a$\n\x05Scale\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x1a&\n\x05\x44rain\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07replace\x18\x02 \x01(\x08\x1a\"\n\x04\x46lip\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x1a\t\n\x07PendingB\x06\n\x04wish\"\x1f\n\x0e\x43hangeResponse\x12\r\n\x05lines\x18\x01 \x03(\t\")\n\x13TraceRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"S\n\x14TraceRequestResponse\x12)\n\x07stories\x18\x01 \x03(\x0b\x32\x18.kvrelay.v1.RequestStory\x12\x10\n\x08left_out\x18\x02 \x01(\r\"k\n\x0cRequestStory\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x61ge_s\x18\x02 \x01(\x01\x12\x10\n\x08left_out\x18\x03 \x01(\r\x12&\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x16.kvrelay.v1.StoryEvent\"j\n\nStoryEvent\x12\x0c\n\x04\x61t_s\x18\x01 \x01(\x01\x12\x0e\n\x06moment\x18\x02 \x01(\t\x12\x0f\n\x07workers\x18\x03 \x03(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\r\n\x05times\x18\x05 \x01(\r\x12\x0e\n\x06last_s\x18\x06 \x01(\x01\"\x0e\n\x0cGetKvRequest\"\x94\x01\n\rGetKvResponse\x12,\n\x07workers\x18\x01 \x03(\x0b\x32\x1b.kvrelay.v1.DebugKvResponse\x12*\n\npool_nodes\x18\x02 \x03(\x0b\x32\x16.kvrelay.v1.PoolReport\x12)\n\x06silent\x18\x03 \x03(\x0b\x32\x19.kvrelay.v1.SilentProcess\"/\n\rSilentProcess\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t*\x95\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_READY\x10\x01\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x02\x12\x17\n\x13WORKER_STATE_SILENT\x10\x03\x12\x1c\n\x18WORKER_STATE_QUARANTINED\x10\x04\x32\xbd\x03\n\x05\x41\x64min\x12<\n\x05GetKv\x12\x18.kvrelay.v1.GetKvRequest\x1a\x19.kvrelay.v1.GetKvResponse\x12T\n\rGetServerInfo\x12 .kvrelay.v1.GetServerInfoRequest\x1a!.kvrelay.v1.GetServerInfoResponse\x12Q\n\x0cTraceRequest\x12\x1f.kvrelay.v1.TraceRequestRequest\x1a .kvrelay.v1.TraceRequestResponse\x12G\n\tSetWorker\x12\x1c.kvrelay.v1.SetWorkerRequest\x1a\x1c.kvrelay.v1.SetStateResponse\x12?\n\x06\x43hange\x12\x19.kvrelay.v1.ChangeRequest\x1a\x1a.kvrelay.v1.ChangeResponse\x12\x43\n\x05Watch\x12\x1f.kvrelay.v1.WatchClusterRequest\x1a\x17.kvrelay.v1.WatchReport0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvrelay/v1/admin.proto\x12\nkvrelay.v1\x1a\x1akvrelay/v1/inference.proto\x1a\x1akvrelay/v1/pool_node.proto\x1a\x17kvrelay/v1/worker.proto\"\xd9\x01\n\x0bOfferedWork\x12\x10\n\x08requests\x18\x01 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x01\x12\x16\n\x0eprompt_squares\x18\x03 \x01(\x01\x12\x14\n\x0cprompt_pairs\x18\x04 \x01(\x01\x12\x15\n\routput_tokens\x18\x05 \x01(\x01\x12\x16\n\x0e\x63ontext_tokens\x18\x06 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x07 \x01(\x01\x12\x11\n\twith_ttft\x18\x08 \x01(\x01\x12\x0e\n\x06tpot_s\x18\t \x01(\x01\x12\x11\n\twith_tpot\x18\n \x01(\x01\")\n\x13WatchClusterRequest\x12\x12\n\ninterval_s\x18\x01 \x01(\x01\"\xb4\x02\n\x0bWatchReport\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x10\n\x08uptime_s\x18\x03 \x01(\x01\x12\x11\n\tnot_ready\x18\x04 \x01(\t\x12\x0f\n\x07leaving\x18\x05 \x01(\x08\x12\x15\n\ropen_requests\x18\x06 \x01(\r\x12\x18\n\x10waiting_requests\x18\x07 \x01(\r\x12\x16\n\x0equeued_prompts\x18\x08 \x01(\r\x12&\n\x05tiers\x18\t \x03(\x0b\x32\x17.kvrelay.v1.WatchedTier\x12*\n\x07workers\x18\n \x03(\x0b\x32\x19.kvrelay.v1.WatchedWorker\x12\x30\n\x0bquarantined\x18\x0b \x03(\x0b\x32\x1b.kvrelay.v1.QuarantinedPair\"\x7f\n\x0bWatchedTier\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\ropen_requests\x18\x02 \x01(\r\x12\x10\n\x08\x61\x64mitted\x18\x03 \x01(\x04\x12\x0f\n\x07refused\x18\x04 \x01(\x04\x12(\n\x07offered\x18\x05 \x01(\x0b\x32\x17.kvrelay.v1.OfferedWork\"\xbb\x02\n\rWatchedWorker\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.WorkerInfo\x12\x12\n\nrole_epoch\x18\x02 \x01(\r\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.kvrelay.v1.WorkerState\x12\x18\n\x0bheard_ago_s\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\x0ewaiting_tokens\x18\x05 \x01(\r\x12\x1c\n\x0fprefill_token_s\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x1a\n\rdecode_step_s\x18\x07 \x01(\x01H\x02\x88\x01\x01\x12&\n\x05hello\x18\x08 \x01(\x0b\x32\x17.kvrelay.v1.WorkerHelloB\x0e\n\x0c_heard_ago_sB\x12\n\x10_prefill_token_sB\x10\n\x0e_decode_step_s\"N\n\x10SetWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12*\n\x05state\x18\x02 \x01(\x0b\x32\x1b.kvrelay.v1.SetStateRequest\"\xd5\x03\n\rChangeRequest\x12\x34\n\x05\x61pply\x18\x01 \x01(\x0b\x32#.kvrelay.v1.ChangeRequest.ApplyFileH\x00\x12\x30\n\x05scale\x18\x02 \x01(\x0b\x32\x1f.kvrelay.v1.ChangeRequest.ScaleH\x00\x12\x30\n\x05\x64rain\x18\x03 \x01(\x0b\x32\x1f.kvrelay.v1.ChangeRequest.DrainH\x00\x12.\n\x04\x66lip\x18\x04 \x01(\x0b\x32\x1e.kvrelay.v1.ChangeRequest.FlipH\x00\x12\x34\n\x07pending\x18\x06 \x01(\x0b\x32!.kvrelay.v1.ChangeRequest.PendingH\x00\x12\x0f\n\x07\x64rain_s\x18\x05 \x01(\x01\x1a.\n\tApplyFile\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\t\x12\x11\n\tonly_tell\x18\x02 \x01(\x08\x1a$\n\x05Scale\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x1a&\n\x05\x44rain\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07replace\x18\x02 \x01(\x08\x1a\"\n\x04\x46lip\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x1a\t\n\x07PendingB\x06\n\x04wish\"\x1f\n\x0e\x43hangeResponse\x12\r\n\x05lines\x18\x01 \x03(\t\")\n\x13TraceRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"S\n\x14TraceRequestResponse\x12)\n\x07stories\x18\x01 \x03(\x0b\x32\x18.kvrelay.v1.RequestStory\x12\x10\n\x08left_out\x18\x02 \x01(\r\"k\n\x0cRequestStory\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x61ge_s\x18\x02 \x01(\x01\x12\x10\n\x08left_out\x18\x03 \x01(\r\x12&\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x16.kvrelay.v1.StoryEvent\"j\n\nStoryEvent\x12\x0c\n\x04\x61t_s\x18\x01 \x01(\x01\x12\x0e\n\x06moment\x18\x02 \x01(\t\x12\x0f\n\x07workers\x18\x03 \x03(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\r\n\x05times\x18\x05 \x01(\r\x12\x0e\n\x06last_s\x18\x06 \x01(\x01\"\x0e\n\x0cGetKvRequest\"\x94\x01\n\rGetKvResponse\x12,\n\x07workers\x18\x01 \x03(\x0b\x32\x1b.kvrelay.v1.DebugKvResponse\x12*\n\npool_nodes\x18\x02 \x03(\x0b\x32\x16.kvrelay.v1.PoolReport\x12)\n\x06silent\x18\x03 \x03(\x0b\x32\x19.kvrelay.v1.SilentProcess\"/\n\rSilentProcess\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t*\x95\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_READY\x10\x01\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x02\x12\x17\n\x13WORKER_STATE_SILENT\x10\x03\x12\x1c\n\x18WORKER_STATE_QUARANTINED\x10\x04\x32\xe7\x02\n\x05\x41\x64min\x12<\n\x05GetKv\x12\x18.kvrelay.v1.GetKvRequest\x1a\x19.kvrelay.v1.GetKvResponse\x12Q\n\x0cTraceRequest\x12\x1f.kvrelay.v1.TraceRequestRequest\x1a .kvrelay.v1.TraceRequestResponse\x12G\n\tSetWorker\x12\x1c.kvrelay.v1.SetWorkerRequest\x1a\x1c.kvrelay.v1.SetStateResponse\x12?\n\x06\x43hange\x12\x19.kvrelay.v1.ChangeRequest\x1a\x1a.kvrelay.v1.ChangeResponse\x12\x43\n\x05Watch\x12\x1f.kvrelay.v1.WatchClusterRequest\x1a\x17.kvrelay.v1.WatchReport0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERSTATE']._serialized_start=2602
-  _globals['_WORKERSTATE']._serialized_end=2751
+  _globals['_WORKERSTATE']._serialized_start=2287
+  _globals['_WORKERSTATE']._serialized_end=2436
   _globals['_OFFEREDWORK']._serialized_start=120
   _globals['_OFFEREDWORK']._serialized_end=337
   _globals['_WATCHCLUSTERREQUEST']._serialized_start=339
   _globals['_WATCHCLUSTERREQUEST']._serialized_end=380
   _globals['_WATCHREPORT']._serialized_start=383
-  _globals['_WATCHREPORT']._serialized_end=681
-  _globals['_WATCHEDTIER']._serialized_start=683
-  _globals['_WATCHEDTIER']._serialized_end=810
-  _globals['_WATCHEDWORKER']._serialized_start=813
-  _globals['_WATCHEDWORKER']._serialized_end=1347
-  _globals['_WATCHEDLINK']._serialized_start=1349
-  _globals['_WATCHEDLINK']._serialized_end=1453
-  _globals['_SETWORKERREQUEST']._serialized_start=1455
-  _globals['_SETWORKERREQUEST']._serialized_end=1533
-  _globals['_CHANGEREQUEST']._serialized_start=1536
-  _globals['_CHANGEREQUEST']._serialized_end=2005
-  _globals['_CHANGEREQUEST_APPLYFILE']._serialized_start=1826
-  _globals['_CHANGEREQUEST_APPLYFILE']._serialized_end=1872
-  _globals['_CHANGEREQUEST_SCALE']._serialized_start=1874
-  _globals['_CHANGEREQUEST_SCALE']._serialized_end=1910
-  _globals['_CHANGEREQUEST_DRAIN']._serialized_start=1912
-  _globals['_CHANGEREQUEST_DRAIN']._serialized_end=1950
-  _globals['_CHANGEREQUEST_FLIP']._serialized_start=1952
-  _globals['_CHANGEREQUEST_FLIP']._serialized_end=1986
-  _globals['_CHANGEREQUEST_PENDING']._serialized_start=1988
-  _globals['_CHANGEREQUEST_PENDING']._serialized_end=1997
-  _globals['_CHANGERESPONSE']._serialized_start=2007
-  _globals['_CHANGERESPONSE']._serialized_end=2038
-  _globals['_TRACEREQUESTREQUEST']._serialized_start=2040
-  _globals['_TRACEREQUESTREQUEST']._serialized_end=2081
-  _globals['_TRACEREQUESTRESPONSE']._serialized_start=2083
-  _globals['_TRACEREQUESTRESPONSE']._serialized_end=2166
-  _globals['_REQUESTSTORY']._serialized_start=2168
-  _globals['_REQUESTSTORY']._serialized_end=2275
-  _globals['_STORYEVENT']._serialized_start=2277
-  _globals['_STORYEVENT']._serialized_end=2383
-  _globals['_GETKVREQUEST']._serialized_start=2385
-  _globals['_GETKVREQUEST']._serialized_end=2399
-  _globals['_GETKVRESPONSE']._serialized_start=2402
-  _globals['_GETKVRESPONSE']._serialized_end=2550
-  _globals['_SILENTPROCESS']._serialized_start=2552
-  _globals['_SILENTPROCESS']._serialized_end=2599
-  _globals['_ADMIN']._serialized_start=2754
-  _globals['_ADMIN']._serialized_end=3199
+  _globals['_WATCHREPORT']._serialized_end=691
+  _globals['_WATCHEDTIER']._serialized_start=693
+  _globals['_WATCHEDTIER']._serialized_end=820
+  _globals['_WATCHEDWORKER']._serialized_start=823
+  _globals['_WATCHEDWORKER']._serialized_end=1138
+  _globals['_SETWORKERREQUEST']._serialized_start=1140
+  _globals['_SETWORKERREQUEST']._serialized_end=1218
+  _globals['_CHANGEREQUEST']._serialized_start=1221
+  _globals['_CHANGEREQUEST']._serialized_end=1690
+  _globals['_CHANGEREQUEST_APPLYFILE']._serialized_start=1511
+  _globals['_CHANGEREQUEST_APPLYFILE']._serialized_end=1557
+  _globals['_CHANGEREQUEST_SCALE']._serialized_start=1559
+  _globals['_CHANGEREQUEST_SCALE']._serialized_end=1595
+  _globals['_CHANGEREQUEST_DRAIN']._serialized_start=1597
+  _globals['_CHANGEREQUEST_DRAIN']._serialized_end=1635
+  _globals['_CHANGEREQUEST_FLIP']._serialized_start=1637
+  _globals['_CHANGEREQUEST_FLIP']._serialized_end=1671
+  _globals['_CHANGEREQUEST_PENDING']._serialized_start=1673
+  _globals['_CHANGEREQUEST_PENDING']._serialized_end=1682
+  _globals['_CHANGERESPONSE']._serialized_start=1692
+  _globals['_CHANGERESPONSE']._serialized_end=1723
+  _globals['_TRACEREQUESTREQUEST']._serialized_start=1725
+  _globals['_TRACEREQUESTREQUEST']._serialized_end=1766
+  _globals['_TRACEREQUESTRESPONSE']._serialized_start=1768
+  _globals['_TRACEREQUESTRESPONSE']._serialized_end=1851
+  _globals['_REQUESTSTORY']._serialized_start=1853
+  _globals['_REQUESTSTORY']._serialized_end=1960
+  _globals['_STORYEVENT']._serialized_start=1962
+  _globals['_STORYEVENT']._serialized_end=2068
+  _globals['_GETKVREQUEST']._serialized_start=2070
+  _globals['_GETKVREQUEST']._serialized_end=2084
+  _globals['_GETKVRESPONSE']._serialized_start=2087
+  _globals['_GETKVRESPONSE']._serialized_end=2235
+  _globals['_SILENTPROCESS']._serialized_start=2237
+  _globals['_SILENTPROCESS']._serialized_end=2284
+  _globals['_ADMIN']._serialized_start=2439
+  _globals['_ADMIN']._serialized_end=2798
 # @@protoc_insertion_point(module_scope)

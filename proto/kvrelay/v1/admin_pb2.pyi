@@ -54,7 +54,7 @@ class WatchClusterRequest(_message.Message):
     def __init__(self, interval_s: _Optional[float] = ...) -> None: ...
 
 class WatchReport(_message.Message):
-    __slots__ = ("cluster", "version", "uptime_s", "not_ready", "leaving", "open_requests", "waiting_requests", "queued_prompts", "tiers", "workers", "links")
+    __slots__ = ("cluster", "version", "uptime_s", "not_ready", "leaving", "open_requests", "waiting_requests", "queued_prompts", "tiers", "workers", "quarantined")
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -65,7 +65,7 @@ class WatchReport(_message.Message):
     QUEUED_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
-    LINKS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     cluster: str
     version: str
     uptime_s: float
@@ -76,8 +76,8 @@ class WatchReport(_message.Message):
     queued_prompts: int
     tiers: _containers.RepeatedCompositeFieldContainer[WatchedTier]
     workers: _containers.RepeatedCompositeFieldContainer[WatchedWorker]
-    links: _containers.RepeatedCompositeFieldContainer[WatchedLink]
-    def __init__(self, cluster: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., not_ready: _Optional[str] = ..., leaving: _Optional[bool] = ..., open_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., queued_prompts: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[WatchedTier, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WatchedWorker, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[WatchedLink, _Mapping]]] = ...) -> None: ...
+    quarantined: _containers.RepeatedCompositeFieldContainer[_inference_pb2.QuarantinedPair]
+    def __init__(self, cluster: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., not_ready: _Optional[str] = ..., leaving: _Optional[bool] = ..., open_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., queued_prompts: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[WatchedTier, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WatchedWorker, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[_inference_pb2.QuarantinedPair, _Mapping]]] = ...) -> None: ...
 
 class WatchedTier(_message.Message):
     __slots__ = ("name", "open_requests", "admitted", "refused", "offered")
@@ -94,60 +94,24 @@ class WatchedTier(_message.Message):
     def __init__(self, name: _Optional[str] = ..., open_requests: _Optional[int] = ..., admitted: _Optional[int] = ..., refused: _Optional[int] = ..., offered: _Optional[_Union[OfferedWork, _Mapping]] = ...) -> None: ...
 
 class WatchedWorker(_message.Message):
-    __slots__ = ("name", "address", "incarnation", "role", "role_epoch", "state", "heard_ago_s", "running", "waiting", "waiting_tokens", "free_blocks", "cached_blocks", "total_blocks", "prompt_tokens_per_s", "generated_tokens_per_s", "transfer_bytes_per_s", "prefill_token_s", "decode_step_s", "hello")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    ROLE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("info", "role_epoch", "state", "heard_ago_s", "waiting_tokens", "prefill_token_s", "decode_step_s", "hello")
+    INFO_FIELD_NUMBER: _ClassVar[int]
     ROLE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     HEARD_AGO_S_FIELD_NUMBER: _ClassVar[int]
-    RUNNING_FIELD_NUMBER: _ClassVar[int]
-    WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
-    GENERATED_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
-    TRANSFER_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_STEP_S_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    address: str
-    incarnation: str
-    role: str
+    info: _inference_pb2.WorkerInfo
     role_epoch: int
     state: WorkerState
     heard_ago_s: float
-    running: int
-    waiting: int
     waiting_tokens: int
-    free_blocks: int
-    cached_blocks: int
-    total_blocks: int
-    prompt_tokens_per_s: float
-    generated_tokens_per_s: float
-    transfer_bytes_per_s: float
     prefill_token_s: float
     decode_step_s: float
     hello: _worker_pb2.WorkerHello
-    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., role_epoch: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., heard_ago_s: _Optional[float] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., prompt_tokens_per_s: _Optional[float] = ..., generated_tokens_per_s: _Optional[float] = ..., transfer_bytes_per_s: _Optional[float] = ..., prefill_token_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., hello: _Optional[_Union[_worker_pb2.WorkerHello, _Mapping]] = ...) -> None: ...
-
-class WatchedLink(_message.Message):
-    __slots__ = ("source", "target", "transport", "bytes_per_s", "latency_s")
-    SOURCE_FIELD_NUMBER: _ClassVar[int]
-    TARGET_FIELD_NUMBER: _ClassVar[int]
-    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
-    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
-    LATENCY_S_FIELD_NUMBER: _ClassVar[int]
-    source: str
-    target: str
-    transport: str
-    bytes_per_s: float
-    latency_s: float
-    def __init__(self, source: _Optional[str] = ..., target: _Optional[str] = ..., transport: _Optional[str] = ..., bytes_per_s: _Optional[float] = ..., latency_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, info: _Optional[_Union[_inference_pb2.WorkerInfo, _Mapping]] = ..., role_epoch: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., heard_ago_s: _Optional[float] = ..., waiting_tokens: _Optional[int] = ..., prefill_token_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., hello: _Optional[_Union[_worker_pb2.WorkerHello, _Mapping]] = ...) -> None: ...
 
 class SetWorkerRequest(_message.Message):
     __slots__ = ("worker", "state")

@@ -4,7 +4,6 @@ import grpc
 import warnings
 
 from kvrelay.v1 import admin_pb2 as kvrelay_dot_v1_dot_admin__pb2
-from kvrelay.v1 import inference_pb2 as kvrelay_dot_v1_dot_inference__pb2
 from kvrelay.v1 import worker_pb2 as kvrelay_dot_v1_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -42,11 +41,6 @@ class AdminStub:
                 request_serializer=kvrelay_dot_v1_dot_admin__pb2.GetKvRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_admin__pb2.GetKvResponse.FromString,
                 _registered_method=True)
-        self.GetServerInfo = channel.unary_unary(
-                '/kvrelay.v1.Admin/GetServerInfo',
-                request_serializer=kvrelay_dot_v1_dot_inference__pb2.GetServerInfoRequest.SerializeToString,
-                response_deserializer=kvrelay_dot_v1_dot_inference__pb2.GetServerInfoResponse.FromString,
-                _registered_method=True)
         self.TraceRequest = channel.unary_unary(
                 '/kvrelay.v1.Admin/TraceRequest',
                 request_serializer=kvrelay_dot_v1_dot_admin__pb2.TraceRequestRequest.SerializeToString,
@@ -75,13 +69,6 @@ class AdminServicer:
 
     def GetKv(self, request, context):
         """Blocks per state, tier and holder, of every worker and pool node.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetServerInfo(self, request, context):
-        """What Inference.GetServerInfo says.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -127,11 +114,6 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.GetKv,
                     request_deserializer=kvrelay_dot_v1_dot_admin__pb2.GetKvRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_admin__pb2.GetKvResponse.SerializeToString,
-            ),
-            'GetServerInfo': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetServerInfo,
-                    request_deserializer=kvrelay_dot_v1_dot_inference__pb2.GetServerInfoRequest.FromString,
-                    response_serializer=kvrelay_dot_v1_dot_inference__pb2.GetServerInfoResponse.SerializeToString,
             ),
             'TraceRequest': grpc.unary_unary_rpc_method_handler(
                     servicer.TraceRequest,
@@ -182,33 +164,6 @@ class Admin:
             '/kvrelay.v1.Admin/GetKv',
             kvrelay_dot_v1_dot_admin__pb2.GetKvRequest.SerializeToString,
             kvrelay_dot_v1_dot_admin__pb2.GetKvResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetServerInfo(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvrelay.v1.Admin/GetServerInfo',
-            kvrelay_dot_v1_dot_inference__pb2.GetServerInfoRequest.SerializeToString,
-            kvrelay_dot_v1_dot_inference__pb2.GetServerInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,
