@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 from bench.elastic import loads
 from bench.elastic.loads import H200_70B, SEEDS, START_UP, TPOT, TTFT, Fleet
@@ -33,8 +34,8 @@ from bench.elastic.served import (
 from cluster.config.schema import Config
 from cluster.core.elastic.controller import ElasticPolicy
 from cluster.sim.elastic import Life
-from cluster.sim.results.report import report
-from cluster.sim.simulation import ClusterSimulation, Scale
+from cluster.sim.results.report import is_good, report
+from cluster.sim.simulation import ClusterSimulation, Scale, Simulated
 from cluster.sim.trace import Outcome, TraceRequest
 
 LOADS = ("swing", "conversation", "step", "day", "steady")
@@ -77,12 +78,15 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """`late_flips`: after ten minutes. `hours`: of workers, over those of the whole fleet.
-    `refused_late`: the share of the later half of all requests."""
+    """`halves`: attainment of the earlier and of the later half of all requests; of a swing of
+    twenty minutes these are its phases, and the best of each over all splits is what roles could
+    reach that change at once. `late_flips`: after ten minutes. `hours`: of workers, over those of
+    the whole fleet. `refused_late`: the share of the later half."""
 
     cell: Cell
     offered: int
     attainment: float
+    halves: tuple[float, float]
     goodput_per_s: float
     flips: int
     late_flips: int
@@ -97,7 +101,8 @@ class Shown:
         return (
             f"{cell.way:20s} {cell.prefill:2d} + {_began(cell) - cell.prefill:2d}  seed "
             f"{cell.seed}  {self.offered:6d} offered  attainment {100 * self.attainment:5.1f} %  "
-            f"goodput {self.goodput_per_s:6.2f}/s  flips {self.flips:3d}, after ten minutes "
+            f"({100 * self.halves[0]:.1f}, {100 * self.halves[1]:.1f})  goodput "
+            f"{self.goodput_per_s:6.2f}/s  flips {self.flips:3d}, after ten minutes "
             f"{self.late_flips:3d}  hours {self.hours:4.2f}, {self.added} came, {self.left} left  "
             f"refused in the later half {100 * self.refused_late:.1f} %  ({self.took_s:.0f} s)"
         )
@@ -161,6 +166,7 @@ def run(cell: Cell) -> Shown:
         cell=cell,
         offered=found.offered,
         attainment=found.attainment,
+        halves=_halves(simulated),
         goodput_per_s=found.goodput_per_s,
         flips=len(simulated.flips),
         late_flips=sum(flip.at_s > 600 for flip in simulated.flips),
@@ -174,6 +180,12 @@ def run(cell: Cell) -> Shown:
 
 def _worker_s(lives: Sequence[Life], ended_s: float) -> float:
     return sum(one.seconds(ended_s) for one in lives)
+
+
+def _halves(simulated: Simulated) -> tuple[float, float]:
+    good = [is_good(one, simulated.config.simulation.slo) for one in simulated.outcomes]
+    middle = len(good) // 2
+    return fmean(good[:middle]), fmean(good[middle:])
 
 
 def _refused_late(outcomes: Sequence[Outcome]) -> float:
