@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench.live.calibrate import Calibration
-from bench.live.offered import poisson
+from bench.live.offered import Mix, poisson
 from bench.live.outcome import Objectives, Outcome
 from bench.live.points import Load, Point, bucket_quantile, point
 from bench.live.simulated.measured import Stretch, measure, watched
@@ -43,6 +43,8 @@ class Plan:
     routers: int = 1
     simulates: bool = False
     """With what is measured at the first of the rates; workers write traces then."""
+    mixes: tuple[Mix, ...] = ()
+    """One for each rate; none: the subject's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +137,8 @@ def _measure(
         seconds = plan.seconds if number else WARM_S
         rate = factor * calibration.capacity_per_s
         seed = 1000 * plan.seed + number
-        offered = poisson(plan.subject.mix, corpus, rate_per_s=rate, seconds=seconds, seed=seed)
+        mix = plan.mixes[number - 1] if number and plan.mixes else plan.subject.mix
+        offered = poisson(mix, corpus, rate_per_s=rate, seconds=seconds, seed=seed)
         before = cluster.histogram(REFUSALS)
         outcomes = load(cluster, offered, patience_s=plan.patience_s)
         p99_s = bucket_quantile(before, cluster.histogram(REFUSALS), 0.99)

@@ -1,5 +1,5 @@
 """Up to four times what the machine can do, offered to real processes under each admission policy.
-`bench.live.fidelity` compares the simulator.
+`bench.live.simulated.fidelity` compares the simulator.
 
 The bundled model, or with `--model smollm` one whose steps take ten times as long; one prefill and
 one decode worker; Poisson arrivals, whatever the server does. Objectives are multiples of the

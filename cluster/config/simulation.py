@@ -99,7 +99,7 @@ class NoiseSection(Section):
 
 class ServiceSection(Section):
     """What else takes time, one thing after another: each of these is a single server. null: no
-    time. `python -m bench.live.fidelity` measures them on a real cluster."""
+    time. `python -m bench.live.simulated.fidelity` measures them on a real cluster."""
 
     router_request: Seconds | None = None
     """Of a router, for each request that comes: 0.6ms on a CPU core, HTTP included."""

@@ -11,10 +11,10 @@ from random import Random
 
 import pytest
 
-from bench.live.fidelity import show_phases, show_points
 from bench.live.outcome import Objectives
 from bench.live.points import Load, point
 from bench.live.runs import Run, _beside
+from bench.live.simulated.fidelity import show_phases, show_points
 from bench.live.simulated.measured import RouterTime, Stretch, least_squares, measure
 from bench.live.simulated.replay import Replay, Window, _with_lengths, replay
 from bench.live.stack import Policy, cluster_file

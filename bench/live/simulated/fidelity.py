@@ -1,7 +1,7 @@
 """Does the simulator predict? Real processes under 0.5, 1, 2 and 4 times what they can do; the
 simulator is calibrated with the first stretch only, and serves the same arrivals.
 
-    python -m bench.live.fidelity [--model bundled smollm] [--seeds 5] [--seconds 30]
+    python -m bench.live.simulated.fidelity [--model bundled smollm] [--seeds 5] [--seconds 30]
 
 Calibrated are: step times as each worker measured them at its start; by how much its steps at 0.5 x
 differed from them, replayed in stretches; the processor time of the router, of turns of a worker's
