@@ -57,8 +57,8 @@ bench: $(STAMP)  ## the benchmarks of this machine, with their limits and peers
 	$(BIN)/python -m bench.serving.serve
 	$(BIN)/python -m bench.serving.overload
 	$(BIN)/python -m bench.serving.qos
-	$(BIN)/python -m bench.serving.drain
-	$(BIN)/python -m bench.serving.flips
+	$(BIN)/python -m bench.changes.drain
+	$(BIN)/python -m bench.changes.flips
 	$(BIN)/python -m bench.kvpool.host_tier
 	$(BIN)/python -m bench.engine.parallel
 	$(BIN)/python -m bench.engine.loading

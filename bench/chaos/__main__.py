@@ -20,8 +20,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-from bench.chaos.cluster import Shape
-from bench.chaos.processes import go_before_others
+from bench.chaos.clusters.plain import Shape
+from bench.chaos.clusters.processes import go_before_others
 from bench.chaos.prompts import Lengths
 from bench.chaos.run import Plan, run
 from bench.chaos.shown import show, verdict

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from bench.chaos.cluster import ChaosCluster
+from bench.chaos.clusters.host import MemoryGroup, SmallDisk, listening_ports
+from bench.chaos.clusters.plain import ChaosCluster
+from bench.chaos.clusters.processes import Process
 from bench.chaos.faults import Fault, Kind, Seen, drawn, possible
-from bench.chaos.host import MemoryGroup, SmallDisk, listening_ports
-from bench.chaos.processes import Process
 from bench.chaos.streams import Load
 
 DISTURBED_S = 15.0

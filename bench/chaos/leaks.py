@@ -14,8 +14,8 @@ from pathlib import Path
 
 import grpc
 
-from bench.chaos.cluster import ChaosCluster, kv_of
-from bench.chaos.processes import Process, Processes, marked_processes
+from bench.chaos.clusters.plain import ChaosCluster, kv_of
+from bench.chaos.clusters.processes import Process, Processes, marked_processes
 from cluster.process.witness import LINGER_S
 from kvrelay.v1.admin_pb2 import GetKvResponse
 from kvrelay.v1.pool_node_pb2 import PoolReport

@@ -11,9 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
-from bench.chaos.cluster import ChaosCluster, Shape, chaos_cluster
-from bench.chaos.faults import Seen
-from bench.chaos.host import (
+from bench.chaos.clusters.host import (
     MemoryGroup,
     NotPermitted,
     SecondHost,
@@ -22,6 +20,10 @@ from bench.chaos.host import (
     second_host,
     small_disk,
 )
+from bench.chaos.clusters.on_ray import ray_cluster
+from bench.chaos.clusters.plain import ChaosCluster, Shape, chaos_cluster
+from bench.chaos.clusters.processes import Ended
+from bench.chaos.faults import Seen
 from bench.chaos.inflict import Inflictor
 from bench.chaos.leaks import (
     files_in_shm,
@@ -30,8 +32,6 @@ from bench.chaos.leaks import (
     left_over,
     until_nothing_is_held,
 )
-from bench.chaos.on_ray import ray_cluster
-from bench.chaos.processes import Ended
 from bench.chaos.prompts import Answer, Asked, Lengths, draw_requests, unrepeatable
 from bench.chaos.streams import Clients, Load, Outcome, StreamRecord
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from random import Random
 from statistics import mean
 
-from bench.chaos.cluster import ChaosCluster, Shape, chaos_cluster
+from bench.chaos.clusters.plain import ChaosCluster, Shape, chaos_cluster
 from bench.chaos.leaks import files_in_shm, left_over, until_nothing_is_held
 from bench.chaos.prompts import Answer, Asked, Lengths, draw_requests
 from bench.chaos.streams import Clients, Load

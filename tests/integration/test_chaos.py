@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from bench.chaos.cluster import Shape
+from bench.chaos.clusters.plain import Shape
 from bench.chaos.prompts import Lengths
 from bench.chaos.run import Plan, run
 from bench.chaos.shown import show, verdict

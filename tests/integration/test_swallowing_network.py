@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import pytest
 
-from bench.chaos.host import NotPermitted, SecondHost, second_host
+from bench.chaos.clusters.host import NotPermitted, SecondHost, second_host
 from kvpool.transport.peer.rendezvous import Network
 
 CLONE_NEWNET = 0x40000000

@@ -19,8 +19,8 @@ from uuid import uuid4
 import grpc
 
 from bench.access import ACCESS
-from bench.chaos.host import SecondHost
-from bench.chaos.processes import Process, Processes, Supervisor, kvrelay_command
+from bench.chaos.clusters.host import SecondHost
+from bench.chaos.clusters.processes import Process, Processes, Supervisor, kvrelay_command
 from kvrelay import AsyncClient
 from kvrelay.errors import KvrelayError
 from kvrelay.v1 import admin_pb2, worker_pb2

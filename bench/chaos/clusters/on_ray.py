@@ -18,8 +18,8 @@ from uuid import uuid4
 
 import psutil
 
-from bench.chaos.cluster import ChaosCluster, Shape, free_ports, settings_of
-from bench.chaos.processes import (
+from bench.chaos.clusters.plain import ChaosCluster, Shape, free_ports, settings_of
+from bench.chaos.clusters.processes import (
     LOOK_EVERY_S,
     Ended,
     Process,

@@ -4,7 +4,7 @@ The bundled model, two prefill and two decode workers as plain processes, reques
 they serve. Roles change to and fro, so that there is always one of each. Before and after, the same
 load without flips. When a worker did what is read from the router's stories of its requests.
 
-    python -m bench.serving.flips
+    python -m bench.changes.flips
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The bundled model, one prefill and two decode workers as plain processes. 64 str
 of them at the worker that gets SIGTERM. Beside it: how long it would wait for its answers, and the
 longest gap that a moved stream had.
 
-    python -m bench.serving.drain
+    python -m bench.changes.drain
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ routers' addresses. Each cycle starts one more worker, waits until both routers 
 an old one to stop (SIGTERM). At the end both routers are stopped and started in turn. An answer has
 to be the one that an undisturbed cluster gives, token by token.
 
-    python -m bench.serving.rolling --cycles 100        # needs haproxy on the PATH
+    python -m bench.changes.rolling --cycles 100        # needs haproxy on the PATH
 """
 
 from __future__ import annotations

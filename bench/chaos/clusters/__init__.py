@@ -1,0 +1,1 @@
+"""The clusters that faults hit: plain processes, on Ray, with a second host."""
