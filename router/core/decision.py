@@ -24,6 +24,7 @@ from router.core.state.demand import Demand, HeldPrefixes, Known
 from router.core.state.generation import GenerationRequest
 from router.core.state.ladder import Ladder, LadderStep
 from router.core.state.quarantine import trusted
+from router.core.state.waiting import WaitingLine
 
 WAITING_HELPS = {
     RefusalReason.TPOT_UNREACHABLE,
@@ -190,6 +191,19 @@ def _kept(state: RouterState, request: Request, demand: Demand) -> frozenset[Inc
         for view, places in found
         if view is not None and view.free_places - demand.choices < places
     )
+
+
+def failover_patience_s(state: RouterState, request: Request, now_s: float) -> float:
+    """How long an admitted request waits for another worker."""
+    deadline_s = request.objectives.deadline_s
+    if deadline_s is None:
+        return state.failover_patience_s
+    return deadline_s - request.ledger.age_s(now_s)
+
+
+def line_of(state: RouterState, request: Request, demand: Demand) -> WaitingLine:
+    workers = usable(state, demand) if request.admitted else None
+    return WaitingLine(request.tier.priority, request.tier.name, workers)
 
 
 def usable(state: RouterState, demand: Demand) -> frozenset[Incarnation]:

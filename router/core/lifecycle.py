@@ -26,7 +26,7 @@ from math import isfinite
 
 from kvrelay.errors import FailureReason
 from kvrelay.messages import LifetimeMoment, Tokens
-from router.core.decision import decide, demand_of, usable
+from router.core.decision import decide, demand_of, failover_patience_s, line_of
 from router.core.events import (
     Admit,
     ChoiceStopped,
@@ -51,7 +51,6 @@ from router.core.state.demand import Demand
 from router.core.state.generation import GenerationRequest
 from router.core.state.offered import most_cached
 from router.core.state.story import Moment, choice_end, held, plain, why
-from router.core.state.waiting import WaitingLine
 from router.core.state.worker_view import WorkerView
 from router.core.workers import book_decode, book_prefill
 
@@ -118,14 +117,6 @@ def ask(
     return [ask_for_slot(state.workers, demand, admitted, request.within_s(now_s))]
 
 
-def failover_patience_s(state: RouterState, request: Request, now_s: float) -> float:
-    """How long an admitted request waits for another worker."""
-    deadline_s = request.objectives.deadline_s
-    if deadline_s is None:
-        return state.failover_patience_s
-    return deadline_s - request.ledger.age_s(now_s)
-
-
 def wait(
     state: RouterState,
     request: Request,
@@ -155,11 +146,6 @@ def wait(
     if not request.admitted:
         return reject(state, request, refusal, now_s)
     return fail(state, request, refusal.reason, f"can't go on: {refusal.message}", now_s)
-
-
-def line_of(state: RouterState, request: Request, demand: Demand) -> WaitingLine:
-    workers = usable(state, demand) if request.admitted else None
-    return WaitingLine(request.tier.priority, request.tier.name, workers)
 
 
 def workers_changed(state: RouterState, now_s: float) -> None:
