@@ -81,7 +81,8 @@ class Shown:
     """`halves`: attainment of the earlier and of the later half of all requests; of a swing of
     twenty minutes these are its phases, and the best of each over all splits is what roles could
     reach that change at once. `late_flips`: after ten minutes. `hours`: of workers, over those of
-    the whole fleet. `refused_late`: the share of the later half."""
+    the whole fleet. `refused_late`: the share of the later half. `calm_s`: from when on no ten
+    seconds have more than a twentieth refused."""
 
     cell: Cell
     offered: int
@@ -94,6 +95,7 @@ class Shown:
     added: int
     left: int
     refused_late: float
+    calm_s: float
     took_s: float
 
     def line(self) -> str:
@@ -104,7 +106,8 @@ class Shown:
             f"({100 * self.halves[0]:.1f}, {100 * self.halves[1]:.1f})  goodput "
             f"{self.goodput_per_s:6.2f}/s  flips {self.flips:3d}, after ten minutes "
             f"{self.late_flips:3d}  hours {self.hours:4.2f}, {self.added} came, {self.left} left  "
-            f"refused in the later half {100 * self.refused_late:.1f} %  ({self.took_s:.0f} s)"
+            f"refused in the later half {100 * self.refused_late:.1f} %, "
+            f"a twentieth until {self.calm_s:.0f} s  ({self.took_s:.0f} s)"
         )
 
 
@@ -174,6 +177,7 @@ def run(cell: Cell) -> Shown:
         added=sum(life.since_s > 0 for life in lives),
         left=sum(life.until_s is not None for life in lives),
         refused_late=_refused_late(simulated.outcomes),
+        calm_s=_calm_s(simulated.outcomes),
         took_s=time.monotonic() - began_s,
     )
 
@@ -191,6 +195,13 @@ def _halves(simulated: Simulated) -> tuple[float, float]:
 def _refused_late(outcomes: Sequence[Outcome]) -> float:
     late = outcomes[len(outcomes) // 2 :]
     return sum(bool(one.refused) for one in late) / len(late)
+
+
+def _calm_s(outcomes: Sequence[Outcome]) -> float:
+    refused: dict[int, list[bool]] = {}  # stretch of ten seconds |-> its requests
+    for one in outcomes:
+        refused.setdefault(int(one.request.arrival_s // 10), []).append(bool(one.refused))
+    return 10.0 * max((at + 1 for at, of in refused.items() if fmean(of) > 0.05), default=0)
 
 
 def cells(args: argparse.Namespace) -> Iterable[Cell]:
