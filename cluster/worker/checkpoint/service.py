@@ -1,0 +1,90 @@
+"""Gives the files of this worker's checkpoint to workers that start on other hosts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+
+from engine.core.checkpoint_files import CheckpointOffer
+from engine.model.hub_cache import commit_of, needed_files
+from kvrelay.codec import MessageCodec
+from kvrelay.v1 import worker_pb2 as pb
+from kvrelay.v1 import worker_pb2_grpc
+
+OFFERS = MessageCodec(CheckpointOffer, pb.CheckpointOffer, "a worker")
+PIECE_BYTES = 1 << 20
+"""Reading goes on while one is sent, so a reader takes a few of these in memory."""
+MOST_READERS = 2
+"""More would take too much of the worker's link and CPU; they have other workers and the hub."""
+
+
+class OwnCheckpoint:
+    """What this worker has of its model, once it is known."""
+
+    def __init__(self, model: str, revision: str | None) -> None:
+        self._model, self._revision = model, revision
+        self._folder: Path | None = None
+        self._hub_bytes_per_s: float | None = None
+
+    def found(self, folder: Path, hub_bytes_per_s: float | None) -> None:
+        self._folder, self._hub_bytes_per_s = folder, hub_bytes_per_s
+
+    def offer(self, model: str, revision: str | None) -> CheckpointOffer:
+        """As its host's cache is now. Raises LookupError for what it does not have."""
+        folder = self._folder
+        commit = None if folder is None else commit_of(folder, self._model)
+        if folder is None or commit is None:
+            raise LookupError("this worker's model is not in a hub's cache")
+        if model != self._model or revision not in (self._revision, commit):
+            raise LookupError(f"this worker has {self._model}, revision {self._revision or 'main'}")
+        try:
+            files = needed_files(folder)
+        except (ValueError, OSError) as error:
+            raise LookupError(str(error)) from None
+        return CheckpointOffer(commit=commit, files=files, hub_bytes_per_s=self._hub_bytes_per_s)
+
+    def paths(self, commit: str, names: list[str]) -> list[Path]:
+        """Of files that are offered, and of nothing else. Raises LookupError."""
+        folder = self._folder
+        offer = self.offer(self._model, commit)
+        assert folder is not None, "offered"
+        if unknown := {*names} - {file.name for file in offer.files}:
+            raise LookupError(f"not offered: {', '.join(sorted(unknown))}")
+        return [folder / name for name in names]
+
+
+class CheckpointService(worker_pb2_grpc.CheckpointsServicer):
+    def __init__(self, own: OwnCheckpoint) -> None:
+        self._own = own
+        self._readers = 0
+
+    async def Offer(  # noqa: N802
+        self, request: pb.CheckpointRequest, context: grpc.aio.ServicerContext
+    ) -> pb.CheckpointOffer:
+        revision = request.revision if request.HasField("revision") else None
+        try:
+            offer = await asyncio.to_thread(self._own.offer, request.model, revision)
+        except LookupError as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+        return OFFERS.encode(offer)
+
+    async def Read(  # noqa: N802
+        self, request: pb.ReadCheckpoint, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.CheckpointPiece]:
+        if self._readers >= MOST_READERS:
+            told = f"{MOST_READERS} workers read here already"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, told)
+        self._readers += 1
+        try:
+            paths = await asyncio.to_thread(self._own.paths, request.commit, [*request.names])
+            for number, path in enumerate(paths):
+                with path.open("rb", buffering=0) as file:
+                    while data := await asyncio.to_thread(file.read, PIECE_BYTES):
+                        yield pb.CheckpointPiece(file=number, data=data)
+        except LookupError as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+        finally:
+            self._readers -= 1

@@ -1,0 +1,418 @@
+"""What a starting worker does when those who should give it the model don't, or give something
+else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from cluster.process.net import grpc_server
+from cluster.worker.checkpoint import fetch, service
+from cluster.worker.checkpoint.fetch import FromPeers
+from cluster.worker.checkpoint.service import OFFERS, CheckpointService, OwnCheckpoint
+from engine.core.activity import StartActivity, unheard
+from engine.core.checkpoint_files import CheckpointFile, CheckpointOffer
+from engine.model.checkpoint import FetchedFromPeer
+from engine.model.hub_cache import HubCache
+from kvrelay.access.values import Access
+from kvrelay.v1 import admin_pb2, admin_pb2_grpc, worker_pb2_grpc
+from kvrelay.v1 import worker_pb2 as pb
+from tests.access import ACCESS, TOKEN
+from tests.hub import COMMIT, HUB_ID, Hub, contents_of, hub_of
+from tests.integration.faces_kit import in_loop
+from tests.models import random_checkpoint
+from tests.unit.test_hub_cache import files_of, fill
+
+CONTENTS = {
+    "config.json": b"{}",
+    "empty.txt": b"",
+    "tokenizer.json": bytes(range(256)) * 40,
+    "model-1.safetensors": bytes(range(251)) * 4_000,
+    "model-2.safetensors": bytes(range(241)) * 6_000,
+}
+FILES = {file.name: file for file in files_of(CONTENTS)}
+OFFER = CheckpointOffer(commit=COMMIT, files=files_of(CONTENTS))
+
+
+class Router(admin_pb2_grpc.AdminServicer):
+    """Knows these workers."""
+
+    def __init__(self) -> None:
+        self.workers: list[str] = []
+        self.state = admin_pb2.WORKER_STATE_READY
+
+    async def Watch(  # noqa: N802
+        self, request: admin_pb2.WatchClusterRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[admin_pb2.WatchReport]:
+        workers = [admin_pb2.WatchedWorker(address=one, state=self.state) for one in self.workers]
+        yield admin_pb2.WatchReport(workers=workers)
+        await asyncio.Event().wait()
+
+
+class BadPeer(worker_pb2_grpc.CheckpointsServicer):
+    """Offers what it is told to, and sends these pieces. Then it breaks off, or says nothing."""
+
+    def __init__(
+        self,
+        pieces: Iterable[tuple[int, bytes]],
+        offer: CheckpointOffer = OFFER,
+        *,
+        hangs: bool = False,
+        every_s: float = 0.0,
+    ) -> None:
+        self._pieces, self._offer = [*pieces], offer
+        self._hangs, self._every_s = hangs, every_s
+        self.asked: list[str] = []
+
+    async def Offer(  # noqa: N802
+        self, request: pb.CheckpointRequest, context: grpc.aio.ServicerContext
+    ) -> pb.CheckpointOffer:
+        return OFFERS.encode(self._offer)
+
+    async def Read(  # noqa: N802
+        self, request: pb.ReadCheckpoint, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.CheckpointPiece]:
+        self.asked += request.names
+        for number, data in self._pieces:
+            yield pb.CheckpointPiece(file=number, data=data)
+            await asyncio.sleep(self._every_s)
+        if self._hangs:
+            await asyncio.Event().wait()
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "it broke off")
+
+
+Peer = CheckpointService | BadPeer
+
+
+@asynccontextmanager
+async def cluster_of(*peers: Peer) -> AsyncIterator[str]:
+    """The router's address."""
+    router = Router()
+    servers = [grpc_server(ACCESS) for _ in (router, *peers)]
+    admin_pb2_grpc.add_AdminServicer_to_server(router, servers[0])
+    for peer, server in zip(peers, servers[1:], strict=True):
+        worker_pb2_grpc.add_CheckpointsServicer_to_server(peer, server)
+    ports = [server.add_insecure_port("127.0.0.1:0") for server in servers]
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    router.workers = addresses[1:]
+    for server in servers:
+        await server.start()
+    try:
+        yield addresses[0]
+    finally:
+        for server in servers:
+            await server.stop(None)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubCache:
+    """Of the host of the worker that starts."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "here"))
+    monkeypatch.setattr("random.shuffle", lambda _: None)
+    return HubCache(HUB_ID)
+
+
+def holder(folder: Path, revision: str | None = None) -> OwnCheckpoint:
+    """A worker whose host has the model."""
+    own = OwnCheckpoint(HUB_ID, revision)
+    own.found(fill(HubCache(HUB_ID, folder), CONTENTS), None)
+    return own
+
+
+async def fetched(
+    router: str, revision: str | None = None, access: Access = ACCESS
+) -> FetchedFromPeer | None:
+    peers = FromPeers(lambda: [router], access, unheard)
+    return await asyncio.to_thread(peers.fetch, HUB_ID, revision)
+
+
+def kept(cache: HubCache) -> set[str]:
+    """Nothing else is there: no file that is not whole, and nothing outside of the blobs."""
+    found = {name for name, file in FILES.items() if cache.has(file)}
+    root = cache.snapshot(COMMIT).parents[1]
+    whole = {root / "blobs" / FILES[name].digest for name in found}
+    lock = root.parent / ".locks" / root.name / "from-peers.lock"
+    top = root.parents[1] / "here"
+    assert {path for path in top.rglob("*") if path.is_file()} - {lock} - links(cache) == whole
+    for name in found:
+        assert (root / "blobs" / FILES[name].digest).read_bytes() == CONTENTS[name]
+    return found
+
+
+def links(cache: HubCache) -> set[Path]:
+    return {path for path in cache.snapshot(COMMIT).rglob("*") if path.is_symlink()}
+
+
+def in_order(*names: str, damaged: str = "") -> list[tuple[int, bytes]]:
+    """As a peer sends them: small ones first."""
+    order = sorted(FILES.values(), key=lambda file: file.nbytes)
+    numbers = {file.name: number for number, file in enumerate(order)}
+    content = {name: CONTENTS[name] for name in names}
+    if damaged:
+        content[damaged] = content[damaged][:-1] + b"\xff"
+    return [(numbers[name], content[name]) for name in sorted(names, key=numbers.__getitem__)]
+
+
+@in_loop
+async def test_everything_comes(
+    cache: HubCache, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[StartActivity] = []
+    caplog.set_level(logging.INFO)
+    async with cluster_of(CheckpointService(holder(tmp_path / "there"))) as router:
+        peers = FromPeers(lambda: ["127.0.0.1:9", router], ACCESS, heard.append)
+        given = await asyncio.to_thread(peers.fetch, HUB_ID, None)
+        again = await fetched(router)
+    assert given == again == FetchedFromPeer(commit=COMMIT, folder=cache.snapshot(COMMIT))
+    assert kept(cache) == {*CONTENTS}
+    assert {path.name: path.read_bytes() for path in links(cache)} == CONTENTS
+    total = sum(map(len, CONTENTS.values()))
+    assert (heard[-1].done_bytes, heard[-1].total_bytes) == (total, total)
+    assert caplog.text.count("the model from the worker at") == 1, "nothing comes twice"
+
+
+@in_loop
+async def test_those_who_have_something_else(
+    cache: HubCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = holder(tmp_path / "there", "release-1")
+    async with cluster_of(CheckpointService(own)) as router:
+        assert await fetched(router, None) is None
+        assert await fetched(router, "release-2") is None
+        assert await fetched(router, "b" * 40) is None
+        assert kept(cache) == set()
+        monkeypatch.setattr(fetch, "MOST_ASKED", 0)
+        assert await fetched(router, "release-1") is None
+        monkeypatch.undo()
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "here"))
+        by_name, by_commit = await fetched(router, "release-1"), await fetched(router, COMMIT)
+    assert by_name == by_commit == FetchedFromPeer(commit=COMMIT, folder=cache.snapshot(COMMIT))
+
+
+@in_loop
+async def test_a_file_that_is_damaged_there(cache: HubCache, tmp_path: Path) -> None:
+    own = holder(tmp_path / "there")
+    there = HubCache(HUB_ID, tmp_path / "there").snapshot(COMMIT)
+    blob = (there / "model-1.safetensors").resolve()
+    blob.write_bytes(b"\0" * blob.stat().st_size)
+    async with cluster_of(CheckpointService(own)) as router:
+        given = await fetched(router)
+    assert given == FetchedFromPeer(commit=COMMIT, folder=None)
+    assert kept(cache) >= {"config.json", "empty.txt", "tokenizer.json"}
+    assert "model-1.safetensors" not in kept(cache)
+    assert not links(cache), "no snapshot that is not whole"
+
+
+@in_loop
+async def test_one_that_stops_in_the_middle(cache: HubCache, tmp_path: Path) -> None:
+    """The next one is asked for the rest alone."""
+    number, content = in_order("model-1.safetensors")[0]
+    begun = [*in_order("config.json", "tokenizer.json"), (number, content[:100_000])]
+    first, second = BadPeer(begun), BadPeer(in_order(*CONTENTS))
+    async with cluster_of(first) as router:
+        given = await fetched(router)
+        assert given == FetchedFromPeer(commit=COMMIT, folder=None)
+        assert kept(cache) == {"config.json", "empty.txt", "tokenizer.json"}
+    async with cluster_of(first, second, CheckpointService(holder(tmp_path / "there"))) as router:
+        given = await fetched(router)
+    assert second.asked == ["model-1.safetensors", "model-2.safetensors"]
+    assert given == FetchedFromPeer(commit=COMMIT, folder=cache.snapshot(COMMIT))
+    assert kept(cache) == {*CONTENTS}
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stays"),
+    [
+        (in_order(*CONTENTS, damaged="model-2.safetensors"), 4),
+        ([(1, b"{}more than it is")], 1),
+        ([(1, b"{}"), (0, b"")], 2),
+        ([(1, b"{}"), (1, b"again")], 2),
+        ([(1, b"{")], 1),
+        ([(99, b"{}")], 1),
+        ([(4, b"not the first one")], 1),
+        ([], 0),
+    ],
+)
+@in_loop
+async def test_pieces_that_are_not_taken(
+    cache: HubCache, pieces: list[tuple[int, bytes]], stays: int
+) -> None:
+    async with cluster_of(BadPeer(pieces)) as router:
+        assert await fetched(router) == FetchedFromPeer(commit=COMMIT, folder=None)
+    assert len(kept(cache)) == stays
+
+
+@in_loop
+async def test_an_offer_that_leads_out_of_the_cache(cache: HubCache) -> None:
+    evil = CheckpointFile(
+        name="../../../../evil.json", digest=FILES["config.json"].digest, nbytes=2
+    )
+    peer = BadPeer([(0, b"{}")], CheckpointOffer(commit=COMMIT, files=(evil,)))
+    async with cluster_of(peer) as router:
+        assert await fetched(router) is None
+    assert peer.asked == []
+    assert kept(cache) == set()
+
+
+@in_loop
+async def test_one_that_says_nothing(cache: HubCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "STALL_S", 0.3)
+    async with cluster_of(BadPeer(in_order("config.json"), hangs=True)) as router:
+        from_s = time.monotonic()
+        assert await fetched(router) == FetchedFromPeer(commit=COMMIT, folder=None)
+        assert time.monotonic() - from_s < 60
+    assert kept(cache) <= {"config.json", "empty.txt"}
+
+
+@in_loop
+async def test_one_that_is_slower_than_the_hub(
+    cache: HubCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No other worker is asked: their links are alike."""
+    monkeypatch.setattr("engine.core.checkpoint_files.JUDGE_S", 0.2)
+    caplog.set_level(logging.INFO)
+    fast_hub = CheckpointOffer(commit=COMMIT, files=OFFER.files, hub_bytes_per_s=1e12)
+    number, content = in_order("model-1.safetensors")[0]
+    trickle = in_order("config.json", "tokenizer.json")
+    trickle += [(number, content[i : i + 10]) for i in range(0, 1_000, 10)]
+    slow, other = BadPeer(trickle, fast_hub, every_s=0.05), BadPeer([], fast_hub)
+    async with cluster_of(slow, other) as router:
+        assert await fetched(router) == FetchedFromPeer(commit=COMMIT, folder=None)
+    assert "the hub is faster" in caplog.text
+    assert other.asked == []
+
+
+@in_loop
+async def test_nobody_to_ask(cache: HubCache, tmp_path: Path) -> None:
+    """No router; no worker; one that does not know this call; a caller without the token."""
+    assert await fetched("127.0.0.1:9") is None
+    async with cluster_of() as router:
+        assert await fetched(router) is None
+    async with cluster_of(CheckpointService(OwnCheckpoint(HUB_ID, None))) as router:
+        assert await fetched(router) is None, "it has not got the model yet"
+    async with cluster_of(CheckpointService(holder(tmp_path / "there"))) as router:
+        assert await fetched(router, access=Access(token=bytes(32))) is None
+    assert kept(cache) == set()
+
+
+@in_loop
+async def test_a_cache_that_can_not_be_written(
+    cache: HubCache, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "here").write_text("a file, no folder")
+    async with cluster_of(CheckpointService(holder(tmp_path / "there"))) as router:
+        assert await fetched(router) is None
+    assert "can't be fetched from other workers" in caplog.text
+
+
+NOT_OFFERED = ("../../refs/main", "/etc/passwd", "", "README.md", "sub/config.json")
+
+
+@in_loop
+async def test_only_what_is_offered_is_given(tmp_path: Path) -> None:
+    own = holder(tmp_path / "there")
+    folder = HubCache(HUB_ID, tmp_path / "there").snapshot(COMMIT)
+    (folder / "README.md").write_text("for people")
+    async with cluster_of(CheckpointService(own)) as _, only(own) as stub:
+        for name in NOT_OFFERED:
+            assert await refusal(stub, COMMIT, name) is grpc.StatusCode.NOT_FOUND
+        for commit in ("b" * 40, "../" + "a" * 37, ""):
+            assert await refusal(stub, commit) is grpc.StatusCode.NOT_FOUND
+
+
+async def refusal(
+    stub: worker_pb2_grpc.CheckpointsStub, commit: str, *more: str
+) -> grpc.StatusCode:
+    """How it ends, with not a byte given."""
+    request = pb.ReadCheckpoint(commit=commit, names=["config.json", *more])
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Read(request, metadata=ACCESS.metadata).read()
+    return caught.value.code()
+
+
+@asynccontextmanager
+async def only(own: OwnCheckpoint) -> AsyncIterator[worker_pb2_grpc.CheckpointsStub]:
+    server = grpc_server(ACCESS)
+    worker_pb2_grpc.add_CheckpointsServicer_to_server(CheckpointService(own), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield worker_pb2_grpc.CheckpointsStub(channel)
+    await server.stop(None)
+
+
+@in_loop
+async def test_only_so_many_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that goes makes room, however it goes."""
+    monkeypatch.setattr(service, "PIECE_BYTES", 1000)
+    request = pb.ReadCheckpoint(commit=COMMIT, names=["model-2.safetensors"])
+    async with only(holder(tmp_path / "there")) as stub:
+        reading = [
+            stub.Read(request, metadata=ACCESS.metadata) for _ in range(service.MOST_READERS)
+        ]
+        for one in reading:
+            assert len((await one.read()).data) == 1000
+        with pytest.raises(grpc.aio.AioRpcError, match="workers read here already"):
+            await stub.Read(request, metadata=ACCESS.metadata).read()
+        reading[0].cancel()
+        while True:
+            third = stub.Read(request, metadata=ACCESS.metadata)
+            try:
+                assert len((await third.read()).data) == 1000
+                break
+            except grpc.aio.AioRpcError:
+                await asyncio.sleep(0.01)
+        for one in (third, *reading):
+            one.cancel()
+
+
+REST = """
+from cluster.worker.checkpoint.fetch import FromPeers
+from engine.core.activity import unheard
+from engine.model.checkpoint import open_checkpoint
+from kvrelay.access.values import Access
+peers = FromPeers(lambda: ["{router}"], Access(token=bytes.fromhex("{token}")), unheard)
+print(open_checkpoint("{model}", None, from_peers=peers.fetch).path)
+"""
+
+
+@in_loop
+async def test_the_hub_has_the_rest(tmp_path: Path) -> None:
+    """Of the same commit; then the revision is known without it."""
+    contents = contents_of(random_checkpoint(tmp_path / "model"))
+    texts = {name: content for name, content in contents.items() if "safetensors" not in name}
+    numbered = sorted(files_of(contents), key=lambda file: file.nbytes)
+    pieces = [
+        (number, texts[file.name]) for number, file in enumerate(numbered) if file.name in texts
+    ]
+    offer = CheckpointOffer(commit=COMMIT, files=files_of(contents))
+    with hub_of(contents) as hub:
+        async with cluster_of(BadPeer(pieces, offer)) as router:
+            first = await in_a_process(router, hub, tmp_path)
+    assert hub.given == ["model.safetensors"]
+    async with cluster_of() as router:
+        assert await in_a_process(router, hub, tmp_path) == first
+    assert {path.name: path.read_bytes() for path in first.iterdir()} == contents
+
+
+async def in_a_process(router: str, hub: Hub, home: Path) -> Path:
+    code = REST.format(router=router, token=TOKEN.hex(), model=HUB_ID)
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-c", code],
+        env=hub.environment(home),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.strip())
