@@ -259,8 +259,7 @@ class WorkerProcess:
             hello, self._inbox, self._report, self._take_state, self._ledger
         )
         worker_pb2_grpc.add_WorkerServicer_to_server(self._service, self._server)
-        files = CheckpointService(self._own)
-        worker_pb2_grpc.add_CheckpointsServicer_to_server(files, self._server)
+        CheckpointService(self._own).add_to(self._server)
         settings = self._settings
         port = bind_port(self._server, settings.host, settings.port_range, settings.access)
         await self._server.start()

@@ -8,7 +8,7 @@ import logging
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -24,9 +24,9 @@ from engine.core.checkpoint_files import CheckpointFile, CheckpointOffer
 from engine.model.checkpoint import FetchedFromPeer
 from engine.model.hub_cache import HubCache
 from kvrelay.access.values import Access
-from kvrelay.v1 import admin_pb2, admin_pb2_grpc, worker_pb2_grpc
+from kvrelay.v1 import admin_pb2, admin_pb2_grpc
 from kvrelay.v1 import worker_pb2 as pb
-from tests.access import ACCESS, TOKEN
+from tests.access import ACCESS, OTHER_TOKEN, TOKEN
 from tests.hub import COMMIT, HUB_ID, Hub, contents_of, hub_of
 from tests.integration.faces_kit import in_loop
 from tests.models import random_checkpoint
@@ -58,19 +58,20 @@ class Router(admin_pb2_grpc.AdminServicer):
         await asyncio.Event().wait()
 
 
-class BadPeer(worker_pb2_grpc.CheckpointsServicer):
+class BadPeer(CheckpointService):
     """Offers what it is told to, and sends these pieces. Then it breaks off, or says nothing."""
 
     def __init__(
         self,
-        pieces: Iterable[tuple[int, bytes]],
+        pieces: Iterable[bytes],
         offer: CheckpointOffer = OFFER,
         *,
         hangs: bool = False,
+        ends: bool = False,
         every_s: float = 0.0,
     ) -> None:
         self._pieces, self._offer = [*pieces], offer
-        self._hangs, self._every_s = hangs, every_s
+        self._hangs, self._ends, self._every_s = hangs, ends, every_s
         self.asked: list[str] = []
 
     async def Offer(  # noqa: N802
@@ -78,29 +79,27 @@ class BadPeer(worker_pb2_grpc.CheckpointsServicer):
     ) -> pb.CheckpointOffer:
         return OFFERS.encode(self._offer)
 
-    async def Read(  # noqa: N802
+    async def _read(
         self, request: pb.ReadCheckpoint, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.CheckpointPiece]:
+    ) -> AsyncIterator[bytes]:
         self.asked += request.names
-        for number, data in self._pieces:
-            yield pb.CheckpointPiece(file=number, data=data)
+        for data in self._pieces:
+            yield data
             await asyncio.sleep(self._every_s)
         if self._hangs:
             await asyncio.Event().wait()
-        await context.abort(grpc.StatusCode.UNAVAILABLE, "it broke off")
-
-
-Peer = CheckpointService | BadPeer
+        if not self._ends:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "it broke off")
 
 
 @asynccontextmanager
-async def cluster_of(*peers: Peer) -> AsyncIterator[str]:
+async def cluster_of(*peers: CheckpointService) -> AsyncIterator[str]:
     """The router's address."""
     router = Router()
     servers = [grpc_server(ACCESS) for _ in (router, *peers)]
     admin_pb2_grpc.add_AdminServicer_to_server(router, servers[0])
     for peer, server in zip(peers, servers[1:], strict=True):
-        worker_pb2_grpc.add_CheckpointsServicer_to_server(peer, server)
+        peer.add_to(server)
     ports = [server.add_insecure_port("127.0.0.1:0") for server in servers]
     addresses = [f"127.0.0.1:{port}" for port in ports]
     router.workers = addresses[1:]
@@ -152,14 +151,19 @@ def links(cache: HubCache) -> set[Path]:
     return {path for path in cache.snapshot(COMMIT).rglob("*") if path.is_symlink()}
 
 
-def in_order(*names: str, damaged: str = "") -> list[tuple[int, bytes]]:
-    """As a peer sends them: small ones first."""
-    order = sorted(FILES.values(), key=lambda file: file.nbytes)
-    numbers = {file.name: number for number, file in enumerate(order)}
-    content = {name: CONTENTS[name] for name in names}
-    if damaged:
-        content[damaged] = content[damaged][:-1] + b"\xff"
-    return [(numbers[name], content[name]) for name in sorted(names, key=numbers.__getitem__)]
+SMALL_FIRST = sorted(FILES.values(), key=lambda file: file.nbytes)
+
+
+def pieces_of(*names: str) -> list[bytes]:
+    """As a peer sends them."""
+    return [
+        CONTENTS[name][i : i + 1_000_000]
+        for name in names
+        for i in range(0, len(CONTENTS[name]), 1_000_000)
+    ]
+
+
+TEXTS = ("empty.txt", "config.json", "tokenizer.json")
 
 
 @in_loop
@@ -215,9 +219,8 @@ async def test_a_file_that_is_damaged_there(cache: HubCache, tmp_path: Path) -> 
 @in_loop
 async def test_one_that_stops_in_the_middle(cache: HubCache, tmp_path: Path) -> None:
     """The next one is asked for the rest alone."""
-    number, content = in_order("model-1.safetensors")[0]
-    begun = [*in_order("config.json", "tokenizer.json"), (number, content[:100_000])]
-    first, second = BadPeer(begun), BadPeer(in_order(*CONTENTS))
+    begun = [*pieces_of(*TEXTS), CONTENTS["model-1.safetensors"][:100_000]]
+    first, second = BadPeer(begun), BadPeer([])
     async with cluster_of(first) as router:
         given = await fetched(router)
         assert given == FetchedFromPeer(commit=COMMIT, folder=None)
@@ -232,23 +235,40 @@ async def test_one_that_stops_in_the_middle(cache: HubCache, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("pieces", "stays"),
     [
-        (in_order(*CONTENTS, damaged="model-2.safetensors"), 4),
-        ([(1, b"{}more than it is")], 1),
-        ([(1, b"{}"), (0, b"")], 2),
-        ([(1, b"{}"), (1, b"again")], 2),
-        ([(1, b"{")], 1),
-        ([(99, b"{}")], 1),
-        ([(4, b"not the first one")], 1),
+        ([*pieces_of(*TEXTS, "model-1.safetensors"), b"x"], 4),
+        ([*pieces_of(*TEXTS), bytes(1_004_000)], 3),
+        ([b"{}more than it is"], 1),
+        ([b"[]"], 1),
+        ([b"{"], 1),
         ([], 0),
     ],
 )
 @in_loop
-async def test_pieces_that_are_not_taken(
-    cache: HubCache, pieces: list[tuple[int, bytes]], stays: int
-) -> None:
+async def test_pieces_that_are_not_taken(cache: HubCache, pieces: list[bytes], stays: int) -> None:
+    """And then it breaks off."""
     async with cluster_of(BadPeer(pieces)) as router:
         assert await fetched(router) == FetchedFromPeer(commit=COMMIT, folder=None)
     assert len(kept(cache)) == stays
+
+
+@pytest.mark.parametrize(
+    ("pieces", "why"),
+    [
+        ([b"{}", b"again"], "more than it was asked for"),
+        ([b"{}again"], "config.json is longer than 2 bytes"),
+        ([b"[]"], "config.json is damaged: its digest is wrong"),
+        ([b"{"], "config.json ends too early"),
+        ([], "config.json ends too early"),
+    ],
+)
+@in_loop
+async def test_an_end_that_is_not_taken(
+    cache: HubCache, pieces: list[bytes], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    offer = CheckpointOffer(commit=COMMIT, files=(FILES["config.json"],))
+    async with cluster_of(BadPeer(pieces, offer, ends=True)) as router:
+        assert await fetched(router) == FetchedFromPeer(commit=COMMIT, folder=None)
+    assert why in caplog.text
 
 
 @in_loop
@@ -256,7 +276,7 @@ async def test_an_offer_that_leads_out_of_the_cache(cache: HubCache) -> None:
     evil = CheckpointFile(
         name="../../../../evil.json", digest=FILES["config.json"].digest, nbytes=2
     )
-    peer = BadPeer([(0, b"{}")], CheckpointOffer(commit=COMMIT, files=(evil,)))
+    peer = BadPeer([b"{}"], CheckpointOffer(commit=COMMIT, files=(evil,)))
     async with cluster_of(peer) as router:
         assert await fetched(router) is None
     assert peer.asked == []
@@ -266,7 +286,7 @@ async def test_an_offer_that_leads_out_of_the_cache(cache: HubCache) -> None:
 @in_loop
 async def test_one_that_says_nothing(cache: HubCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "STALL_S", 0.3)
-    async with cluster_of(BadPeer(in_order("config.json"), hangs=True)) as router:
+    async with cluster_of(BadPeer([b"{}"], hangs=True)) as router:
         from_s = time.monotonic()
         assert await fetched(router) == FetchedFromPeer(commit=COMMIT, folder=None)
         assert time.monotonic() - from_s < 60
@@ -281,9 +301,8 @@ async def test_one_that_is_slower_than_the_hub(
     monkeypatch.setattr("engine.core.checkpoint_files.JUDGE_S", 0.2)
     caplog.set_level(logging.INFO)
     fast_hub = CheckpointOffer(commit=COMMIT, files=OFFER.files, hub_bytes_per_s=1e12)
-    number, content = in_order("model-1.safetensors")[0]
-    trickle = in_order("config.json", "tokenizer.json")
-    trickle += [(number, content[i : i + 10]) for i in range(0, 1_000, 10)]
+    content = CONTENTS["tokenizer.json"]
+    trickle = [b"{}", *(content[i : i + 10] for i in range(0, 1_000, 10))]
     slow, other = BadPeer(trickle, fast_hub, every_s=0.05), BadPeer([], fast_hub)
     async with cluster_of(slow, other) as router:
         assert await fetched(router) == FetchedFromPeer(commit=COMMIT, folder=None)
@@ -314,6 +333,7 @@ async def test_a_cache_that_can_not_be_written(
     assert "can't be fetched from other workers" in caplog.text
 
 
+Read = Callable[..., grpc.aio.UnaryStreamCall[pb.ReadCheckpoint, bytes]]
 NOT_OFFERED = ("../../refs/main", "/etc/passwd", "", "README.md", "sub/config.json")
 
 
@@ -322,31 +342,41 @@ async def test_only_what_is_offered_is_given(tmp_path: Path) -> None:
     own = holder(tmp_path / "there")
     folder = HubCache(HUB_ID, tmp_path / "there").snapshot(COMMIT)
     (folder / "README.md").write_text("for people")
-    async with cluster_of(CheckpointService(own)) as _, only(own) as stub:
+    async with cluster_of(CheckpointService(own)) as _, only(own) as read:
         for name in NOT_OFFERED:
-            assert await refusal(stub, COMMIT, name) is grpc.StatusCode.NOT_FOUND
+            assert await refusal(read, COMMIT, name) is grpc.StatusCode.NOT_FOUND
         for commit in ("b" * 40, "../" + "a" * 37, ""):
-            assert await refusal(stub, commit) is grpc.StatusCode.NOT_FOUND
+            assert await refusal(read, commit) is grpc.StatusCode.NOT_FOUND
 
 
-async def refusal(
-    stub: worker_pb2_grpc.CheckpointsStub, commit: str, *more: str
-) -> grpc.StatusCode:
+@in_loop
+async def test_strangers_read_nothing(tmp_path: Path) -> None:
+    request = pb.ReadCheckpoint(commit=COMMIT, names=["config.json"])
+    async with only(holder(tmp_path / "there")) as read:
+        for shown in ((), Access(token=OTHER_TOKEN).metadata):
+            with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
+                await read(request, metadata=shown).read()
+        assert await read(request, metadata=ACCESS.metadata).read() == b"{}"
+
+
+async def refusal(read: Read, commit: str, *more: str) -> grpc.StatusCode:
     """How it ends, with not a byte given."""
     request = pb.ReadCheckpoint(commit=commit, names=["config.json", *more])
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.Read(request, metadata=ACCESS.metadata).read()
+        await read(request, metadata=ACCESS.metadata).read()
     return caught.value.code()
 
 
 @asynccontextmanager
-async def only(own: OwnCheckpoint) -> AsyncIterator[worker_pb2_grpc.CheckpointsStub]:
+async def only(own: OwnCheckpoint) -> AsyncIterator[Read]:
     server = grpc_server(ACCESS)
-    worker_pb2_grpc.add_CheckpointsServicer_to_server(CheckpointService(own), server)
+    CheckpointService(own).add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield worker_pb2_grpc.CheckpointsStub(channel)
+        yield channel.unary_stream(
+            "/kvrelay.v1.Checkpoints/Read", request_serializer=pb.ReadCheckpoint.SerializeToString
+        )
     await server.stop(None)
 
 
@@ -355,19 +385,17 @@ async def test_only_so_many_read_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     """One that goes makes room, however it goes."""
     monkeypatch.setattr(service, "PIECE_BYTES", 1000)
     request = pb.ReadCheckpoint(commit=COMMIT, names=["model-2.safetensors"])
-    async with only(holder(tmp_path / "there")) as stub:
-        reading = [
-            stub.Read(request, metadata=ACCESS.metadata) for _ in range(service.MOST_READERS)
-        ]
+    async with only(holder(tmp_path / "there")) as read:
+        reading = [read(request, metadata=ACCESS.metadata) for _ in range(service.MOST_READERS)]
         for one in reading:
-            assert len((await one.read()).data) == 1000
+            assert len(await one.read()) == 1000
         with pytest.raises(grpc.aio.AioRpcError, match="workers read here already"):
-            await stub.Read(request, metadata=ACCESS.metadata).read()
+            await read(request, metadata=ACCESS.metadata).read()
         reading[0].cancel()
         while True:
-            third = stub.Read(request, metadata=ACCESS.metadata)
+            third = read(request, metadata=ACCESS.metadata)
             try:
-                assert len((await third.read()).data) == 1000
+                assert len(await third.read()) == 1000
                 break
             except grpc.aio.AioRpcError:
                 await asyncio.sleep(0.01)
@@ -390,10 +418,8 @@ async def test_the_hub_has_the_rest(tmp_path: Path) -> None:
     """Of the same commit; then the revision is known without it."""
     contents = contents_of(random_checkpoint(tmp_path / "model"))
     texts = {name: content for name, content in contents.items() if "safetensors" not in name}
-    numbered = sorted(files_of(contents), key=lambda file: file.nbytes)
-    pieces = [
-        (number, texts[file.name]) for number, file in enumerate(numbered) if file.name in texts
-    ]
+    small_first = sorted(files_of(contents), key=lambda file: file.nbytes)
+    pieces = [texts[file.name] for file in small_first if file.name in texts]
     offer = CheckpointOffer(commit=COMMIT, files=files_of(contents))
     with hub_of(contents) as hub:
         async with cluster_of(BadPeer(pieces, offer)) as router:

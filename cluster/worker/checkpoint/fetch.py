@@ -19,7 +19,7 @@ import grpc
 
 from cluster.core.settings import WorkerSettings
 from cluster.process.admin import report as watched
-from cluster.worker.checkpoint.service import OFFERS, OwnCheckpoint
+from cluster.worker.checkpoint.service import OFFERS, OwnCheckpoint, read_files
 from engine.core.activity import ReportActivity, Stage, StartActivity
 from engine.core.checkpoint_files import CheckpointFile, CheckpointOffer, flaw_in, is_slower
 from engine.model.checkpoint import Checkpoint, FetchedFromPeer, open_checkpoint
@@ -144,7 +144,8 @@ class FromPeers:
     def _offer_of(self, address: str, hub_id: str, revision: str | None) -> CheckpointOffer | None:
         request = pb.CheckpointRequest(model=hub_id, revision=revision)
         try:
-            with self._calling(address) as stub:
+            with self._calling(address) as channel:
+                stub = CheckpointsStub(channel)
                 told = stub.Offer(request, timeout=ASK_S, metadata=self._access.metadata)
                 offer = OFFERS.decode(told)
         except KvrelayError as error:
@@ -167,17 +168,16 @@ class FromPeers:
         request = pb.ReadCheckpoint(commit=offer.commit, names=[file.name for file in missing])
         limit_s = STALL_S + fetch.total_bytes / LEAST_BYTES_PER_S
         try:
-            with self._calling(address) as stub, _Writing(cache, missing) as writing:
-                call = stub.Read(request, timeout=limit_s, metadata=self._access.metadata)
-                for piece in call:
+            with self._calling(address) as channel, _Writing(cache, missing) as writing:
+                for piece in read_files(channel, request, timeout_s=limit_s, access=self._access):
                     writing.take(piece)
-                    fetch.got(len(piece.data))
+                    fetch.got(len(piece))
                 writing.end()
         finally:
             log.info("the model from the worker at %s: %s", address, fetch)
 
     @contextmanager
-    def _calling(self, address: str) -> Iterator[CheckpointsStub]:
+    def _calling(self, address: str) -> Iterator[grpc.Channel]:
         """Raises PeerError in place of grpc's errors. What still runs at the end is cancelled."""
         pings = [
             ("grpc.keepalive_time_ms", int(1000 * PING_S)),
@@ -185,7 +185,7 @@ class FromPeers:
         ]
         try:
             with blocking_channel(address, self._access.dials, pings) as channel:
-                yield CheckpointsStub(channel)
+                yield channel
         except grpc.RpcError as error:
             raise PeerError(error.details() or error.code().name) from None
 
@@ -236,15 +236,14 @@ class _Writing:
     What is not whole at the end is gone."""
 
     def __init__(self, cache: HubCache, files: Iterable[CheckpointFile]) -> None:
-        self._cache, self._files = cache, enumerate(files)
-        self._number = -1
+        self._cache, self._files = cache, iter(files)
         self._arriving: ArrivingFile | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvrelay-fetch")
         self._waiting: deque[Future[None]] = deque()
 
-    def take(self, piece: pb.CheckpointPiece) -> None:
+    def take(self, piece: bytes) -> None:
         """Raises what the writing of an earlier one raised."""
-        self._waiting.append(self._thread.submit(self._write, piece.file, piece.data))
+        self._waiting.append(self._thread.submit(self._write, piece))
         if len(self._waiting) > MOST_WAITING:
             self._waiting.popleft().result()
 
@@ -265,28 +264,28 @@ class _Writing:
 
     # --- the thread -----------------------------------------------------------------------------
 
-    def _write(self, number: int, data: bytes) -> None:
-        while self._number < number and self._begin_next():
+    def _write(self, piece: bytes) -> None:
+        """No piece is of two files."""
+        while self._arriving is None and self._begin_next():
             pass
-        if self._arriving is None or self._number != number:
-            raise PeerError("it sends files in another order")
-        self._arriving.write(data)
+        if self._arriving is None:
+            raise PeerError("it sends more than it was asked for")
+        self._arriving.write(piece)
         self._keep_whole()
 
     def _finish(self) -> None:
-        while self._begin_next():
+        while self._arriving is None and self._begin_next():
             pass
-
-    def _begin_next(self) -> bool:
-        """The one before is whole. False: there is no other."""
         if self._arriving is not None:
             raise PeerError(f"{self._arriving.file.name} ends too early")
-        self._number, file = next(self._files, (self._number, None))
-        if file is None:
-            return False
-        self._arriving = self._cache.receive(file)
-        self._keep_whole()
-        return True
+
+    def _begin_next(self) -> bool:
+        """False: there is no other. One that is empty is whole at once."""
+        file = next(self._files, None)
+        if file is not None:
+            self._arriving = self._cache.receive(file)
+            self._keep_whole()
+        return file is not None
 
     def _keep_whole(self) -> None:
         if self._arriving is not None and self._arriving.is_whole:

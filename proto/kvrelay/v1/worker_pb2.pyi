@@ -45,14 +45,6 @@ class ReadCheckpoint(_message.Message):
     names: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, commit: _Optional[str] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
 
-class CheckpointPiece(_message.Message):
-    __slots__ = ("file", "data")
-    FILE_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
-    file: int
-    data: bytes
-    def __init__(self, file: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
-
 class RegisterRequest(_message.Message):
     __slots__ = ("address", "is_pool_node", "routers")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]

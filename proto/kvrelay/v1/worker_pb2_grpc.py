@@ -193,7 +193,8 @@ class Worker:
 
 class CheckpointsStub:
     """A worker's model, for workers that start on other hosts: its files, as the hub's cache of its host
-    has them.
+    has them. A second method, Read, takes a ReadCheckpoint and answers with the bytes themselves:
+    see cluster/worker/checkpoint/service.py.
     """
 
     def __init__(self, channel):
@@ -207,28 +208,16 @@ class CheckpointsStub:
                 request_serializer=kvrelay_dot_v1_dot_worker__pb2.CheckpointRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_worker__pb2.CheckpointOffer.FromString,
                 _registered_method=True)
-        self.Read = channel.unary_stream(
-                '/kvrelay.v1.Checkpoints/Read',
-                request_serializer=kvrelay_dot_v1_dot_worker__pb2.ReadCheckpoint.SerializeToString,
-                response_deserializer=kvrelay_dot_v1_dot_worker__pb2.CheckpointPiece.FromString,
-                _registered_method=True)
 
 
 class CheckpointsServicer:
     """A worker's model, for workers that start on other hosts: its files, as the hub's cache of its host
-    has them.
+    has them. A second method, Read, takes a ReadCheckpoint and answers with the bytes themselves:
+    see cluster/worker/checkpoint/service.py.
     """
 
     def Offer(self, request, context):
         """NOT_FOUND: the worker has another model or revision, or not from the hub.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Read(self, request, context):
-        """These files of what is offered, one behind the other. RESOURCE_EXHAUSTED: enough others read
-        already. NOT_FOUND: a file or commit is not offered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -242,11 +231,6 @@ def add_CheckpointsServicer_to_server(servicer, server):
                     request_deserializer=kvrelay_dot_v1_dot_worker__pb2.CheckpointRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_worker__pb2.CheckpointOffer.SerializeToString,
             ),
-            'Read': grpc.unary_stream_rpc_method_handler(
-                    servicer.Read,
-                    request_deserializer=kvrelay_dot_v1_dot_worker__pb2.ReadCheckpoint.FromString,
-                    response_serializer=kvrelay_dot_v1_dot_worker__pb2.CheckpointPiece.SerializeToString,
-            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'kvrelay.v1.Checkpoints', rpc_method_handlers)
@@ -257,7 +241,8 @@ def add_CheckpointsServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Checkpoints:
     """A worker's model, for workers that start on other hosts: its files, as the hub's cache of its host
-    has them.
+    has them. A second method, Read, takes a ReadCheckpoint and answers with the bytes themselves:
+    see cluster/worker/checkpoint/service.py.
     """
 
     @staticmethod
@@ -277,33 +262,6 @@ class Checkpoints:
             '/kvrelay.v1.Checkpoints/Offer',
             kvrelay_dot_v1_dot_worker__pb2.CheckpointRequest.SerializeToString,
             kvrelay_dot_v1_dot_worker__pb2.CheckpointOffer.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Read(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/kvrelay.v1.Checkpoints/Read',
-            kvrelay_dot_v1_dot_worker__pb2.ReadCheckpoint.SerializeToString,
-            kvrelay_dot_v1_dot_worker__pb2.CheckpointPiece.FromString,
             options,
             channel_credentials,
             insecure,
