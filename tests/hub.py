@@ -28,6 +28,8 @@ class Hub:
     contents: dict[str, bytes]
     given: list[str] = field(default_factory=list)
     """Names of the files that were downloaded."""
+    revisions: list[str] = field(default_factory=list)
+    """Those that were asked for."""
 
     def environment(self, home: Path) -> dict[str, str]:
         """Of a process with a cache of its own."""
@@ -45,6 +47,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             elif "/tree/" in self.path:
                 self._send(json.dumps([*map(_entry, hub.contents.items())]).encode())
             else:
+                hub.revisions.append(self.path.rpartition("/revision/")[2])
                 self._send(json.dumps({"id": HUB_ID, "sha": COMMIT, "siblings": []}).encode())
 
         do_HEAD = do_GET  # noqa: N815

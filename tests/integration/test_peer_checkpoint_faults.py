@@ -184,6 +184,30 @@ async def test_everything_comes(
     assert caplog.text.count("the model from the worker at") == 1, "nothing comes twice"
 
 
+class Counting(CheckpointService):
+    def __init__(self, own: OwnCheckpoint) -> None:
+        super().__init__(own)
+        self.asked: list[str] = []
+
+    async def _read(
+        self, request: pb.ReadCheckpoint, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[bytes]:
+        self.asked += request.names
+        async for piece in super()._read(request, context):
+            yield piece
+
+
+@in_loop
+async def test_workers_that_start_on_one_host_fetch_it_once(
+    cache: HubCache, tmp_path: Path
+) -> None:
+    peer = Counting(holder(tmp_path / "there"))
+    async with cluster_of(peer) as router:
+        given = await asyncio.gather(*(fetched(router) for _ in range(3)))
+    assert given == 3 * [FetchedFromPeer(commit=COMMIT, folder=cache.snapshot(COMMIT))]
+    assert sorted(peer.asked) == sorted(CONTENTS)
+
+
 @in_loop
 async def test_those_who_have_something_else(
     cache: HubCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -230,6 +254,18 @@ async def test_one_that_stops_in_the_middle(cache: HubCache, tmp_path: Path) -> 
     assert second.asked == ["model-1.safetensors", "model-2.safetensors"]
     assert given == FetchedFromPeer(commit=COMMIT, folder=cache.snapshot(COMMIT))
     assert kept(cache) == {*CONTENTS}
+
+
+@in_loop
+async def test_no_two_commits_are_mixed(cache: HubCache, tmp_path: Path) -> None:
+    """The next worker is asked for the commit of the first one: its `main` may be another one."""
+    there = HubCache(HUB_ID, tmp_path / "there")
+    fill(there, CONTENTS)
+    other = OwnCheckpoint(HUB_ID, None)
+    other.found(there.link("c" * 40, files_of(CONTENTS)), None)
+    async with cluster_of(BadPeer([b"{}"]), CheckpointService(other)) as router:
+        assert await fetched(router) == FetchedFromPeer(commit=COMMIT, folder=None)
+    assert kept(cache) == {"empty.txt", "config.json"}
 
 
 @pytest.mark.parametrize(
@@ -425,6 +461,7 @@ async def test_the_hub_has_the_rest(tmp_path: Path) -> None:
         async with cluster_of(BadPeer(pieces, offer)) as router:
             first = await in_a_process(router, hub, tmp_path)
     assert hub.given == ["model.safetensors"]
+    assert "main" not in hub.revisions
     async with cluster_of() as router:
         assert await in_a_process(router, hub, tmp_path) == first
     assert {path.name: path.read_bytes() for path in first.iterdir()} == contents
