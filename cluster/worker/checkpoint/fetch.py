@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,14 +34,12 @@ from kvrelay.v1.worker_pb2_grpc import CheckpointsStub
 
 log = logging.getLogger(__name__)
 
-ASK_S = 2.0
+ASK_S = 5.0
 """A router or worker that does not answer for so long is not waited for."""
 MOST_ASKED = 3
 """Workers; then the hub."""
-PING_S = 5.0
-STALL_S = 10.0
-LEAST_BYTES_PER_S = 10e6
-"""A fetch that is slower ends; so one that hangs does."""
+SILENT_S = 10.0
+"""A worker that sends nothing for so long is given up, at the latest after twice as long."""
 MOST_WAITING = 4
 """Pieces in memory that are not on disk yet."""
 LEAST_TIMED_BYTES = 16 << 20
@@ -166,12 +165,13 @@ class FromPeers:
             return
         fetch = _Fetch(missing, offer.hub_bytes_per_s, self._report)
         request = pb.ReadCheckpoint(commit=offer.commit, names=[file.name for file in missing])
-        limit_s = STALL_S + fetch.total_bytes / LEAST_BYTES_PER_S
         try:
             with self._calling(address) as channel, _Writing(cache, missing) as writing:
-                for piece in read_files(channel, request, timeout_s=limit_s, access=self._access):
-                    writing.take(piece)
-                    fetch.got(len(piece))
+                pieces = read_files(channel, request, self._access)
+                with _cut_when_silent(pieces, fetch):
+                    for piece in pieces:
+                        writing.take(piece)
+                        fetch.got(len(piece))
                 writing.end()
         finally:
             log.info("the model from the worker at %s: %s", address, fetch)
@@ -179,12 +179,8 @@ class FromPeers:
     @contextmanager
     def _calling(self, address: str) -> Iterator[grpc.Channel]:
         """Raises PeerError in place of grpc's errors. What still runs at the end is cancelled."""
-        pings = [
-            ("grpc.keepalive_time_ms", int(1000 * PING_S)),
-            ("grpc.keepalive_timeout_ms", int(1000 * PING_S)),
-        ]
         try:
-            with blocking_channel(address, self._access.dials, pings) as channel:
+            with blocking_channel(address, self._access.dials) as channel:
                 yield channel
         except grpc.RpcError as error:
             raise PeerError(error.details() or error.code().name) from None
@@ -210,25 +206,52 @@ class _Fetch:
         report: ReportActivity,
     ) -> None:
         self._files, self._hub_bytes_per_s, self._report = files, hub_bytes_per_s, report
-        self.total_bytes = sum(file.nbytes for file in files)
-        self._done_bytes = 0
+        self._total_bytes = sum(file.nbytes for file in files)
+        self.done_bytes = 0
         self._begun_s = time.monotonic()
 
     def got(self, nbytes: int) -> None:
         """Raises _SlowerThanHub."""
-        self._done_bytes += nbytes
-        done, total = self._done_bytes, self.total_bytes
+        self.done_bytes += nbytes
+        done, total = self.done_bytes, self._total_bytes
         self._report(StartActivity(stage=Stage.DOWNLOADS, done_bytes=done, total_bytes=total))
         if is_slower(done, time.monotonic() - self._begun_s, self._hub_bytes_per_s):
             raise _SlowerThanHub
 
     def __str__(self) -> str:
         took_s = max(time.monotonic() - self._begun_s, 1e-6)
-        part = f"{self._done_bytes / 1e9:.3f} of {self.total_bytes / 1e9:.3f} GB"
-        speed = f"{self._done_bytes / took_s / 1e9:.2f} GB/s"
+        part = f"{self.done_bytes / 1e9:.3f} of {self._total_bytes / 1e9:.3f} GB"
+        speed = f"{self.done_bytes / took_s / 1e9:.2f} GB/s"
         hub = self._hub_bytes_per_s
         beside = "" if hub is None else f" (the hub: {hub / 1e9:.2f} GB/s)"
         return f"{len(self._files)} files, {part} in {took_s:.1f} s, {speed}{beside}"
+
+
+@contextmanager
+def _cut_when_silent(call: grpc.Call, fetch: _Fetch) -> Iterator[None]:
+    """Reading raises PeerError when nothing has come for SILENT_S."""
+    over, is_cut = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        seen = -1
+        while fetch.done_bytes != seen:
+            seen = fetch.done_bytes
+            if over.wait(SILENT_S):
+                return
+        is_cut.set()
+        call.cancel()
+
+    thread = threading.Thread(target=watch, name="kvrelay-fetch-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    except grpc.RpcError:
+        if is_cut.is_set():
+            raise PeerError(f"it has sent nothing for {SILENT_S:g} s") from None
+        raise
+    finally:
+        over.set()
+        thread.join()
 
 
 class _Writing:
