@@ -174,13 +174,18 @@ async def test_everything_comes(
     async with cluster_of(CheckpointService(holder(tmp_path / "there"))) as router:
         peers = FromPeers(lambda: ["127.0.0.1:9", router], ACCESS, heard.append)
         given = await asyncio.to_thread(peers.fetch, HUB_ID, None)
-        again = await fetched(router)
+        again = await fetched(router, "main")
     assert given == again == FetchedFromPeer(commit=COMMIT, folder=cache.snapshot(COMMIT))
     assert kept(cache) == {*CONTENTS}
     assert {path.name: path.read_bytes() for path in links(cache)} == CONTENTS
     total = sum(map(len, CONTENTS.values()))
     assert (heard[-1].done_bytes, heard[-1].total_bytes) == (total, total)
     assert caplog.text.count("the model from the worker at") == 1, "nothing comes twice"
+
+
+class OfAnEarlierVersion(CheckpointService):
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """It does not know these calls."""
 
 
 class Counting(CheckpointService):
@@ -356,6 +361,8 @@ async def test_nobody_to_ask(cache: HubCache, tmp_path: Path) -> None:
     assert await fetched("127.0.0.1:9") is None
     async with cluster_of() as router:
         assert await fetched(router) is None
+    async with cluster_of(OfAnEarlierVersion(holder(tmp_path / "there"))) as router:
+        assert await fetched(router) is None
     async with cluster_of(CheckpointService(OwnCheckpoint(HUB_ID, None))) as router:
         assert await fetched(router) is None, "it has not got the model yet"
     async with cluster_of(CheckpointService(holder(tmp_path / "there"))) as router:
@@ -385,7 +392,7 @@ async def test_only_what_is_offered_is_given(tmp_path: Path) -> None:
     async with cluster_of(CheckpointService(own)) as _, only(own) as read:
         for name in NOT_OFFERED:
             assert await refusal(read, COMMIT, name) is grpc.StatusCode.NOT_FOUND
-        for commit in ("b" * 40, "../" + "a" * 37, ""):
+        for commit in ("b" * 40, "../" + "a" * 37, "", "main"):
             assert await refusal(read, commit) is grpc.StatusCode.NOT_FOUND
 
 

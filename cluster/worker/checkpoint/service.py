@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 
 from engine.core.checkpoint_files import CheckpointOffer
-from engine.model.hub_cache import commit_of, needed_files
+from engine.model.hub_cache import MAIN, commit_of, needed_files
 from kvrelay.access.values import Access
 from kvrelay.codec import MessageCodec
 from kvrelay.v1 import worker_pb2 as pb
@@ -44,8 +44,9 @@ class OwnCheckpoint:
         commit = None if folder is None else commit_of(folder, self._model)
         if folder is None or commit is None:
             raise LookupError("this worker's model is not in a hub's cache")
-        if model != self._model or revision not in (self._revision, commit):
-            raise LookupError(f"this worker has {self._model}, revision {self._revision or 'main'}")
+        own = self._revision or MAIN
+        if model != self._model or (revision or MAIN) not in (own, commit):
+            raise LookupError(f"this worker has {self._model}, revision {own}")
         try:
             files = needed_files(folder)
         except (ValueError, OSError) as error:
@@ -55,8 +56,10 @@ class OwnCheckpoint:
     def paths(self, commit: str, names: list[str]) -> list[Path]:
         """Of files that are offered, and of nothing else. Raises LookupError."""
         folder = self._folder
-        offer = self.offer(self._model, commit)
+        offer = self.offer(self._model, self._revision)
         assert folder is not None, "offered"
+        if commit != offer.commit:
+            raise LookupError(f"not offered: commit {commit!r}")
         if unknown := {*names} - {file.name for file in offer.files}:
             raise LookupError(f"not offered: {', '.join(sorted(unknown))}")
         return [folder / name for name in names]
