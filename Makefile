@@ -73,6 +73,7 @@ bench: $(STAMP)  ## the benchmarks of this machine, with their limits and peers
 	$(BIN)/python -m bench.transfer --handoff
 	$(BIN)/python -m bench.transfer --profile build/handoff-cpu.json
 	$(BIN)/python -m bench.transfer --steady 10000
+	$(BIN)/python -m bench.transfer.checkpoint
 
 chaos: $(STAMP)  ## faults under load for 20 minutes: what fails, what pauses, what is left
 	$(BIN)/python -m bench.chaos --minutes 20

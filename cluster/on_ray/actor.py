@@ -4,7 +4,7 @@ run as plain processes. No token and no KV passes through their methods."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -123,11 +123,13 @@ class Host(Generic[Address]):
 class WorkerHost(Host[str]):
     """Async actor."""
 
-    def __init__(self, settings: WorkerSettings, asked_at: float) -> None:
-        """`asked_at`: when its controller wanted it, by the wall clock. Hosts' clocks are close."""
+    def __init__(self, settings: WorkerSettings, asked_at: float, routers: Sequence[str]) -> None:
+        """`asked_at`: when its controller wanted it, by the wall clock. Hosts' clocks are close.
+        `routers`: HOST:PORT of the internal gRPC of those that serve."""
         configure_logging(settings.name)
         self._ledger = ledger_since(asked_at)
         self._settings = replace(settings, host=_own_host(settings.host))
+        self._routers = routers
         self._worker: WorkerProcess | None = None
         self._activity = STARTS
 
@@ -139,7 +141,7 @@ class WorkerHost(Host[str]):
     async def _start(self) -> str:
         self._activity = StartActivity(stage=Stage.IMPORTS)
         made = await asyncio.to_thread(_worker_maker)
-        self._worker = made(self._settings, self._ledger)
+        self._worker = made(self._settings, self._ledger, self._routers)
         return await self._worker.start()
 
     async def answer(self) -> None:
@@ -246,14 +248,17 @@ class RouterHost(Host[RouterAt]):
         )
 
 
-def _worker_maker() -> Callable[[WorkerSettings, StartLedger], WorkerProcess]:
+def _worker_maker() -> Callable[[WorkerSettings, StartLedger, Sequence[str]], WorkerProcess]:
     """Imported late: PyTorch takes seconds."""
     with paused():
         from cluster.worker.last_words import LastWords
         from cluster.worker.process import WorkerProcess
 
-    def made(settings: WorkerSettings, ledger: StartLedger) -> WorkerProcess:
-        return WorkerProcess(settings, LastWords(settings.host, settings.port_range), ledger)
+    def made(
+        settings: WorkerSettings, ledger: StartLedger, routers: Sequence[str]
+    ) -> WorkerProcess:
+        words = LastWords(settings.host, settings.port_range)
+        return WorkerProcess(settings, words, ledger, lambda: routers)
 
     return made
 

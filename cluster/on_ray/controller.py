@@ -309,7 +309,8 @@ class Controller:
         """From the creation to the end of the process, however it ends."""
         name, life = command.name, command.life
         try:
-            host = self._fleet.create(name, command.node, command.role)
+            serving = [router.internal_grpc for router in self._routers()]
+            host = self._fleet.create(name, command.node, command.role, serving)
             self._spawn(f"following {name}", partial(self._follow, command, host))
             if self._core.members.find(name) is not None:
                 self._spawn(f"placing {name}", partial(self._place, command, host))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -59,10 +60,12 @@ class Fleet:
         self.own = own
         self._handles: dict[str, Handle] = {}
 
-    def create(self, name: str, node: str | None, role: Role | None) -> Handle:
+    def create(
+        self, name: str, node: str | None, role: Role | None, serving: Sequence[str]
+    ) -> Handle:
         """A new actor, on this node of Ray if one is given, or the actor that an earlier controller
-        left under this name. `role`: that of a new worker. Raises ValueError for one that the plan
-        does not know any more."""
+        left under this name. `role`: that of a new worker, which hears of the routers that are
+        `serving`. Raises ValueError for one that the plan does not know any more."""
         routers = {router.settings.process: router for router in self.plan.routers}
         pool, nodes = self.plan.worker_pool(pool_of(name)), self.plan.pool
         if name in routers:
@@ -71,7 +74,7 @@ class Fleet:
             made = self._make(name, RouterHost, told, router.placement)
         elif pool is not None and role is not None:
             worker = pool.worker(name, role)
-            asked = (worker.settings, time.time())
+            asked = (worker.settings, time.time(), tuple(serving))
             made = self._make(name, WorkerHost, asked, worker.placement)
         elif nodes is not None and node is not None:
             made = self._make(name, PoolNodeHost, (nodes.settings,), nodes.placement, node)

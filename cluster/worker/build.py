@@ -16,6 +16,7 @@ from cluster.process.host_cpus import Pinned, pin, ranges
 from cluster.process.trace import NO_TRACE, Trace, open_trace
 from cluster.worker.build_engine import (
     UNMAPPED,
+    FindCheckpoint,
     block_names,
     codec_offer,
     open_engine,
@@ -137,9 +138,11 @@ def build_worker(
     inbox: queue.SimpleQueue[Incoming],
     report: ReportActivity = unheard,
     words: LastWords | None = None,
+    find: FindCheckpoint | None = None,
 ) -> WorkerParts:
-    """Loads the model, which takes seconds; `settings` name the device and the transports. Raises
-    ModelError or ConfigError, with all closed."""
+    """Loads the model, which takes seconds; `settings` name the device and the transports. `find`:
+    its checkpoint, where there is more than this host and the hub. Raises ModelError or
+    ConfigError, with all closed."""
     with ExitStack() as opened:
         pinned = _pinned(settings)
         opened.callback(pinned.release)
@@ -147,7 +150,7 @@ def build_worker(
             use_threads(settings.threads_per_rank)
         trace = open_trace(settings.trace_dir, settings.name, nvtx(settings.device))
         opened.callback(trace.close)
-        engine = open_engine(settings, report)
+        engine = open_engine(settings, report, find)
         opened.callback(engine.close)
         return _build_around(engine, settings, inbox, trace, pinned, opened, report, words)
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +27,7 @@ from engine.core.sizing import EngineLimits
 from engine.core.step_times import LinearTimes, decode_work, prefill_work
 from engine.load import load_engine
 from engine.load_ranks import load_split
-from engine.model.checkpoint import open_checkpoint
+from engine.model.checkpoint import Checkpoint, open_checkpoint
 from engine.runner import Engine
 from engine.time_profile import guess_times, profile_times
 from kvpool.core.layout.block_names import BlockNames, named_format
@@ -72,7 +74,14 @@ UNMAPPED = ("nixl", "ucx")
 """Transports between hosts, which send from memory of their own."""
 
 
-def open_engine(settings: WorkerSettings, report: ReportActivity = unheard) -> Engine:
+FindCheckpoint = Callable[[ReportActivity], Checkpoint]
+
+
+def open_engine(
+    settings: WorkerSettings,
+    report: ReportActivity = unheard,
+    find: FindCheckpoint | None = None,
+) -> Engine:
     """Takes seconds. Raises ModelError."""
     limits = EngineLimits(
         max_model_len=settings.max_model_len,
@@ -85,7 +94,9 @@ def open_engine(settings: WorkerSettings, report: ReportActivity = unheard) -> E
         staging_bytes=settings.staging_bytes,
         sending_slabs=int(any(scheme in UNMAPPED for scheme in settings.transports)),
     )
-    checkpoint = open_checkpoint(settings.model, settings.revision, report)
+    if find is None:
+        find = partial(open_checkpoint, settings.model, settings.revision)
+    checkpoint = find(report)
     if settings.tensor > 1:
         return load_split(
             checkpoint,

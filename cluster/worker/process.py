@@ -20,6 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import grpc
@@ -31,6 +32,8 @@ from cluster.core.worker.reports import PERIOD_S, ActivityLog, BlockReports
 from cluster.process.auto import settle
 from cluster.process.net import bind_port, grpc_server
 from cluster.worker.build import WorkerParts, build_worker
+from cluster.worker.checkpoint.fetch import open_with_peers
+from cluster.worker.checkpoint.service import CheckpointService, OwnCheckpoint
 from cluster.worker.events import Close, Incoming, RunOnLoop
 from cluster.worker.last_words import LastWords, key_of
 from engine.core.activity import PHASE_OF, Stage, StartActivity
@@ -220,10 +223,14 @@ class WorkerProcess:
         settings: WorkerSettings,
         words: LastWords | None = None,
         ledger: StartLedger | None = None,
+        routers: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         """`words`: what routers hear when it has died. `ledger`: of a start that has begun
-        earlier."""
+        earlier. `routers`: HOST:PORT of their internal gRPC; they know workers that may have the
+        model already."""
         self._settings = settings
+        self._routers = routers
+        self._own = OwnCheckpoint(settings.model, settings.revision)
         self._ledger = StartLedger(time.monotonic()) if ledger is None else ledger
         self._words = words
         self._inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
@@ -252,6 +259,7 @@ class WorkerProcess:
             hello, self._inbox, self._report, self._take_state, self._ledger
         )
         worker_pb2_grpc.add_WorkerServicer_to_server(self._service, self._server)
+        CheckpointService(self._own).add_to(self._server)
         settings = self._settings
         port = bind_port(self._server, settings.host, settings.port_range, settings.access)
         await self._server.start()
@@ -349,7 +357,8 @@ class WorkerProcess:
     def _build(self) -> WorkerParts:
         self._now_does(StartActivity(stage=Stage.CHOOSES))
         settings, self.chosen = settle(self._settings)
-        return build_worker(settings, self._inbox, self._now_does, self._words)
+        find = partial(open_with_peers, settings, self._own, self._routers)
+        return build_worker(settings, self._inbox, self._now_does, self._words, find)
 
     def _now_does(self, activity: StartActivity) -> None:
         self.activity = activity

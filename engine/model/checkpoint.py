@@ -8,13 +8,16 @@ README).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
 
 from engine.core.activity import ReportActivity, Stage, StartActivity, unheard
+from engine.core.checkpoint_files import ALL_PATTERNS, SECOND_COPIES, TEXT_PATTERNS
+from engine.model.hub_cache import HubCache
 from kvrelay.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
@@ -114,9 +117,7 @@ def _sample(file: BinaryIO, offset: int, size: int) -> bytes:
     return file.read(min(size, _SAMPLE_BYTES))
 
 
-_TEXT_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")
-_ALL_PATTERNS = (*_TEXT_PATTERNS, "*.safetensors")
-_SECOND_COPIES = "consolidated*"  # of the same weights, in another format
+_ROUTERS_NEED = ("config.json", "tokenizer.json")
 _VOLATILE_KEYS = {
     "_name_or_path",
     "transformers_version",
@@ -156,15 +157,31 @@ class Checkpoint:
         return sum(file.data_bytes for file in self.weights)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchedFromPeer:
+    """What another worker has given: files of this commit, in this host's hub cache. `folder`: the
+    snapshot, if it is complete; else the hub has the rest."""
+
+    commit: str
+    folder: Path | None
+
+
+FetchFromPeers = Callable[[str, str | None], FetchedFromPeer | None]
+"""# hub id, revision |-> what others gave; None: nothing"""
+
+
 def open_checkpoint(
-    path_or_hub_id: str, revision: str | None = None, report: ReportActivity = unheard
+    path_or_hub_id: str,
+    revision: str | None = None,
+    report: ReportActivity = unheard,
+    from_peers: FetchFromPeers | None = None,
 ) -> Checkpoint:
-    """Finds (or fetches from the Hugging Face hub) and checks a checkpoint; `report` is called with
-    the progress of a download.
+    """Finds (or fetches from other workers, else from the Hugging Face hub) and checks a
+    checkpoint; `report` is called with the progress of a download from the hub.
 
     Raises ModelError, in one line, when a file is missing or damaged or the model is not causal.
     """
-    folder = _find(path_or_hub_id, revision, _ALL_PATTERNS, report)
+    folder = _find(path_or_hub_id, revision, ALL_PATTERNS, report, from_peers)
     return _open_folder(folder, path_or_hub_id, revision)
 
 
@@ -188,7 +205,7 @@ def find_text_files(
 ) -> Path:
     """The folder with a checkpoint's configuration and tokenizer, which are enough for a router:
     weights are neither fetched nor opened. Raises ModelError like `open_checkpoint`."""
-    folder = _find(path_or_hub_id, revision, _TEXT_PATTERNS, report)
+    folder = _find(path_or_hub_id, revision, TEXT_PATTERNS, report)
     _check_text_files(folder)
     return folder
 
@@ -198,18 +215,48 @@ def _find(
     revision: str | None,
     patterns: tuple[str, ...],
     report: ReportActivity = unheard,
+    from_peers: FetchFromPeers | None = None,
 ) -> Path:
     folder = Path(path_or_hub_id).expanduser()
     if not folder.exists():
-        folder = _fetch(path_or_hub_id, revision, patterns, report)
+        folder = _fetch(path_or_hub_id, revision, patterns, report, from_peers)
     return folder.absolute()
 
 
 def _fetch(
-    hub_id: str, revision: str | None, patterns: tuple[str, ...], report: ReportActivity
+    hub_id: str,
+    revision: str | None,
+    patterns: tuple[str, ...],
+    report: ReportActivity,
+    from_peers: FetchFromPeers | None,
 ) -> Path:
     if hub_id.startswith((".", "/", "~")) or hub_id.count("/") > 1:
         raise ModelError(f"{hub_id}: no such folder; give a checkpoint's folder or a hub id")
+    given = None
+    if from_peers is not None and not _is_cached(hub_id, revision):
+        given = from_peers(hub_id, revision)
+    if given is None:
+        return _fetch_from_hub(hub_id, revision, patterns, report)
+    folder = given.folder or _fetch_from_hub(hub_id, given.commit, patterns, report)
+    with suppress(OSError):  # then the next start asks again
+        HubCache(hub_id).put_ref(revision, given.commit)
+    return folder
+
+
+def _is_cached(hub_id: str, revision: str | None) -> bool:
+    """With all weights. Routers of this host fetch only its text files."""
+    folder = HubCache(hub_id).find(revision)
+    if folder is None or not all((folder / name).is_file() for name in _ROUTERS_NEED):
+        return False
+    try:
+        return bool(open_weights(folder))
+    except (ModelError, OSError):
+        return False
+
+
+def _fetch_from_hub(
+    hub_id: str, revision: str | None, patterns: tuple[str, ...], report: ReportActivity
+) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -222,7 +269,7 @@ def _fetch(
                 hub_id,
                 revision=revision,
                 allow_patterns=list(patterns),
-                ignore_patterns=_SECOND_COPIES,
+                ignore_patterns=SECOND_COPIES,
                 tqdm_class=bars_for(report),
             )
         )

@@ -200,10 +200,11 @@ class Head:
 
 
 @contextmanager
-def ray_head(resources: dict[str, float]) -> Iterator[Head]:
-    """A head with a dashboard, for jobs, with token authentication."""
+def ray_head(resources: dict[str, float], **extra: str) -> Iterator[Head]:
+    """A head with a dashboard, for jobs, with token authentication. `extra`: what is in the
+    environment of its processes besides."""
     port, dashboard, client, agent = free_ports(4)
-    with marked(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=uuid4().hex) as here:
+    with marked(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=uuid4().hex, **extra) as here:
         here.run(
             *(BIN / "ray", "start", "--head", "--disable-usage-stats", "--num-cpus=4"),
             *("--node-ip-address=127.0.0.1", f"--port={port}", f"--dashboard-port={dashboard}"),

@@ -54,7 +54,7 @@ def methods(file: Any, service: str) -> list[MethodDescriptor]:
 
 
 ROUTER = [*methods(admin_pb2, "Admin"), *methods(worker_pb2, "Registry")]
-WORKER = methods(worker_pb2, "Worker")
+WORKER = [*methods(worker_pb2, "Worker"), *methods(worker_pb2, "Checkpoints")]
 POOL = methods(pool_node_pb2, "PoolNode")
 
 

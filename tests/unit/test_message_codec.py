@@ -15,6 +15,8 @@ import pytest
 from google.protobuf.message import Message
 
 from cluster.on_ray.wishes import ASKED, Asked
+from cluster.worker.checkpoint.service import OFFERS
+from engine.core.checkpoint_files import CheckpointOffer
 from kvpool.core.layout.layout import DTYPE_BYTES
 from kvpool.core.node.messages import PoolMessage
 from kvpool.core.transfer.messages import Commit, PeerMessage
@@ -142,6 +144,7 @@ DOORS = (
         MessageCodec(ModelInfo, inference_pb2.GetModelInfoResponse, "").encode,
         model_info_of,
     ),
+    Door((CheckpointOffer,), worker_pb2.CheckpointOffer, OFFERS.encode, OFFERS.decode),
     Door(get_args(Asked), admin_pb2.ChangeRequest, ASKED.encode, ASKED.decode, "wish"),
 )
 EACH = [

@@ -81,7 +81,8 @@ async def run_worker(
 
     stopping = _Stopping()
     words = LastWords(settings.host, settings.port_range)
-    worker = WorkerProcess(settings, words, ledger_of_process())
+    routers = partial(addresses_of, join)
+    worker = WorkerProcess(settings, words, ledger_of_process(), routers)
     async with showing(settings.name, worker):
         telling = asyncio.create_task(_tell_choice(worker))
         address = await worker.start()

@@ -9,6 +9,42 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class CheckpointRequest(_message.Message):
+    __slots__ = ("model", "revision")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    revision: str
+    def __init__(self, model: _Optional[str] = ..., revision: _Optional[str] = ...) -> None: ...
+
+class CheckpointOffer(_message.Message):
+    __slots__ = ("commit", "files", "hub_bytes_per_s")
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    HUB_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    commit: str
+    files: _containers.RepeatedCompositeFieldContainer[CheckpointFile]
+    hub_bytes_per_s: float
+    def __init__(self, commit: _Optional[str] = ..., files: _Optional[_Iterable[_Union[CheckpointFile, _Mapping]]] = ..., hub_bytes_per_s: _Optional[float] = ...) -> None: ...
+
+class CheckpointFile(_message.Message):
+    __slots__ = ("name", "digest", "nbytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    digest: str
+    nbytes: int
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., nbytes: _Optional[int] = ...) -> None: ...
+
+class ReadCheckpoint(_message.Message):
+    __slots__ = ("commit", "names")
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    commit: str
+    names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, commit: _Optional[str] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class RegisterRequest(_message.Message):
     __slots__ = ("address", "is_pool_node", "routers")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]

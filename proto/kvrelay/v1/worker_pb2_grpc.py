@@ -191,6 +191,88 @@ class Worker:
             _registered_method=True)
 
 
+class CheckpointsStub:
+    """A worker's model, for workers that start on other hosts: its files, as the hub's cache of its host
+    has them. A second method, Read, takes a ReadCheckpoint and answers with the bytes themselves:
+    see cluster/worker/checkpoint/service.py.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Offer = channel.unary_unary(
+                '/kvrelay.v1.Checkpoints/Offer',
+                request_serializer=kvrelay_dot_v1_dot_worker__pb2.CheckpointRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_worker__pb2.CheckpointOffer.FromString,
+                _registered_method=True)
+
+
+class CheckpointsServicer:
+    """A worker's model, for workers that start on other hosts: its files, as the hub's cache of its host
+    has them. A second method, Read, takes a ReadCheckpoint and answers with the bytes themselves:
+    see cluster/worker/checkpoint/service.py.
+    """
+
+    def Offer(self, request, context):
+        """NOT_FOUND: the worker has another model or revision, or not from the hub.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_CheckpointsServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Offer': grpc.unary_unary_rpc_method_handler(
+                    servicer.Offer,
+                    request_deserializer=kvrelay_dot_v1_dot_worker__pb2.CheckpointRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_worker__pb2.CheckpointOffer.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kvrelay.v1.Checkpoints', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kvrelay.v1.Checkpoints', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Checkpoints:
+    """A worker's model, for workers that start on other hosts: its files, as the hub's cache of its host
+    has them. A second method, Read, takes a ReadCheckpoint and answers with the bytes themselves:
+    see cluster/worker/checkpoint/service.py.
+    """
+
+    @staticmethod
+    def Offer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Checkpoints/Offer',
+            kvrelay_dot_v1_dot_worker__pb2.CheckpointRequest.SerializeToString,
+            kvrelay_dot_v1_dot_worker__pb2.CheckpointOffer.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class RegistryStub:
     """Without Ray: how a worker or pool node started with --join makes itself known to a router, on its
     internal gRPC port.

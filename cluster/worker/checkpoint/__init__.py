@@ -1,0 +1,1 @@
+"""A checkpoint's files, from workers that have them to one that starts."""
