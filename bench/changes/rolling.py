@@ -91,6 +91,7 @@ class Answers:
     right: Counter[str] = field(default_factory=Counter)
     wrong: Counter[str] = field(default_factory=Counter)
     failed: list[str] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
     longest_gap_s: float = 0.0
 
 
@@ -224,7 +225,16 @@ async def keep_asking(
             answers.failed.append(f"{kind}: {type(error).__name__}: {error}")
             continue
         answers.longest_gap_s = max(answers.longest_gap_s, gap_s)
-        (answers.right if text == expected[prompt] else answers.wrong)[kind] += 1
+        if text == expected[prompt]:
+            answers.right[kind] += 1
+        else:
+            answers.wrong[kind] += 1
+            answers.told.append(f"{kind}: wrong: {_difference(expected[prompt], text)}")
+
+
+def _difference(expected: str, text: str) -> str:
+    same = len(os.path.commonprefix([expected, text]))
+    return f"{expected!r} for the first {same} characters, then {text[same:]!r}"
 
 
 # --- all of it ------------------------------------------------------------------------------------
@@ -300,7 +310,7 @@ async def measure(cycles: int) -> list[Row]:
 
 def rows(rolling: Rolling, cycles: int, took_s: float, kinds: Sequence[str]) -> list[Row]:
     answers = rolling.answers
-    for text in answers.failed[:10]:
+    for text in [*answers.failed[:10], *answers.told[:10]]:
         print(text)
     method = f"{cycles} workers replaced, then both routers, in {took_s:.0f} s"
     found = [
