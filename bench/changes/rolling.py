@@ -1,10 +1,10 @@
 """Workers and routers that are replaced one after another, under load: does any request notice?
 
-Two routers behind haproxy, two prefill and two decode workers, plain processes, the bundled model in
-float32.
-Clients ask all the time: the `openai` package through haproxy, and `kvrelay.AsyncClient` with both
-routers' addresses. Each cycle starts one more worker, waits until both routers know it, and tells
-an old one to stop (SIGTERM). At the end both routers are stopped and started in turn. An answer has
+Two routers behind haproxy, two prefill and two decode workers, plain processes, the bundled model
+in float32. Clients ask all the time: the `openai` package through haproxy, and
+`kvrelay.AsyncClient` with both routers' addresses. Each cycle starts one more worker, waits until
+both routers know it, and tells an old one to stop (SIGTERM). At the end both routers are stopped
+and started in turn. An answer has
 to be the one that an undisturbed cluster gives, token by token.
 
     python -m bench.changes.rolling --cycles 100        # needs haproxy on the PATH
