@@ -103,7 +103,7 @@ def test_each_worker_has_cpus_that_no_other_has(host: Host) -> None:
         assert f"pinned to CPUs {shown[name]}\n" in host.said(name)
     assert masks_of(host.router) == {ranges(CPUS)}
     table = host.environment.run(KVRELAY, "status", "--address", host.at.internal)
-    assert re.search(rf"a +both +cpu +{shown['a']} ", table), table
+    assert re.search(rf"a +both +ready +cpu +{shown['a']} ", table), table
 
     workers["a"].kill()
     host.until_there("b")

@@ -28,7 +28,7 @@ def end(*processes: Process) -> None:
 def started(router: RouterAddresses) -> dict[str, float]:
     """# phase |-> seconds, of the one worker; empty: it is not there yet"""
     workers = status.of_router(router.internal, ACCESS)["workers"]
-    assert isinstance(workers, tuple)
+    assert isinstance(workers, list)
     return {one["phase"]: one["seconds"] for worker in workers for one in worker["start"]}
 
 

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +46,7 @@ from kvrelay.messages import (
 )
 from kvrelay.types import Incarnation, RequestSpec, Role
 from prefill_worker.scheduler import PrefillScheduler
+from tests.integration.split_kit import worker_settings
 from tests.unit.router_kit import STEP_TIMES
 from tests.unit.worker_kit import BLOCK, D, decode_scheduler, key, reserve, spec
 
@@ -554,7 +556,7 @@ def test_a_process_answers_when_its_loop_comes_round_and_not_before() -> None:
     """Its event loop alone is no sign of life."""
 
     async def scene() -> None:
-        worker = WorkerProcess(None)  # type: ignore[arg-type]
+        worker = WorkerProcess(worker_settings("both-0", Role.BOTH, Path("/no/such/model")))
         answer = asyncio.ensure_future(worker.answer())
         while worker._inbox.empty():
             await asyncio.sleep(0)
