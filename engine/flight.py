@@ -1,4 +1,5 @@
-"""A launched step: on a GPU it may still run, and another one may be launched behind it.
+"""A launched step: on a GPU or in a pipeline it may still run, and another one may be launched
+behind it.
 
 Runs in the worker; one thread launches it, the same or another one collects it.
 """
@@ -34,6 +35,21 @@ class Flight:
         """Waits for the device. Call it once, in the order of the launches."""
         self.wait()
         return self.finish(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ToldStep:
+    """Other stages compute it already. This one does so when it is collected."""
+
+    batch: StepBatch
+    finish: Callable[[ToldStep], StepOutcome]
+
+    def collect(self) -> StepOutcome:
+        """Computes this stage's part. Call it once, in the order of the launches."""
+        return self.finish(self)
+
+
+Launched = Flight | ToldStep
 
 
 def next_tokens(slices: tuple[SequenceSlice, ...], before: Flight | None) -> torch.Tensor | None:

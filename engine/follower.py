@@ -20,13 +20,13 @@ import torch
 from engine.core.options import CudaOptions
 from engine.core.sizing import EngineLimits
 from engine.core.step import SequenceSlice
-from engine.device.group import Group
 from engine.device.threads import use_threads
 from engine.load import load_engine
 from engine.model.checkpoint import open_checkpoint
 from engine.parallel.channel import Channel
+from engine.parallel.grid import Grid
 from engine.parallel.message import StepHearer
-from engine.parallel.opening import open_group
+from engine.parallel.opening import OwnRank, open_rank
 from engine.parallel.ranks import offer_part
 from engine.runner import Engine
 from kvpool.core.layout.layout import KvLayout
@@ -42,27 +42,27 @@ log = logging.getLogger(__name__)
 class Following:
     """This rank's side of the connection."""
 
-    def __init__(self, channel: Channel, group: Group, timeout_s: float) -> None:
-        self.group = group
+    def __init__(self, channel: Channel, own: OwnRank, timeout_s: float) -> None:
+        self.own = own
         self._channel = channel
         self._timeout_s = timeout_s
 
     def together(self, work: Callable[[], T]) -> T:
         done = work()
         self._channel.send_facts(done=True)
-        self.group.connect(self._channel.receive_memory())
-        self.group.sum(torch.zeros(1))
+        self.own.connect(None if self.own.group is None else self._channel.receive_memory())
         return done
 
     def memory(
         self, layout: KvLayout, blocks: int, device: torch.device, allocate: Allocate | None
     ) -> KvMemory:
         blocks = self._channel.receive_facts()["blocks"]
-        pool = PoolMap(layout=layout, blocks=blocks, ranks=self.group.size)
-        self.group.bound(self._timeout_s)
+        grid = self.own.grid
+        pool, rank = PoolMap(layout=layout, blocks=blocks, ranks=grid.tensor), self.own.rank
+        self.own.bound(self._timeout_s)
         if device.type == "cuda":
-            return offer_part(pool.parts[self.group.rank], device, self._channel)
-        return KvMemory.over(pool, self._channel.receive_memory()).parts[self.group.rank]
+            return offer_part(pool.parts[rank], device, self._channel)
+        return KvMemory.over(pool, self._channel.receive_memory()).parts[grid.tensor_rank(rank)]
 
     def tell(self, slices: Sequence[SequenceSlice], is_long: bool) -> None:
         pass
@@ -79,7 +79,8 @@ def load_followed(channel: Channel) -> Engine:
     orders: dict[str, Any] = channel.receive_facts()
     use_threads(orders["threads"])
     device, meeting = orders["device"], Path(orders["meeting"])
-    group = open_group(device, orders["rank"], orders["size"], meeting)
+    grid = Grid(tensor=orders["tensor"], stages=orders["stages"])
+    own = open_rank(device, orders["rank"], grid, meeting)
     return load_engine(
         open_checkpoint(orders["path"]),
         device=device,
@@ -90,7 +91,7 @@ def load_followed(channel: Channel) -> Engine:
         attention=orders["attention"],
         cuda=CudaOptions(**orders["cuda"]),
         compiled=orders["compiled"],
-        ranks=Following(channel, group, orders["timeout_s"]),
+        ranks=Following(channel, own, orders["timeout_s"]),
     )
 
 

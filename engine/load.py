@@ -20,13 +20,13 @@ from engine.core.activity import ReportActivity, Stage, StartActivity, unheard
 from engine.core.options import DEFAULT_OPTIONS, CudaOptions
 from engine.core.sizing import EngineLimits, KvSizing, MemoryProfile, size_kv
 from engine.core.step import StepBatch
-from engine.device.group import Group
 from engine.memory_profile import profile_memory
 from engine.model.checkpoint import Checkpoint, eos_token_ids
 from engine.model.kv_layout import derive_layout
 from engine.model.model import Model
 from engine.model.packed_linear import sizes
-from engine.parallel.ranks import ALONE, Ranks, block_bytes, own_layout
+from engine.parallel.opening import OwnRank
+from engine.parallel.ranks import ALONE, Ranks, block_bytes, own_layout, own_memory
 from engine.runner import Engine, EngineFacts
 from engine.sampling.grammars import Grammars, open_grammars
 from engine.sampling.sampler import prepare_draws
@@ -63,7 +63,7 @@ class Assembly:
     def sizing(self, blocks: int | None) -> KvSizing:
         """`blocks` None: as many as fit beside a step's measured needs. Rank 0 decides for all."""
         profile = _NOTHING if blocks is not None else self._profile()
-        if self.ranks.group is not None and self.ranks.group.rank != 0:
+        if self.ranks.own is not None and not self.ranks.own.is_first:
             return self._no_blocks()
         return size_kv(
             self.layout,
@@ -71,12 +71,16 @@ class Assembly:
             profile,
             max_model_len=self.facts.max_model_len,
             blocks=blocks,
-            block_bytes=block_bytes(self.layout, self.ranks.group),
+            block_bytes=block_bytes(self.layout, self.ranks.own),
         )
 
     def serving(self, sizing: KvSizing, allocate: Allocate | None) -> Engine:
         memory = self.ranks.memory(self.layout, sizing.blocks, self.model.device, allocate)
-        return self._engine(memory, sizing, self.ranks)
+        layers = None if self.model.stage is None else self.model.stage.layers
+        own = own_memory(memory, self.ranks.own, layers)
+        if self.model.stage is not None:
+            self.model.stage.join()
+        return self._engine(memory, sizing, self.ranks, own)
 
     def _profile(self) -> MemoryProfile:
         alone = profile_memory(
@@ -87,7 +91,7 @@ class Assembly:
             self._run_draft,
             copies_kv=self.backend.copies_kv,
         )
-        return profile_of_all(alone, self.ranks.group, on_cpu=self.model.on_cpu)
+        return profile_of_all(alone, self.ranks.own, on_cpu=self.model.on_cpu)
 
     def _draft_logits(self, memory: KvMemory, batch: StepBatch) -> torch.Tensor:
         return self._engine(memory, self._no_blocks()).logits(batch)
@@ -99,14 +103,22 @@ class Assembly:
         longest = self.facts.max_model_len
         return KvSizing(blocks=0, tokens=0, max_model_len=longest, kv_bytes=0, reason="")
 
-    def _engine(self, memory: KvMemory, sizing: KvSizing, ranks: Ranks = ALONE) -> Engine:
+    def _engine(
+        self,
+        memory: KvMemory,
+        sizing: KvSizing,
+        ranks: Ranks = ALONE,
+        own: KvMemory | None = None,
+    ) -> Engine:
+        """`own`: this rank's part of `memory`; None: all of it."""
         return Engine(
             self.model,
             memory,
             replace(self.facts, max_model_len=sizing.max_model_len),
             sizing,
             needs_masks=self.needs_masks,
-            backend=self.backend.open(memory.parts[0]),
+            own=own or memory,
+            backend=self.backend.open(own or memory),
             goes_first=self.goes_first,
             ranks=ranks,
         )
@@ -127,7 +139,7 @@ def record_decode(engine: Engine, most: int) -> None:
 def _unfit(engine: Engine) -> str | None:
     if engine.model.longrope is not None:
         return "the model treats short and long sequences differently"
-    if engine.model.group is not None:
+    if engine.model.group is not None or engine.model.stage is not None:
         return "parallel.tensor: NCCL's sums would have to be recorded on all ranks alike"
     from engine.attention.triton.backend import TritonBackend
 
@@ -182,22 +194,20 @@ def load_engine(
     longest = _max_model_len(checkpoint, limits)
 
     def load() -> Share:
-        return load_share(
-            checkpoint, device=device, dtype=dtype, group=ranks.group, longest=longest
-        )
+        return load_share(checkpoint, device=device, dtype=dtype, own=ranks.own)
 
     report(StartActivity(stage=Stage.LOADS))
     with _memory_errors(device):
-        loaded = check_share(ranks.together(load), longest)
+        loaded = check_share(ranks.together(load), longest, ranks.own)
     if compiled:
         report(StartActivity(stage=Stage.COMPILES))
     model = _made_fast(loaded.model, limits, cuda, compiled=compiled)
     kept = "float8_e4m3fn" if cuda.fp8_kv else model.dtype_name
     layout = derive_layout(loaded.shapes, dtype=kept, block_size=block_size)
-    own = own_layout(layout, ranks.group)
+    own = own_layout(layout, ranks.own, None if model.stage is None else model.layers)
     assembly = Assembly(
         model=model,
-        facts=_facts(checkpoint, layout, model, longest, ranks.group),
+        facts=_facts(checkpoint, layout, model, longest, ranks.own),
         layout=layout,
         own=own,
         backend=choose_backend(attention, model, own, loaded.own),
@@ -264,14 +274,14 @@ def _max_model_len(checkpoint: Checkpoint, limits: EngineLimits) -> int:
 
 
 def _facts(
-    checkpoint: Checkpoint, layout: KvLayout, model: Model, limit: int, group: Group | None
+    checkpoint: Checkpoint, layout: KvLayout, model: Model, limit: int, own: OwnRank | None
 ) -> EngineFacts:
     return EngineFacts(
         architecture=checkpoint.architecture,
         vocab_size=checkpoint.vocab_size,
         max_model_len=limit,
         fingerprint=layout.logical_fingerprint(checkpoint.fingerprint_source),
-        device=_device_name(model.device) + (f", {group.size} ranks" if group else ""),
+        device=_device_name(model.device) + (f", {own.grid}" if own else ""),
         dtype=model.dtype_name,
     )
 

@@ -9,6 +9,7 @@ from engine.core.options import DEFAULT_OPTIONS, CudaOptions
 from engine.core.sizing import EngineLimits
 from engine.load import load_engine
 from engine.model.checkpoint import Checkpoint
+from engine.parallel.grid import Grid
 from engine.parallel.leader import Leader
 from engine.parallel.ranks import check_gpus, rank_devices
 from engine.runner import Engine
@@ -17,7 +18,7 @@ from kvrelay.errors import ModelError, PeerError
 
 def load_split(
     checkpoint: Checkpoint,
-    size: int,
+    grid: Grid,
     *,
     threads: int,
     device: str,
@@ -31,16 +32,16 @@ def load_split(
     timeout_s: float = 60.0,
     report: ReportActivity = unheard,
 ) -> Engine:
-    """Like `load_engine`, on `size` ranks of `threads` threads each. The engine is rank 0 and must
-    be closed; the calling thread must have its number of threads. A rank that another one waits for
-    longer than `timeout_s` ends the step with PeerError."""
-    devices = rank_devices(device, size)
+    """Like `load_engine`, on the ranks of `grid`, of `threads` threads each. The engine is rank 0
+    and must be closed; the calling thread must have its number of threads. A rank that another one
+    waits for longer than `timeout_s` ends the step with PeerError."""
+    devices = rank_devices(device, grid)
     if device != "cpu":
-        check_gpus(size)
+        check_gpus(grid.size)
     settings = {"dtype": dtype, "block_size": block_size, "blocks": blocks}
     orders = {**settings, "path": str(checkpoint.path), "limits": asdict(limits)}
     orders |= {"attention": attention, "cuda": asdict(cuda), "compiled": compiled}
-    leader = Leader(devices, threads, orders, timeout_s)
+    leader = Leader(grid, devices, threads, orders, timeout_s)
     try:
         return load_engine(
             checkpoint,

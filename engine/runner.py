@@ -13,9 +13,9 @@ from engine.attention.torch_paged import PagedAttention
 from engine.attention.torch_plan import Planner
 from engine.core.sizing import KvSizing
 from engine.core.step import SequenceSlice, StepBatch, StepOutcome, row_owners
-from engine.device.layer_marks import LayerLag, LayerMarks, LayerWatch
+from engine.device.layer_marks import LayerLag, LayerMarks, LayerWatch, after_stages
 from engine.device.streams import StepStream
-from engine.flight import Flight, next_tokens
+from engine.flight import Flight, Launched, ToldStep, next_tokens
 from engine.model.families import LongRope
 from engine.model.kv_layout import layer_places
 from engine.model.model import Model
@@ -52,20 +52,22 @@ class Engine:
         sizing: KvSizing,
         *,
         needs_masks: bool = False,
+        own: KvMemory | None = None,
         backend: Backend | None = None,
         goes_first: bool = False,
         ranks: Ranks = ALONE,
         grammars: Grammars | None = None,
     ) -> None:
-        """`backend` None: attention in plain torch operations. `goes_first`: before the steps of
-        other workers on the device. `grammars` None: no output can be constrained."""
+        """`own`: this rank's part of `memory`; None: all of it. `backend` None: attention in plain
+        torch operations. `goes_first`: before the steps of other workers on the device. `grammars`
+        None: no output can be constrained."""
         self.model = model
         self.memory = memory
         self.facts = facts
         self.sizing = sizing
         self.grammars = grammars or Grammars(None, vocab=facts.vocab_size, reason="no tokenizer")
         self._ranks = ranks
-        self._own = memory.parts[0]
+        self._own = own or memory
         self._planner = Planner(self._own.layout, model.device, model.dtype, needs_masks)
         self._stream = StepStream(model.device, goes_first=goes_first)
         self._watch = LayerWatch() if model.device.type == "cuda" else None
@@ -88,14 +90,26 @@ class Engine:
     @property
     def can_follow(self) -> bool:
         """True if a step can be launched before the tokens of the one before are known."""
-        return self.model.longrope is None and self._ranks.group is None
+        return self.model.longrope is None and self._ranks.own is None
+
+    @property
+    def has_stages(self) -> bool:
+        """True if other stages compute a launched step while this one collects those before."""
+        return self.model.stage is not None
+
+    def launch(
+        self, batch: StepBatch, marks: LayerMarks | None = None, before: Launched | None = None
+    ) -> Launched:
+        """Like `run`, but on a GPU or in a pipeline not done on return. `before` is the step
+        launched last, which slices may follow, but not in a pipeline."""
+        if self.has_stages:
+            self._ranks.tell(batch.slices, is_long=False)
+            return ToldStep(batch, lambda told: self._launch(told.batch, marks, None).collect())
+        assert not isinstance(before, ToldStep)
+        return self._launch(batch, marks, before)
 
     @torch.inference_mode()
-    def launch(
-        self, batch: StepBatch, marks: LayerMarks | None = None, before: Flight | None = None
-    ) -> Flight:
-        """Like `run`, but on a GPU not done on return. `before` is the flight launched last, which
-        slices may follow."""
+    def _launch(self, batch: StepBatch, marks: LayerMarks | None, before: Flight | None) -> Flight:
         wanted = [piece.samples for piece in batch.slices if piece.samples]
         if marks is not None and self._watch is not None:
             marks = self._watch.behind(marks)
@@ -150,7 +164,7 @@ class Engine:
         """This rank's part of a step of rank 0."""
         rope = self.model.longrope
         with nullcontext() if rope is None else rope.long(is_long):
-            self._forward(slices)
+            self._pass(slices)
 
     def close(self) -> None:
         if self._watch is not None:
@@ -170,10 +184,23 @@ class Engine:
     ) -> torch.Tensor:
         """The other ranks have surely written a layer when this one reaches the next: it had to
         wait for their parts in between."""
-        if marks is None or self._ranks.group is None:
+        if self.has_stages:
+            return self._last_stage(batch, marks)
+        if marks is None or self._ranks.own is None:
             return self.logits(batch, marks, token_ids)
         lag = LayerLag(marks)
         logits = self.logits(batch, lag.before(self._places))
+        lag.end()
+        return logits
+
+    def _last_stage(self, batch: StepBatch, marks: LayerMarks | None) -> torch.Tensor:
+        """The other ranks have been told of it. When this stage's first layer is written, earlier
+        stages have written all of theirs."""
+        if marks is None:
+            return self._pass(batch.slices)
+        lag = LayerLag(marks)
+        own = lag.before(self._places)
+        logits = self._pass(batch.slices, after_stages(marks, own, min(self._places)))
         lag.end()
         return logits
 
@@ -201,7 +228,18 @@ class Engine:
         is_long: bool = False,
     ) -> torch.Tensor:
         self._ranks.tell(slices, is_long)
+        return self._pass(slices, marks, token_ids)
+
+    def _pass(
+        self,
+        slices: Sequence[SequenceSlice],
+        marks: LayerMarks | None = None,
+        token_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One ragged call of the model; the other ranks know of it."""
         step = self._prepare(slices, marks)
+        if self.model.stage is not None:
+            self.model.stage.expect(step.token_ids.shape[1])
         if token_ids is not None:
             step.token_ids[0].index_copy_(0, step.logit_rows, token_ids)
         inputs = (step.token_ids, step.positions, step.logit_rows)

@@ -1,7 +1,7 @@
 """Loads one rank's share of a model, and checks it against the whole.
 
-No rank holds the whole model. Its heads are those of a small copy; its logits are compared in its
-first layers, which rank 0 loads whole for that.
+No rank holds the whole model. Its layers are like those of a small copy; its logits are compared in
+its first layers, which rank 0 loads whole for that.
 """
 
 from __future__ import annotations
@@ -10,20 +10,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from engine.core.sizing import MemoryProfile
-from engine.device.group import Group
+from engine.device.stage import Stage
 from engine.model.checkpoint import Checkpoint
+from engine.model.families import refusal
 from engine.model.kv_layout import LayerShape, check_masks, probe
 from engine.model.model import Model, bare_model, fill
+from engine.parallel.grid import Grid
+from engine.parallel.opening import OwnRank
 from engine.parallel.split import check_degree, check_plan, join_ranks, plan_cuts, whole_attention
+from engine.parallel.stages import check_stages, take_stage
 from engine.self_check import Reference, check_long_sequences, eager_reference, small_copy
 from engine.split_check import FirstLayers, check_split, first_layers
 from kvpool.core.layout.shards import Shard
+from kvrelay.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
     """`model` is this rank's part of a model. `whole`: the shapes of the whole model's layers,
-    where a rank has only a part. `first`: what rank 0 knows of the whole model's first layers."""
+    where this rank has only a part. `first`: what rank 0 knows of the whole model's first
+    layers."""
 
     model: Model
     whole: dict[int, LayerShape] | None = None
@@ -32,8 +38,8 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """The layers' `shapes` are those of the whole model, `own` those of this rank, which keep only
-    its heads. The `reference` logits are of the model's own attention."""
+    """The layers' `shapes` are those of the whole model, `own` those of this rank, which has only
+    some layers, or some of their heads. The `reference` logits are of the model's own attention."""
 
     model: Model
     shapes: dict[int, LayerShape]
@@ -45,62 +51,85 @@ class Loaded:
         return not all(shape.is_plain for shape in self.shapes.values())
 
 
-def load_share(
-    checkpoint: Checkpoint, *, device: str, dtype: str, group: Group | None, longest: int
-) -> Share:
-    """`longest`: tokens of the longest sequence that will be served. Raises ModelError for a family
-    or for heads that this degree can't split."""
+def load_share(checkpoint: Checkpoint, *, device: str, dtype: str, own: OwnRank | None) -> Share:
+    """Raises ModelError for a family, heads or layers that these degrees can't split."""
     bare = bare_model(checkpoint, device=device, dtype=dtype)
-    if group is None:
+    if own is None:
         return Share(model=fill(bare, checkpoint))
-    check_plan(bare.module)
-    heads = _heads(bare, longest)
-    _check_heads(bare, heads, group.size)
-    first = first_layers(bare, checkpoint, is_leader=group.rank == 0)
-    cuts = plan_cuts(bare.module, group, _kv_heads(heads))
+    _check_family(bare, own.grid)
+    whole = _whole_shapes(bare)
+    _check_heads(bare, whole, own.grid.tensor)
+    first = first_layers(bare, checkpoint, is_leader=own.is_first)
+    return Share(model=_part(bare, checkpoint, own, whole), whole=whole, first=first)
+
+
+def _check_family(bare: Model, grid: Grid) -> None:
+    if grid.tensor > 1:
+        check_plan(bare.module)
+    if grid.stages > 1:
+        check_stages(bare.module, grid.stages)
+
+
+def _part(
+    bare: Model, checkpoint: Checkpoint, own: OwnRank, whole: Mapping[int, LayerShape]
+) -> Model:
+    stage, group = _stage(bare, own), own.group
+    if stage is not None:
+        take_stage(bare.module, stage, bare.dtype)
+    if group is None:
+        return replace(fill(bare, checkpoint), stage=stage)
+    cuts = plan_cuts(bare.module, group, _kv_heads(whole))
     model = fill(bare, checkpoint, cuts)
     join_ranks(model.module, group, cuts)
-    return Share(model=replace(model, group=group), whole=heads, first=first)
+    return replace(model, group=group, stage=stage)
 
 
-def check_share(share: Share, longest: int) -> Loaded:
-    """All ranks call this at the same time. Raises ModelError for a family that would give wrong
-    tokens."""
-    model, group = share.model, share.model.group
-    own = probe(model)
-    check_masks(model, own, longest)
-    if group is None or group.rank == 0:
+def _stage(bare: Model, own: OwnRank) -> Stage | None:
+    if own.line is None:
+        return None
+    index = own.grid.stage(own.rank)
+    layers = own.grid.layers(index, bare.config.num_hidden_layers)
+    return Stage(index, own.grid.stages, layers, own.line)
+
+
+def check_share(share: Share, longest: int, own: OwnRank | None) -> Loaded:
+    """`longest`: tokens of the longest sequence that will be served. All ranks call this at the
+    same time. Raises ModelError for a family that would give wrong tokens."""
+    model, shapes = share.model, probe(share.model)
+    check_masks(model, shapes, longest)
+    if own is None or own.is_first:
         check_long_sequences(model, longest)
     if share.whole is None:
-        return Loaded(model=model, shapes=own, own=own, reference=eager_reference(model))
-    assert group is not None and share.first is not None
-    _check_own(model, own, share.whole, group)
-    _count_own_groups(model, own)
+        return Loaded(model=model, shapes=shapes, own=shapes, reference=eager_reference(model))
+    assert own is not None and share.first is not None
+    _check_own(model, shapes, share.whole, own.grid.shard(own.rank, None))
+    _check_kinds(model, share.whole)
+    _count_own_groups(model, shapes)
     check_split(model, share.first)
-    shapes = {layer: _whole(shape, share.whole[layer]) for layer, shape in own.items()}
-    return Loaded(model=model, shapes=shapes, own=own, reference=eager_reference(model))
+    return Loaded(model=model, shapes=share.whole, own=shapes, reference=eager_reference(model))
 
 
 def profile_of_all(
-    profile: MemoryProfile, group: Group | None, *, on_cpu: bool = True
+    profile: MemoryProfile, own: OwnRank | None, *, on_cpu: bool = True
 ) -> MemoryProfile:
     """The profile of all ranks of one host, which are alike, from the measurement of one. On CPUs
     they share the memory, and the others' weights are loaded already; GPUs have their own."""
-    if group is None:
+    if own is None:
         return profile
-    taken = (group.size - 1) * profile.weight_bytes
+    ranks = own.grid.size
+    taken = (ranks - 1) * profile.weight_bytes
     return replace(
         profile,
-        total_bytes=profile.total_bytes + taken if on_cpu else group.size * profile.total_bytes,
-        weight_bytes=group.size * profile.weight_bytes,
-        activation_bytes=group.size * profile.activation_bytes,
-        staging_bytes=group.size * profile.staging_bytes,
+        total_bytes=profile.total_bytes + taken if on_cpu else ranks * profile.total_bytes,
+        weight_bytes=ranks * profile.weight_bytes,
+        activation_bytes=ranks * profile.activation_bytes,
+        staging_bytes=ranks * profile.staging_bytes,
     )
 
 
-def _heads(bare: Model, longest: int) -> dict[int, LayerShape]:
-    """# layer |-> a layer of its kind in a small copy, which has as many heads"""
-    small = small_copy(bare, longest)
+def _whole_shapes(bare: Model) -> dict[int, LayerShape]:
+    """# layer |-> a layer of its kind in a small copy, which has as many heads, and its window"""
+    small = small_copy(bare, longest=0)
     of_kind = dict(zip(_kinds(small), probe(small).values(), strict=True))
     return {layer: of_kind[kind] for layer, kind in enumerate(_kinds(bare))}
 
@@ -121,13 +150,33 @@ def _check_heads(model: Model, shapes: dict[int, LayerShape], size: int) -> None
 
 
 def _check_own(
-    model: Model, own: dict[int, LayerShape], whole: dict[int, LayerShape], group: Group
+    model: Model, own: dict[int, LayerShape], whole: dict[int, LayerShape], shard: Shard
 ) -> None:
-    shard = Shard(rank=group.rank, size=group.size)
-    for layer, heads in _kv_heads(whole).items():
-        held = [plane.heads for plane in own[layer].planes]
-        if held != [len(shard.heads(each)) for each in heads]:
+    """Each layer that is here has its share of the heads; else it is as the whole model's."""
+    heads = _kv_heads(whole)
+    for layer, shape in own.items():
+        held = [plane.heads for plane in shape.planes]
+        if held != [len(shard.heads(each)) for each in heads[layer]]:
             raise whole_attention(model.config.model_type)
+        if _whole(shape, whole[layer]) != whole[layer]:
+            raise refusal(
+                model.config.model_type,
+                "layers",
+                f"layer {layer} has {shape}, and in a small copy {whole[layer]}",
+            )
+
+
+def _check_kinds(model: Model, whole: dict[int, LayerShape]) -> None:
+    """A layer group has a block table on every stage, so it has layers there."""
+    here = {(whole[layer].planes, whole[layer].window) for layer in model.layers}
+    for layer, shape in whole.items():
+        if (shape.planes, shape.window) not in here:
+            assert model.stage is not None, "all layers are here"
+            raise ModelError(
+                f"parallel.pipeline {model.stage.count}: stage {model.stage.index} of this "
+                f"{model.config.model_type} model would have no layer like layer {layer}, whose "
+                f"window is {shape.window}: choose fewer stages"
+            )
 
 
 def _count_own_groups(model: Model, own: dict[int, LayerShape]) -> None:

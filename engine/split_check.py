@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from engine.device.host_memory import return_freed
+from engine.device.stage import Stage
 from engine.model.checkpoint import Checkpoint
 from engine.model.families import has_experts, refusal
 from engine.model.model import LOAD_ERRORS, Model, bare_copy, fill
@@ -50,7 +51,7 @@ def first_layers(bare: Model, checkpoint: Checkpoint, *, is_leader: bool) -> Fir
 
 def check_split(model: Model, first: FirstLayers) -> None:
     """All ranks call this at the same time, with their shares. Raises ModelError on rank 0."""
-    with _only(model, first.count):
+    with _only(model, first.count), _joined(model.stage):
         found = model.eager_logits(short_token_ids(model)).float()
     if first.reference is None:
         return
@@ -61,8 +62,13 @@ def check_split(model: Model, first: FirstLayers) -> None:
             model.config.model_type,
             CHECK,
             f"the logits of its ranks differ from the whole model's by {worst:.2g} of their range "
-            f"(allowed {first.reference.bound:.2g}): set parallel.tensor to 1",
+            f"(allowed {first.reference.bound:.2g}): set parallel.tensor and parallel.pipeline to "
+            "1",
         )
+
+
+def _joined(stage: Stage | None) -> AbstractContextManager[None]:
+    return nullcontext() if stage is None else stage.joined()
 
 
 def _first(bare: Model, count: int) -> Model:
@@ -114,4 +120,4 @@ def _place(model: Model) -> tuple[Any, str]:
 
 def _are_layers(model: Model, found: torch.nn.ModuleList) -> bool:
     counts = len(found) == model.config.num_hidden_layers
-    return counts and any(hasattr(part, "layer_idx") for part in found[0].modules())
+    return counts and any(hasattr(part, "layer_idx") for part in found.modules())

@@ -30,6 +30,7 @@ from engine.device.threads import use_threads
 from engine.load import load_engine
 from engine.load_ranks import load_split
 from engine.model.checkpoint import open_checkpoint
+from engine.parallel.grid import Grid
 from engine.runner import Engine
 
 _DEGREES = (1, 2, 4)
@@ -90,7 +91,7 @@ def _engine(folder: Path, degree: int, *, compiled: bool) -> Engine:
     checkpoint = open_checkpoint(str(folder))
     if degree == 1:
         return load_engine(checkpoint, **common)
-    return load_split(checkpoint, degree, threads=1, **common)
+    return load_split(checkpoint, Grid(tensor=degree), threads=1, **common)
 
 
 def load_whole(folder: Path) -> Start:

@@ -22,6 +22,7 @@ from engine.device.threads import use_threads
 from engine.load import load_engine
 from engine.load_ranks import load_split
 from engine.model.checkpoint import open_checkpoint
+from engine.parallel.grid import Grid
 from engine.runner import Engine
 from engine.time_profile import time_shape
 
@@ -40,7 +41,7 @@ def engines(folder: Path) -> dict[str, Engine]:
     checkpoint = open_checkpoint(str(folder))
     common = {"device": "cpu", "dtype": "bfloat16", "block_size": 16, "blocks": 16 * 40}
     use_threads(1)
-    two = load_split(checkpoint, 2, threads=1, limits=limits, **common)  # type: ignore[arg-type]
+    two = load_split(checkpoint, Grid(tensor=2), threads=1, limits=limits, **common)  # type: ignore[arg-type]
     use_threads(2)
     one = load_engine(checkpoint, limits=limits, **common)  # type: ignore[arg-type]
     return {"one": one, "two": two}

@@ -87,7 +87,10 @@ def worker(
     cpu_threads: Annotated[
         int | None, typer.Option(help="Compute threads. Default: one per CPU.")
     ] = None,
-    tensor: Annotated[int, typer.Option(min=1, help="Processes that share the model.")] = 1,
+    tensor: Annotated[int, typer.Option(min=1, help="Processes that share the model's heads.")] = 1,
+    pipeline: Annotated[
+        int, typer.Option(min=1, help="Stages that share its layers, on device cpu.")
+    ] = 1,
     cpu_pinning: Annotated[
         str | None,
         typer.Option(metavar="auto|off", help="On device cpu: give the worker its own CPUs."),
@@ -122,7 +125,7 @@ def worker(
     overrides = [
         *given(model__path=model, pool__enabled="off"),
         *only(parsed(set_), WORKER_KEYS),
-        *given(workers=[_pool(device, cpu_threads, cpu_pinning, tensor)]),
+        *given(workers=[_pool(device, cpu_threads, cpu_pinning, tensor, pipeline)]),
         *given(name=pool, pool__enabled=None if pool is None else "on"),
         *given(network__token_file=token_file),
     ]
@@ -255,13 +258,17 @@ def _no_node(internal_host: str | None) -> None:
 
 
 def _pool(
-    device: str, cpu_threads: int | None, cpu_pinning: str | None, tensor: int
+    device: str,
+    cpu_threads: int | None,
+    cpu_pinning: str | None,
+    tensor: int,
+    pipeline: int,
 ) -> dict[str, object]:
     """Role both stands in for the worker's own role, because a cluster file needs both sides."""
     pool: dict[str, object] = {
         "role": Role.BOTH,
         "device": device,
         "cpu_threads": cpu_threads,
-        "parallel": {"tensor": tensor},
+        "parallel": {"tensor": tensor, "pipeline": pipeline},
     }
     return pool if cpu_pinning is None else pool | {"cpu_pinning": cpu_pinning}

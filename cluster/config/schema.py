@@ -104,8 +104,8 @@ class EngineSection(Section):
     """How long steps take. auto: a worker times some steps when it starts; off: it guesses until it
     has run some; else the path of a YAML file of step times on the worker's machine."""
     rank_timeout: Seconds = 60.0
-    """With parallel.tensor above 1: a rank that keeps another one waiting in a step for this long
-    counts as hung, and the worker ends."""
+    """With several processes for a worker (parallel): one that keeps another waiting in a step for
+    this long counts as hung, and the worker ends."""
 
 
 class AttentionSection(Section):

@@ -47,6 +47,15 @@ class ParallelSection(Section):
     tensor: Count = 1
     """Number of processes on one machine that share one copy of the model. Each has some of its
     heads; on device cuda each has its own GPU."""
+    pipeline: Count = 1
+    """Number of stages, each with some of the layers, in processes of their own. A stage computes a
+    chunk of a prompt while the next stage computes the chunk before. For prefill pools on device
+    cpu. With tensor too, each stage has that many processes."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes of one worker."""
+        return self.tensor * self.pipeline
 
 
 class Replicas(Section):
@@ -143,6 +152,8 @@ class WorkerPool(Section):
         device = others.data.get("device", "auto")
         if given.tensor > 1 and ":" in device:
             raise ValueError(f"tensor: 1 on device {device}: several ranks need cuda, or cpu")
+        if given.pipeline > 1 and device != "cpu":
+            raise ValueError(f"pipeline: 1 on device {device}: stages need device cpu so far")
         return given
 
     @field_validator("parallel")
@@ -157,8 +168,9 @@ class WorkerPool(Section):
     @classmethod
     def _has_its_threads(cls, given: ParallelSection, others: ValidationInfo) -> ParallelSection:
         threads = others.data.get("cpu_threads")
-        if threads is not None and threads % given.tensor:
-            raise ValueError(f"tensor: a degree that divides the {threads} cpu_threads")
+        if threads is not None and threads % given.ranks:
+            key = "pipeline" if given.pipeline > 1 else "tensor"
+            raise ValueError(f"{key}: a degree that divides the {threads} cpu_threads")
         return given
 
     @field_validator("takes")

@@ -276,6 +276,7 @@ def worker_settings(
         tenant_weights=tuple(config.qos.tenant_weights.items()),
         mixed_chunk_tokens=config.scheduler.mixed_chunk_tokens,
         tensor=pool.parallel.tensor,
+        pipeline=pool.parallel.pipeline,
         takes=pool.takes.rule,
         rank_timeout_s=config.engine.rank_timeout,
         attention=config.attention.backend,

@@ -125,7 +125,7 @@ def pinned(pools: tuple[WorkerPool, ...]) -> tuple[WorkerPool, ...]:
 def _resolve_pool(
     pool: WorkerPool, pools: tuple[WorkerPool, ...], share: int, site: Site
 ) -> WorkerPool:
-    size = pool.parallel.tensor
+    size = pool.parallel.ranks
     each = min(share, max(1, site.node_cpus // size)) if not pool.on_gpu else 1
     threads = pool.cpu_threads or size * each
     ranks = sum(_ranks(p) for p in pools)
@@ -139,7 +139,7 @@ def _resolve_pool(
 
 
 def _ranks(pool: WorkerPool) -> int:
-    return pool.replicas.max * pool.parallel.tensor
+    return pool.replicas.max * pool.parallel.ranks
 
 
 def _resolve_model(model: ModelSection, site: Site) -> ModelSection:

@@ -38,9 +38,9 @@ class WorkerSettings:
 
     `pool_address` is that of the pool node, which need not run yet; None: no pool. Without
     `trace_dir` there is no trace. With `cpu_pinning` "auto" the worker gets its own CPUs if it can.
-    `attention` is a backend or "auto". `tensor` processes share the model and `cpu_threads`; one
-    that keeps another waiting for longer than `rank_timeout_s` ends the worker. `takes`: the
-    prompts that it computes where others could.
+    `attention` is a backend or "auto". `tensor` x `pipeline` processes share the model and
+    `cpu_threads`; one that keeps another waiting for longer than `rank_timeout_s` ends the worker.
+    `takes`: the prompts that it computes where others could.
     """
 
     name: str
@@ -84,6 +84,7 @@ class WorkerSettings:
     cuda: CudaOptions = DEFAULT_OPTIONS
     launch_ahead: str = "auto"
     tensor: int = 1
+    pipeline: int = 1
     rank_timeout_s: float = 60.0
     gpus: float | None = None
     takes: PromptRule = TAKES_ALL
@@ -94,7 +95,8 @@ class WorkerSettings:
 
     @property
     def threads_per_rank(self) -> int | None:
-        return None if self.cpu_threads is None else max(1, self.cpu_threads // self.tensor)
+        ranks = self.tensor * self.pipeline
+        return None if self.cpu_threads is None else max(1, self.cpu_threads // ranks)
 
     def chunk_tokens(self, role: Role) -> int:
         """Prompt tokens of a step; on a decode worker the running requests wait for them."""

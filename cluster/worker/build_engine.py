@@ -28,6 +28,7 @@ from engine.core.step_times import LinearTimes, decode_work, prefill_work
 from engine.load import load_engine
 from engine.load_ranks import load_split
 from engine.model.checkpoint import Checkpoint, open_checkpoint
+from engine.parallel.grid import Grid
 from engine.runner import Engine
 from engine.time_profile import guess_times, profile_times
 from kvpool.core.layout.block_names import BlockNames, named_format
@@ -97,10 +98,11 @@ def open_engine(
     if find is None:
         find = partial(open_checkpoint, settings.model, settings.revision)
     checkpoint = find(report)
-    if settings.tensor > 1:
+    grid = Grid(tensor=settings.tensor, stages=settings.pipeline)
+    if grid.size > 1:
         return load_split(
             checkpoint,
-            settings.tensor,
+            grid,
             threads=settings.threads_per_rank or 1,
             device=settings.device,
             dtype=settings.dtype,

@@ -12,14 +12,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from cluster.process.trace import Trace, Value
 from cluster.worker.events import Crashed
 from engine.core.step import RunStep, StepBatch, StepDone, StepOutcome
 from engine.device.layer_marks import LayerMarks
 from engine.device.threads import use_threads
-from engine.flight import Flight
+from engine.flight import Launched
 from kvpool.core.blocks.holding import CopyPairs
 from kvpool.core.transfer.commands import LayersWritten
 
@@ -36,8 +36,8 @@ class AheadEngine(StepEngine, Protocol):
     """Whose steps need not be over for the next one to be launched."""
 
     def launch(
-        self, batch: StepBatch, marks: LayerMarks | None = None, before: Flight | None = None
-    ) -> Flight: ...
+        self, batch: StepBatch, marks: LayerMarks | None = None, before: Launched | None = None
+    ) -> Launched: ...
 
 
 class StepWatcher(Protocol):
@@ -121,7 +121,7 @@ class AheadDevice(WorkerDevice):
     ) -> None:
         super().__init__(engine, cpu_threads, post, *watchers)
         self._launching = engine
-        self._flights: queue.SimpleQueue[tuple[Flight, float] | None] = queue.SimpleQueue()
+        self._flights: queue.SimpleQueue[tuple[Launched, float] | None] = queue.SimpleQueue()
         self._waiter = threading.Thread(target=self._wait, name="kvrelay-tokens", daemon=True)
 
     def start(self) -> None:
@@ -177,14 +177,14 @@ class TracedEngine:
             return outcome
 
     def launch(
-        self, batch: StepBatch, marks: LayerMarks | None = None, before: Flight | None = None
-    ) -> Flight:
+        self, batch: StepBatch, marks: LayerMarks | None = None, before: Launched | None = None
+    ) -> Launched:
         """Its range ends when it is collected; layers are told as they come."""
         name, facts = _facts(batch)
         started_s = time.monotonic()
         flight = self._engine.launch(batch, marks, before)
 
-        def finish(ended: Flight) -> StepOutcome:
+        def finish(ended: Any) -> StepOutcome:
             outcome = flight.finish(ended)
             self._trace.took(name, started_s, **facts)
             return outcome

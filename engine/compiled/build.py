@@ -22,7 +22,7 @@ from engine.compiled.fusing import (
     fuse_norms,
     fuse_rotary,
 )
-from engine.compiled.graph import Captured, call_group, fold_constants
+from engine.compiled.graph import Captured, call_group, call_stage, fold_constants
 from engine.compiled.library import DTYPES, Fused, open_fused
 from engine.compiled.merging import merge_graph, merge_projections, pack_graph, pack_modules
 from engine.compiled.operations import Operations
@@ -130,6 +130,8 @@ def _captured(model: Model) -> Captured:
     made = recorded(model)
     if model.group is not None:
         call_group(made, model.group)
+    if model.stage is not None:
+        call_stage(made, model.stage)
     call_rotaries(made, model.module)
     fold_constants(made)
     return made

@@ -1,7 +1,7 @@
 """A captured forward pass: its operations in order, and its constant tensors.
 
 Values that depend on constants alone are computed once. A captured graph calls the ranks of its own
-worker where their parts are combined.
+worker where their parts are combined, and where a stage of a pipeline begins and ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch
 from torch.fx import Graph, Node
 
 from engine.device.group import Group
+from engine.device.stage import Stage
 from engine.parallel.split import JOIN, SUM
+from engine.parallel.stages import RECEIVED, SENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,14 @@ def call_group(made: Captured, group: Group) -> None:
         elif is_call(node, JOIN):
             part, _, outputs = node.args
             _replace(made, node, group.join, (part, outputs))
+
+
+def call_stage(made: Captured, stage: Stage) -> None:
+    for node in list(made.graph.nodes):
+        if is_call(node, RECEIVED):
+            _replace(made, node, stage.receive, node.args)
+        elif is_call(node, SENT):
+            _replace(made, node, stage.send, node.args)
 
 
 def _replace(made: Captured, node: Node, function: object, args: tuple[object, ...]) -> None:

@@ -42,3 +42,25 @@ class Group(Protocol):
 
     def close(self) -> None:
         """Call it when no other call is running or will come."""
+
+
+class Line(Protocol):
+    """Hands hidden states from each stage of a worker's model to the next.
+
+    Its calls raise PeerError when another rank is gone or hangs.
+    """
+
+    def connect(self) -> None:
+        """Returns once all ranks have called it."""
+
+    def bound(self, timeout_s: float) -> None:
+        """From now on, another rank is waited for at most this long."""
+
+    def send(self, hidden: torch.Tensor) -> None:
+        """To the next stage, which need not wait for it yet; `hidden` may not change afterwards."""
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """What the stage before has sent, in the order in which it was sent."""
+
+    def close(self) -> None:
+        """Call it when no other call is running or will come."""

@@ -46,6 +46,19 @@ class LayerLag:
         self._written = layer
 
 
+def after_stages(marks: LayerMarks, own: LayerMarks, first: int) -> LayerMarks:
+    """Marks of a later stage, whose `first` layer reports to `own` as its others do. Once that one
+    is written, earlier stages have written all of theirs: their hidden states have come."""
+    earlier = max((layer for layer in marks.layers if layer < first), default=None)
+
+    def wrote(layer: int) -> None:
+        if layer == first and earlier is not None:
+            marks.tell(earlier)
+        own.wrote(layer)
+
+    return LayerMarks(own.layers, wrote)
+
+
 class LayerWatch:
     """Reports a GPU's layers, in order, from its own thread. The first marks start the thread and
     `close` ends it."""

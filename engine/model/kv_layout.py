@@ -77,7 +77,8 @@ def check_masks(model: Model, shapes: dict[int, LayerShape], longest: int) -> No
     for layer, shape in shapes.items():
         _check_mask(kind, layer, masks.of_layer(layer), shape.window, longest)
     for layer, kept in enumerate(cached_windows(model.module.config)):
-        _check_cache(kind, layer, kept, shapes[layer].window, longest)
+        if layer in shapes:
+            _check_cache(kind, layer, kept, shapes[layer].window, longest)
 
 
 def _run(model: Model, recorder: _Recorder) -> None:
@@ -94,14 +95,15 @@ def _run(model: Model, recorder: _Recorder) -> None:
 
 def _check_layers(model: Model, shapes: dict[int, LayerShape]) -> None:
     config = model.config
-    if sorted(shapes) != list(range(config.num_hidden_layers)):
+    if sorted(shapes) != list(model.layers):
         raise refusal(
             config.model_type,
             "layers",
-            f"attention reached the interface in layers {sorted(shapes)} of "
-            f"{config.num_hidden_layers}",
+            f"attention reached the interface in layers {sorted(shapes)} of {[*model.layers]}",
         )
     for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if layer not in shapes:
+            continue
         if (kind == "sliding_attention") != (shapes[layer].window is not None):
             raise refusal(
                 config.model_type,

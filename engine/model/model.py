@@ -16,6 +16,7 @@ from transformers.monkey_patching import patch_output_recorders
 from transformers.utils.logging import disable_progress_bar
 
 from engine.device.group import Group
+from engine.device.stage import Stage
 from engine.model import interface
 from engine.model.capture import Forward
 from engine.model.checkpoint import Checkpoint
@@ -54,12 +55,23 @@ class Model:
     in_fp8: bool = False
     """Its linear layers multiply in FP8, which loses precision."""
     group: Group | None = None
-    """The ranks that share the model, of which this one holds a part; None: the model is whole
-    here."""
+    """The ranks that share each layer, of which this one holds a part; None: layers are whole."""
+    stage: Stage | None = None
+    """The layers that are here, of a model whose others are in other processes; None: all are."""
 
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def layers(self) -> range:
+        """Those that are here."""
+        return range(self.config.num_hidden_layers) if self.stage is None else self.stage.layers
+
+    @property
+    def has_logits(self) -> bool:
+        """Otherwise its forward passes end in hidden states."""
+        return self.stage is None or self.stage.is_last
 
     @property
     def on_cpu(self) -> bool:

@@ -87,7 +87,7 @@ class Board:
             time.sleep(_NAP_S)
 
 
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 
 
 class HostGroup:
@@ -108,9 +108,9 @@ class HostGroup:
     def connect(self, memory: torch.Tensor) -> None:
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=MEETING_TIMEOUT_S)
-        options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+        options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
         store = FileStore(str(self._meeting), self.size)
-        with _peer_errors():
+        with peer_errors():
             self._gloo = ProcessGroupGloo(store, self.rank, self.size, options)
         self._board = Board(memory, self.rank, self.size, LOADING_TIMEOUT_S)
 
@@ -125,7 +125,7 @@ class HostGroup:
             return self._board.sum(part)
         whole, options = part.contiguous(), AllreduceOptions()
         options.timeout = self._timeout
-        with _peer_errors():
+        with peer_errors():
             self._gloo.allreduce([whole], options).wait()
         return whole
 
@@ -135,7 +135,7 @@ class HostGroup:
             return self._board.join(part)[..., :outputs]
         parts, options = [torch.empty_like(part) for _ in range(self.size)], AllgatherOptions()
         options.timeout = self._timeout
-        with _peer_errors():
+        with peer_errors():
             self._gloo.allgather([parts], [part.contiguous()], options).wait()
         return torch.cat(parts, dim=-1)[..., :outputs]
 
@@ -148,7 +148,8 @@ class HostGroup:
 
 
 @contextmanager
-def _peer_errors() -> Iterator[None]:
+def peer_errors() -> Iterator[None]:
+    """gloo's errors become PeerError."""
     try:
         yield
     except RuntimeError as error:

@@ -19,8 +19,9 @@ import torch
 
 from engine.core.step import SequenceSlice
 from engine.parallel.channel import Channel
+from engine.parallel.grid import Grid
 from engine.parallel.message import StepTeller
-from engine.parallel.opening import open_group
+from engine.parallel.opening import open_rank
 from engine.parallel.ranks import map_parts
 from kvpool.core.layout.layout import KvLayout
 from kvpool.core.transfer.pool_map import PoolMap
@@ -37,22 +38,25 @@ class Leader:
     """The other ranks are child processes, which end when this one ends, however it ends."""
 
     def __init__(
-        self, devices: Sequence[str], threads: int, orders: dict[str, Any], timeout_s: float
+        self,
+        grid: Grid,
+        devices: Sequence[str],
+        threads: int,
+        orders: dict[str, Any],
+        timeout_s: float,
     ) -> None:
         """`devices` are those of the ranks, `orders` the followers' load orders, as `load_followed`
         takes them; `threads` is the number for each. A rank that is waited for longer than
         `timeout_s` in a step is lost."""
-        size = len(devices)
         self._folder = Path(tempfile.mkdtemp(prefix=f"kvrelay-ranks-{os.getpid()}-"))
-        meeting = self._folder / "meeting"
         try:
-            self.group = open_group(devices[0], 0, size, meeting)
+            self.own = open_rank(devices[0], 0, grid, self._folder)
             self._followers = _started(devices, threads)
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
-        self._orders = orders | {"size": size, "meeting": str(meeting), "threads": threads}
-        self._orders |= {"timeout_s": timeout_s}
+        self._orders = orders | {"tensor": grid.tensor, "stages": grid.stages, "threads": threads}
+        self._orders |= {"meeting": str(self._folder), "timeout_s": timeout_s}
         self._timeout_s = timeout_s
         self._teller = StepTeller()
         self._closing = False
@@ -71,23 +75,29 @@ class Leader:
         done = work()
         for one in self._followers:
             one.wait_loaded()
-        board = memfd.allocate(self.group.shared_bytes, "kvrelay-board")
-        for one in self._followers:
-            one.channel.send_memory(self._lend(board))
-        self.group.connect(board)
-        self.group.sum(torch.zeros(1))  # all have met
+        self.own.connect(self._give_boards())
         shutil.rmtree(self._folder, ignore_errors=True)
         return done
+
+    def _give_boards(self) -> torch.Tensor | None:
+        """Each stage's ranks share one. Returns that of this rank."""
+        if self.own.group is None:
+            return None
+        size, grid = self.own.group.shared_bytes, self.own.grid
+        boards = [memfd.allocate(size, "kvrelay-board") for _ in range(grid.stages)]
+        for one in self._followers:
+            one.channel.send_memory(self._lend(boards[grid.stage(one.rank)]))
+        return boards[-1]
 
     def memory(
         self, layout: KvLayout, blocks: int, device: torch.device, allocate: Allocate | None
     ) -> KvMemory:
         """The KV pool with each rank's heads. From now on the others wait no longer."""
-        size, channels = self.group.size, [one.channel for one in self._followers]
+        size, channels = self.own.grid.tensor, [one.channel for one in self._followers]
         for channel in channels:
             channel.send_facts(blocks=blocks)
             channel.bound(self._timeout_s)
-        self.group.bound(self._timeout_s)
+        self.own.bound(self._timeout_s)
         if device.type == "cuda":
             return map_parts(PoolMap(layout=layout, blocks=blocks, ranks=size), device, channels)
         memory = KvMemory(layout, blocks, device, allocate or memfd.allocate, ranks=size)
@@ -124,7 +134,7 @@ class Leader:
             self._closing = True
         for one in self._followers:
             one.end()
-        self.group.close()
+        self.own.close()
         self._loans.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -134,7 +144,7 @@ class Leader:
             if self._closing:
                 return
             self._closing = True
-        self.group.give_up()
+        self.own.give_up()
         for other in self._followers:
             if other is not one:
                 other.process.kill()  # ends the waiting of others over gloo

@@ -1,21 +1,79 @@
-"""Opens the group that the devices of a worker's ranks need."""
+"""Opens what a rank needs to compute with the others of its worker."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from engine.device.group import Group
+from engine.device.group import Group, Line
+from engine.parallel.grid import Grid
 
 
-def open_group(device: str, rank: int, size: int, meeting: Path) -> Group:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnRank:
+    """This process, among the ranks of its worker. `group`: those of its stage, if it has several.
+    `line`: to other stages, if there are any."""
+
+    rank: int
+    grid: Grid
+    group: Group | None
+    line: Line | None
+
+    @property
+    def is_first(self) -> bool:
+        """Rank 0 is the worker itself."""
+        return self.rank == 0
+
+    def connect(self, board: torch.Tensor | None) -> None:
+        """Returns once all ranks have called it. `board`: the memory that its group shares."""
+        if self.group is not None:
+            assert board is not None, "a group has one"
+            self.group.connect(board)
+            self.group.sum(torch.zeros(1))  # all have met
+        if self.line is not None:
+            self.line.connect()
+
+    def bound(self, timeout_s: float) -> None:
+        for one in (self.group, self.line):
+            if one is not None:
+                one.bound(timeout_s)
+
+    def give_up(self) -> None:
+        """Another rank is gone: nobody waits for its sums any more."""
+        if self.group is not None:
+            self.group.give_up()
+
+    def close(self) -> None:
+        for one in (self.group, self.line):
+            if one is not None:
+                one.close()
+
+
+def open_rank(device: str, rank: int, grid: Grid, meeting: Path) -> OwnRank:
     """NCCL between GPUs, shared memory and gloo between processes that compute on CPUs. `meeting`
-    is a file that all ranks see and that doesn't exist yet."""
+    is a folder that all ranks see."""
+    return OwnRank(
+        rank=rank,
+        grid=grid,
+        group=_open_group(device, rank, grid, meeting) if grid.tensor > 1 else None,
+        line=_open_line(rank, grid, meeting) if grid.stages > 1 else None,
+    )
+
+
+def _open_group(device: str, rank: int, grid: Grid, meeting: Path) -> Group:
+    file = meeting / f"stage-{grid.stage(rank)}"
     if torch.device(device).type == "cuda":
         from engine.parallel.nccl_group import NcclGroup
 
-        return NcclGroup(torch.device(device), rank, size, meeting)
+        return NcclGroup(torch.device(device), grid.tensor_rank(rank), grid.tensor, file)
     from engine.parallel.host_group import HostGroup
 
-    return HostGroup(rank, size, meeting)
+    return HostGroup(grid.tensor_rank(rank), grid.tensor, file)
+
+
+def _open_line(rank: int, grid: Grid, meeting: Path) -> Line:
+    from engine.parallel.host_line import HostLine
+
+    return HostLine(grid, rank, meeting / "line")

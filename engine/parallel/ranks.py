@@ -13,10 +13,11 @@ from typing import Protocol, TypeVar
 import torch
 
 from engine.core.step import SequenceSlice
-from engine.device.group import Group
 from engine.parallel.channel import Channel
+from engine.parallel.grid import Grid
+from engine.parallel.opening import OwnRank
 from kvpool.core.layout.layout import KvLayout
-from kvpool.core.layout.shards import Shard, ShardLayout
+from kvpool.core.layout.shards import ShardLayout
 from kvpool.core.transfer.pool_map import PoolMap
 from kvpool.memory.kv_memory import Allocate, KvMemory
 from kvpool.transport.mapped.cuda_ipc import CudaHandle, share
@@ -26,10 +27,10 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """`group` None: there is one rank."""
+    """`own` None: there is one rank."""
 
     @property
-    def group(self) -> Group | None: ...
+    def own(self) -> OwnRank | None: ...
 
     def together(self, work: Callable[[], T]) -> T:
         """All ranks do this at the same time, and meet when all have done it."""
@@ -37,8 +38,8 @@ class Ranks(Protocol):
     def memory(
         self, layout: KvLayout, blocks: int, device: torch.device, allocate: Allocate | None
     ) -> KvMemory:
-        """The KV pool as this rank sees it: all heads on rank 0, on the others their own. Only rank
-        0's `blocks` counts."""
+        """The KV pool as this rank sees it: the whole on rank 0, on the others their own part. Only
+        rank 0's `blocks` counts."""
 
     def tell(self, slices: Sequence[SequenceSlice], is_long: bool) -> None:
         """Lets the other ranks run this step too."""
@@ -50,7 +51,7 @@ class Ranks(Protocol):
 
 
 class Alone:
-    group = None
+    own = None
 
     def together(self, work: Callable[[], T]) -> T:
         return work()
@@ -73,29 +74,40 @@ class Alone:
 ALONE = Alone()
 
 
-def own_layout(layout: KvLayout, group: Group | None) -> KvLayout:
-    """This rank's part of the model's KV."""
-    if group is None:
+def own_layout(layout: KvLayout, own: OwnRank | None, layers: range | None) -> KvLayout:
+    """This rank's part of the model's KV: `layers` are those of its stage."""
+    if own is None:
         return layout
-    return ShardLayout(model=layout, shard=Shard(rank=group.rank, size=group.size)).local
+    return ShardLayout(model=layout, shard=own.grid.shard(own.rank, layers)).local
 
 
-def block_bytes(layout: KvLayout, group: Group | None) -> int:
+def own_memory(memory: KvMemory, own: OwnRank | None, layers: range | None) -> KvMemory:
+    """This rank's part of its own view of the pool."""
+    part = memory.parts[0]
+    return part if own is None or layers is None else part.of_layers(layers)
+
+
+def block_bytes(layout: KvLayout, own: OwnRank | None) -> int:
     """The size of one block on all ranks together."""
-    ranks = 1 if group is None else group.size
+    ranks = 1 if own is None else own.grid.tensor
     return PoolMap(layout=layout, blocks=1, ranks=ranks).bytes_per_block
 
 
-def rank_devices(device: str, size: int) -> tuple[str, ...]:
+def rank_devices(device: str, grid: Grid) -> tuple[str, ...]:
     """# rank |-> its device, all of this machine. Raises ModelError."""
     if device == "cpu":
-        return ("cpu",) * size
+        return ("cpu",) * grid.size
+    if grid.stages > 1:
+        raise ModelError(
+            f"parallel.pipeline {grid.stages} on {device}: stages run on CPUs only so far: set it "
+            "to 1, or use parallel.tensor"
+        )
     if device != "cuda":
         raise ModelError(
-            f"parallel.tensor {size} on {device}: ranks take the first GPUs that the worker sees: "
-            "ask for the device cuda, and choose them by CUDA_VISIBLE_DEVICES"
+            f"parallel.tensor {grid.tensor} on {device}: ranks take the first GPUs that the worker "
+            "sees: ask for the device cuda, and choose them by CUDA_VISIBLE_DEVICES"
         )
-    return tuple(f"cuda:{rank}" for rank in range(size))
+    return tuple(f"cuda:{rank}" for rank in range(grid.size))
 
 
 def check_gpus(size: int) -> None:

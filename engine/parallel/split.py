@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from engine.device.group import Group
 from engine.model.weights import Cut, Cuts
+from engine.parallel.stages import Skipped
 from kvpool.core.layout.shards import Shard
 from kvrelay.errors import ModelError
 
@@ -123,7 +124,7 @@ def plan_cuts(module: Any, group: Group, kv_heads: Mapping[int, Sequence[int]]) 
         if style := plan.get(_pattern(name)):
             cutter.cut_parameter(name, tensor, style)
     for name, inner in module.named_modules():
-        if (style := plan.get(_pattern(name))) in _CUT:
+        if (style := plan.get(_pattern(name))) in _CUT and not isinstance(inner, Skipped):
             cutter.cut_linear(name, inner, style)
     return cutter.cuts
 
@@ -133,7 +134,7 @@ def join_ranks(module: Any, group: Group, cuts: Cuts) -> None:
     combined."""
     plan = _plan(module)
     for name, inner in [*module.named_modules()]:
-        style = plan.get(_pattern(name))
+        style = None if isinstance(inner, Skipped) else plan.get(_pattern(name))
         if style in _CUT:
             inner.out_features, inner.in_features = inner.weight.shape
         if style in _SUMMED:

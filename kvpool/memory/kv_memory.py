@@ -9,6 +9,7 @@ import torch
 
 from kvpool.core.blocks.holding import CopyPairs
 from kvpool.core.layout.layout import KvLayout
+from kvpool.core.layout.shards import Shard, ShardLayout
 from kvpool.core.transfer.pool_map import PoolMap
 
 Allocate = Callable[[int], torch.Tensor]
@@ -73,6 +74,21 @@ class KvMemory:
             [self._plane(group, plane) for plane in range(len(spec.planes))]
             for group, spec in enumerate(pool.layout.groups)
         ]
+
+    def of_layers(self, layers: range) -> KvMemory:
+        """A view of the KV of these layers of the model. Its memory has gaps, so it has no
+        `flat`."""
+        shard = Shard(layers=layers)
+        local = ShardLayout(model=self.layout, shard=shard).local
+        view = KvMemory.__new__(KvMemory)
+        view._say(PoolMap(layout=local, blocks=self.blocks), self.device)
+        view._flat, view._parts = None, ()
+        members = [shard.members(group) for group in self.layout.groups]
+        view.planes = [
+            [plane[inside.start : inside.stop] for plane in planes]
+            for planes, inside in zip(self.planes, members, strict=True)
+        ]
+        return view
 
     def _say(self, pool: PoolMap, device: torch.device) -> None:
         self.layout = pool.layout

@@ -25,6 +25,7 @@ from engine.load_ranks import load_split
 from engine.model.checkpoint import open_checkpoint
 from engine.model.model import bare_model, fill, load_model
 from engine.parallel import leader
+from engine.parallel.grid import Grid
 from engine.parallel.leader import Leader
 from engine.parallel.split import _Cutter, check_plan
 from engine.runner import Engine
@@ -47,7 +48,7 @@ LIMITS = EngineLimits(max_model_len=None, prefill_chunk_tokens=CHUNK_TOKENS, max
 def ranks(folder: Path, size: int, *, device: str = "cpu", compiled: bool = False) -> Engine:
     return load_split(
         open_checkpoint(str(folder)),
-        size,
+        Grid(tensor=size),
         threads=1,
         device=device,
         dtype="float32",
@@ -167,7 +168,7 @@ def test_the_pool_is_as_large_as_asked_however_often_heads_are_kept(tmp_path: Pa
     limits = replace(LIMITS, kv_memory_bytes=1 << 20)
     engine = load_split(
         open_checkpoint(str(folder)),
-        2,
+        Grid(tensor=2),
         threads=1,
         device="cpu",
         dtype="float32",
@@ -313,7 +314,7 @@ def test_no_rank_is_left_where_another_cannot_start(
     monkeypatch.setattr(leader.subprocess, "Popen", only_one)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(OSError, match="no room"):
-        Leader(["cpu"] * 3, 1, {}, 1.0)
+        Leader(Grid(tensor=3), ["cpu"] * 3, 1, {}, 1.0)
     assert begun[0].poll() is not None
     assert list(tmp_path.iterdir()) == []
 

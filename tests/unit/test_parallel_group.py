@@ -21,10 +21,11 @@ from engine.core.step import SampleRequest, SequenceSlice
 from engine.device.group import Group
 from engine.parallel import message, nccl_group, ranks
 from engine.parallel.channel import Channel
+from engine.parallel.grid import Grid
 from engine.parallel.host_group import PLACE_BYTES
 from engine.parallel.message import StepHearer, StepTeller
 from engine.parallel.nccl_group import NcclGroup, side_by_side
-from engine.parallel.opening import open_group
+from engine.parallel.opening import OwnRank, open_rank
 from engine.parallel.ranks import check_gpus, rank_devices
 from engine.parallel.split import check_degree
 from engine.share import profile_of_all
@@ -41,12 +42,19 @@ LARGE = PLACE_BYTES // 4 + 1
 
 @pytest.fixture
 def groups(tmp_path: Path) -> Iterator[list[Group]]:
-    groups = [open_group("cpu", rank, SIZE, tmp_path / "meeting") for rank in range(SIZE)]
+    groups = [_group("cpu", rank, SIZE, tmp_path) for rank in range(SIZE)]
     memory = torch.zeros(groups[0].shared_bytes, dtype=torch.uint8)
     on_all(groups, lambda group: group.connect(memory))
     yield groups
     for group in groups:
         group.close()
+
+
+def _group(device: str, rank: int, size: int, meeting: Path) -> Group:
+    """Rank 0 is in the only stage there is."""
+    group = open_rank(device, rank, Grid(tensor=size), meeting).group
+    assert group is not None
+    return group
 
 
 def on_all(groups: list[Group], work: Callable[[Group], T]) -> list[T]:
@@ -208,11 +216,12 @@ def test_a_host_holds_all_ranks(groups: list[Group]) -> None:
     measured = MemoryProfile(
         total_bytes=1000, weight_bytes=100, activation_bytes=10, staging_bytes=5
     )
+    own = OwnRank(rank=0, grid=Grid(tensor=SIZE), group=groups[0], line=None)
     assert profile_of_all(measured, None) == measured
-    assert profile_of_all(measured, groups[0]) == MemoryProfile(
+    assert profile_of_all(measured, own) == MemoryProfile(
         total_bytes=1200, weight_bytes=300, activation_bytes=30, staging_bytes=15
     )
-    assert profile_of_all(measured, groups[0], on_cpu=False) == MemoryProfile(
+    assert profile_of_all(measured, own, on_cpu=False) == MemoryProfile(
         total_bytes=3000, weight_bytes=300, activation_bytes=30, staging_bytes=15
     )
 
@@ -244,9 +253,9 @@ def test_the_degrees_there_are_get_named(
 
 
 def test_each_rank_has_its_device(tmp_path: Path) -> None:
-    assert rank_devices("cpu", 3) == ("cpu",) * 3
-    assert rank_devices("cuda", 2) == ("cuda:0", "cuda:1")
-    assert isinstance(open_group("cuda:1", 1, 2, tmp_path / "meeting"), NcclGroup)
+    assert rank_devices("cpu", Grid(tensor=3)) == ("cpu",) * 3
+    assert rank_devices("cuda", Grid(tensor=2)) == ("cuda:0", "cuda:1")
+    assert isinstance(_group("cuda:1", 1, 2, tmp_path), NcclGroup)
 
 
 @pytest.mark.parametrize(
