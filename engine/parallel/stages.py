@@ -14,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from engine.device.stage import Stage
+from engine.model.families import longrope_border_tokens
 from kvrelay.errors import ModelError
 
 _LIBRARY = torch.library.Library("kvrelay", "FRAGMENT")
@@ -76,6 +77,11 @@ def check_stages(module: Any, count: int) -> None:
         raise ModelError(
             f"the {family} family can't be cut into stages: transformers has no pipeline plan for "
             "it: set parallel.pipeline to 1"
+        )
+    if longrope_border_tokens(module.config) is not None:
+        raise ModelError(
+            f"the {family} family can't be cut into stages: LongRoPE treats short and long "
+            "sequences in separate passes: set parallel.pipeline to 1"
         )
     if count > layers:
         raise ModelError(

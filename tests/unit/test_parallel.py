@@ -45,10 +45,12 @@ LENGTHS = (1, 17, 64, 130)
 LIMITS = EngineLimits(max_model_len=None, prefill_chunk_tokens=CHUNK_TOKENS, max_running_requests=8)
 
 
-def ranks(folder: Path, size: int, *, device: str = "cpu", compiled: bool = False) -> Engine:
+def ranks(
+    folder: Path, size: int, *, stages: int = 1, device: str = "cpu", compiled: bool = False
+) -> Engine:
     return load_split(
         open_checkpoint(str(folder)),
-        Grid(tensor=size),
+        Grid(tensor=size, stages=stages),
         threads=1,
         device=device,
         dtype="float32",
@@ -182,7 +184,7 @@ def test_the_pool_is_as_large_as_asked_however_often_heads_are_kept(tmp_path: Pa
     assert engine.sizing.kv_bytes == engine.memory.flat.numel()
 
 
-def refused(folder: Path, message: str, size: int = 2, **kind: str) -> None:
+def refused(folder: Path, message: str, size: int = 2, **kind: Any) -> None:
     before = children()
     with pytest.raises(ModelError, match=message):
         ranks(folder, size, **kind)

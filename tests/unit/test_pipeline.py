@@ -1,0 +1,299 @@
+"""Stages of a pipeline against one process: the same logits and tokens, and KV that goes to ranks
+which share heads, and back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.core.step import StepBatch
+from engine.device.layer_marks import LayerMarks
+from engine.load import load_engine
+from engine.model.checkpoint import open_checkpoint
+from engine.parallel.grid import Grid
+from engine.parallel.leader import Leader
+from engine.parallel.stages import check_stages
+from engine.runner import Engine
+from kvrelay.errors import ModelError, PeerError
+from tests.drive import run_forced, run_mixed, start
+from tests.models import random_checkpoint
+from tests.reference import Reference, assert_close_logits, assert_same_tokens
+from tests.unit.test_parallel import (
+    CHUNK_TOKENS,
+    LIMITS,
+    TOKENS,
+    handed_over,
+    ranks,
+    references,
+    refused,
+)
+from tests.unit.test_prompt_logprobs import check_scores
+
+TURNS = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """`layers` of the last stage, which is this process."""
+
+    family: str
+    layers: range
+    stages: int = 2
+    tensor: int = 1
+    compiled: bool = False  # captures take seconds: the others run their modules
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+KINDS = {
+    "llama": Kind("llama", range(2, 3), compiled=True, changes={"num_hidden_layers": 3}),
+    "llama, tied": Kind("llama", range(1, 2), changes={"tie_word_embeddings": True}),
+    "llama, two ranks in each stage": Kind("llama", range(1, 2), tensor=2),
+    "gemma2": Kind("gemma2", range(2, 4), changes=TURNS),
+    "gpt_oss": Kind("gpt_oss", range(2, 4), changes=TURNS),
+    "mixtral, three stages": Kind("mixtral", range(4, 5), 3, changes={"num_hidden_layers": 5}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    kind: Kind
+    folder: Path
+    engine: Engine
+    references: list[Reference]
+
+
+@pytest.fixture(scope="module", params=sorted(KINDS))
+def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Case]:
+    kind, folder = KINDS[request.param], tmp_path_factory.mktemp("model")
+    random_checkpoint(folder, kind.family, **kind.changes)
+    engine = ranks(folder, kind.tensor, stages=kind.stages, compiled=kind.compiled)
+    assert (engine.model.flat is not None) == kind.compiled
+    yield Case(kind, folder, engine, references(folder))
+    engine.close()
+
+
+def test_this_process_has_the_last_layers_and_sees_all_kv(case: Case) -> None:
+    assert case.engine.model.layers == case.kind.layers
+    layers = [layer for group in case.engine.memory.layout.groups for layer in group.layers]
+    assert sorted(layers) == list(range(case.kind.layers.stop))
+    assert len(case.engine.memory.parts) == case.kind.tensor
+
+
+def test_logits_are_those_of_one_process(case: Case) -> None:
+    for reference in case.references:
+        (one,) = start(case.engine, [reference.prompt], max_tokens=TOKENS)
+        logits = run_forced(case.engine, one, reference.tokens, chunk_tokens=CHUNK_TOKENS)
+        assert_close_logits(reference, logits)
+
+
+def test_tokens_in_mixed_batches(case: Case) -> None:
+    sequences = start(case.engine, [r.prompt for r in case.references], max_tokens=TOKENS)
+    run_mixed(case.engine, sequences, chunk_tokens=CHUNK_TOKENS)
+    for reference, one in zip(case.references, sequences, strict=True):
+        assert_same_tokens(reference, one.emitted)
+
+
+def test_chunks_are_launched_behind_one_another(case: Case) -> None:
+    """All chunks of a prompt, before the first is collected."""
+    (reference,) = case.references[-1:]
+    (one,) = start(case.engine, [reference.prompt], max_tokens=TOKENS)
+    launched = []
+    while one.done_tokens < len(one.prompt):
+        piece = one.next_slice(CHUNK_TOKENS)
+        launched.append(case.engine.launch(StepBatch(slices=(piece,))))
+        one.done_tokens += len(piece.token_ids)
+    outcomes = [step.collect() for step in launched]
+    assert [len(outcome.sampled[0]) for outcome in outcomes] == [0, 0, 1]
+    one.emitted.append(outcomes[-1].sampled[0][0].token_id)
+    run_mixed(case.engine, [one], chunk_tokens=CHUNK_TOKENS)
+    assert_same_tokens(reference, one.emitted)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = random_checkpoint(tmp_path_factory.mktemp("pair"), "llama", num_hidden_layers=4)
+    engine = ranks(folder, 1, stages=2)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_prompts_go_from_stages_to_ranks_and_back(
+    pair: Engine, tmp_path: Path, degree: int
+) -> None:
+    """Computed by one engine, decoded by the other: two stages, and `degree` ranks of heads."""
+    folder = random_checkpoint(tmp_path, "llama", num_hidden_layers=4)
+    other = ranks(folder, degree) if degree > 1 else alone(folder)
+    for first, second in ((pair, other), (other, pair)):
+        for reference in references(folder):
+            handed = handed_over(first, second, reference.prompt)
+            assert_same_tokens(reference, handed.emitted)
+    other.close()
+
+
+def alone(folder: Path) -> Engine:
+    return load_engine(
+        open_checkpoint(str(folder)),
+        device="cpu",
+        dtype="float32",
+        block_size=16,
+        blocks=48,
+        limits=LIMITS,
+        compiled=False,
+    )
+
+
+def test_the_first_stage_goes_ahead(pair: Engine) -> None:
+    """It has computed the second of two steps, of which nobody has collected the first."""
+    pair.memory.flat.zero_()
+    one, two = start(pair, [[5] * 40, [6] * 40], max_tokens=1)
+    launched = [pair.launch(StepBatch(slices=(each.next_slice(64),))) for each in (one, two)]
+    keys = pair.memory.layer(0, 0)[0]
+    wait_for(lambda: bool(keys[two.tables[0][0] * 16].any()))
+    assert not pair.memory.layer(0, 2)[0][one.tables[0][0] * 16].any(), "nor this stage its part"
+    for step in launched:
+        step.collect()
+    assert pair.memory.layer(0, 3)[0][two.tables[0][0] * 16].any()
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    ends_s = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < ends_s
+        time.sleep(1e-3)
+
+
+def test_layers_are_told_of_once_all_stages_have_them(pair: Engine) -> None:
+    """Those of earlier stages at once, and only the last of them: it stands for all."""
+    (one,) = start(pair, [[7] * 40], max_tokens=1)
+    told: list[tuple[int, bool]] = []
+
+    def tell(layer: int) -> None:
+        row = one.tables[0][0] * 16
+        written = [bool(pair.memory.layer(0, i)[0][row].any()) for i in range(layer + 1)]
+        told.append((layer, all(written)))
+
+    pair.memory.flat.zero_()
+    marks = LayerMarks(frozenset({0, 1, 2, 3}), tell)
+    pair.run(StepBatch(slices=(one.next_slice(64),)), marks)
+    assert told == [(1, True), (2, True), (3, True)]
+
+
+def test_prompts_are_scored(pair: Engine, tmp_path: Path) -> None:
+    one = alone(random_checkpoint(tmp_path, "llama", num_hidden_layers=4))
+    check_scores(pair, references=one)
+    one.close()
+
+
+def test_a_stage_that_dies_is_told_of_and_ends_the_step(pair: Engine) -> None:
+    """The last test of this engine."""
+    lost: Future[PeerError] = Future()
+    pair.watch(lost.set_result)
+    assert isinstance(pair._ranks, Leader)
+    (one,) = start(pair, [[5] * 40], max_tokens=1)
+    pair._ranks._followers[0].process.kill()
+    with pytest.raises(PeerError):
+        pair.run(StepBatch(slices=(one.next_slice(64),)))
+    assert "rank 1 has ended with exit code -9" in str(lost.result(30))
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+def test_a_family_without_a_plan_is_refused() -> None:
+    config = AutoConfig.for_model("gpt2", n_layer=2, n_embd=8, n_head=2, vocab_size=32)
+    with pytest.raises(ModelError, match=r"gpt2 family .* has no pipeline plan"):
+        check_stages(AutoModelForCausalLM.from_config(config), 2)
+
+
+def test_longrope_is_refused(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        "phi3",
+        num_hidden_layers=2,
+        hidden_size=16,
+        intermediate_size=8,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        vocab_size=32,
+        max_position_embeddings=64,
+        original_max_position_embeddings=16,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4,
+        },
+    )
+    with pytest.raises(ModelError, match=r"phi3 family .* LongRoPE"):
+        check_stages(AutoModelForCausalLM.from_config(config), 2)
+
+
+@pytest.mark.processes
+def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path, "llama")
+    refused(folder, r"parallel\.pipeline 5: this llama model has 2 layers", 1, stages=5)
+
+
+@pytest.mark.processes
+def test_stages_without_layers_of_some_kind_are_refused(tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path, "gpt_oss")
+    refused(folder, "stage 1 .* no layer like layer 0, whose window is 40", 1, stages=2)
+
+
+@pytest.mark.processes
+def test_stages_on_gpus_are_refused(tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path, "llama")
+    refused(folder, r"parallel\.pipeline 2 on cuda: .* CPUs only", 1, stages=2, device="cuda")
+
+
+@pytest.mark.processes
+def test_a_family_that_changes_what_a_stage_hands_on_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if it scaled hidden states once more behind the embeddings of each stage."""
+    from engine.device.stage import Stage
+
+    receive = Stage.receive
+
+    def scaled(self: Stage, *given: Any) -> torch.Tensor:
+        return 2 * receive(self, *given)
+
+    monkeypatch.setattr(Stage, "receive", scaled)
+    folder = random_checkpoint(tmp_path, "llama")
+    refused(folder, r"llama family can't be served \(split check\)", 1, stages=2)
+
+
+# --- the grid -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tensor", "stages"), [(1, 2), (2, 2), (1, 5), (3, 4)])
+def test_hidden_states_pass_each_stage_once(tensor: int, stages: int) -> None:
+    grid = Grid(tensor=tensor, stages=stages)
+    assert grid.stage(0) == stages - 1, "rank 0 has the logits"
+    for rank in range(grid.size):
+        after = grid.after(rank)
+        assert (after is None) == (grid.stage(rank) == stages - 1)
+        if after is not None:
+            assert grid.before(after) == rank
+            assert grid.stage(after) == grid.stage(rank) + 1
+            assert grid.tensor_rank(after) == grid.tensor_rank(rank)
+
+
+@pytest.mark.parametrize(("total", "stages"), [(2, 2), (3, 2), (7, 3), (80, 6)])
+def test_each_layer_is_in_one_stage(total: int, stages: int) -> None:
+    grid = Grid(stages=stages)
+    parts = [grid.layers(stage, total) for stage in range(stages)]
+    assert [layer for part in parts for layer in part] == list(range(total))
+    lengths = [*map(len, parts)]
+    assert max(lengths) - min(lengths) <= 1 and lengths[-1] == min(lengths)
