@@ -190,7 +190,7 @@ def _build_around(
     watchdog = _watchdog(settings, core.pace, words)
     opened.callback(watchdog.close)  # when the last step has ended
     stepping = engine if trace is NO_TRACE else TracedEngine(engine, trace)
-    kind = AheadDevice if launches_ahead else WorkerDevice
+    kind = AheadDevice if launches_ahead or engine.has_stages else WorkerDevice
     watchers = [watchdog.watch] if words is None else [watchdog.watch, words.notes]
     device = kind(stepping, settings.threads_per_rank, inbox.put, *watchers)
     opened.callback(device.close)

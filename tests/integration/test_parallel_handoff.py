@@ -91,9 +91,10 @@ def here() -> Iterator[Marked]:
 
 
 def start_worker(
-    here: Marked, router: RouterAddresses, role: str, tensor: int, log: Path
+    here: Marked, router: RouterAddresses, role: str, log: Path, *, tensor: int = 1, stages: int = 1
 ) -> Process:
-    options = (f"--role={role}", f"--tensor={tensor}", f"--cpu-threads={tensor}")
+    options = (f"--role={role}", f"--tensor={tensor}", f"--pipeline={stages}")
+    options += (f"--cpu-threads={tensor * stages}", "--device=cpu")
     small = ("--set=engine.kv_memory=16MiB", "--set=model.dtype=float32")
     small += ("--set=engine.rank_timeout=8s", "--set=engine.profile=off")
     small += ("--set=engine.compile=off", "--set=attention.backend=sdpa")  # nothing is built
@@ -125,8 +126,10 @@ def test_a_rank_that_is_lost_takes_its_worker_along_and_no_request(
     harm: Callable[[psutil.Process], None], told: str, here: Marked, tmp_path: Path
 ) -> None:
     router, address = start_router(here, tmp_path / "router")
-    prefill = start_worker(here, address, "prefill", 1, tmp_path / "prefill")
-    decode = [start_worker(here, address, "decode", 2, tmp_path / f"decode-{i}") for i in (0, 1)]
+    prefill = start_worker(here, address, "prefill", tmp_path / "prefill")
+    decode = [
+        start_worker(here, address, "decode", tmp_path / f"decode-{i}", tensor=2) for i in (0, 1)
+    ]
     until(lambda: len(servers(address)) == 3)
     expected = [generate(address, number) for number in range(4)]
     with ThreadPoolExecutor(4) as pool:
@@ -155,8 +158,8 @@ def servers(router: RouterAddresses) -> list[str]:
         return [worker.role for worker in client.server_info().workers]
 
 
-def busy(router: RouterAddresses) -> str:
-    """The first decode worker that holds KV of a request."""
+def busy(router: RouterAddresses, role: str = "decode") -> str:
+    """The first worker of that role that holds KV of a request."""
     workers = status.kv_of_router(router.internal, ACCESS).workers
-    holding = (one.worker for one in workers if one.held and one.worker.startswith("decode"))
+    holding = (one.worker for one in workers if one.held and one.worker.startswith(role))
     return next(holding, "")

@@ -3,6 +3,7 @@ which share heads, and back."""
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -195,16 +196,21 @@ def test_prompts_are_scored(pair: Engine, tmp_path: Path) -> None:
     one.close()
 
 
-def test_a_stage_that_dies_is_told_of_and_ends_the_step(pair: Engine) -> None:
+def test_a_stage_that_hangs_or_dies_ends_the_step(pair: Engine) -> None:
     """The last test of this engine."""
     lost: Future[PeerError] = Future()
     pair.watch(lost.set_result)
     assert isinstance(pair._ranks, Leader)
+    pair._ranks.own.bound(1.0)
     (one,) = start(pair, [[5] * 40], max_tokens=1)
-    pair._ranks._followers[0].process.kill()
-    with pytest.raises(PeerError):
-        pair.run(StepBatch(slices=(one.next_slice(64),)))
+    step, other = StepBatch(slices=(one.next_slice(64),)), pair._ranks._followers[0].process
+    other.send_signal(signal.SIGSTOP)
+    with pytest.raises(PeerError, match="hangs"):
+        pair.run(step)
+    other.kill()
     assert "rank 1 has ended with exit code -9" in str(lost.result(30))
+    with pytest.raises(PeerError):
+        pair.run(step)
 
 
 # --- refusals -----------------------------------------------------------------------------------
