@@ -60,7 +60,8 @@ bench: $(STAMP)  ## the benchmarks of this machine, with their limits and peers
 	$(BIN)/python -m bench.changes.drain
 	$(BIN)/python -m bench.changes.flips
 	$(BIN)/python -m bench.kvpool.host_tier
-	$(BIN)/python -m bench.engine.parallel
+	$(BIN)/python -m bench.engine.ranks.tensor
+	$(BIN)/python -m bench.engine.ranks.pipeline
 	$(BIN)/python -m bench.engine.loading
 	$(BIN)/python -m bench.kvpool.directory
 	$(BIN)/python -m bench.router.decisions

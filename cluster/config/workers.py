@@ -152,7 +152,7 @@ class WorkerPool(Section):
         device = others.data.get("device", "auto")
         if given.tensor > 1 and ":" in device:
             raise ValueError(f"tensor: 1 on device {device}: several ranks need cuda, or cpu")
-        if given.pipeline > 1 and device != "cpu":
+        if given.pipeline > 1 and device.startswith("cuda"):
             raise ValueError(f"pipeline: 1 on device {device}: stages need device cpu so far")
         return given
 

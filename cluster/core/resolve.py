@@ -97,7 +97,9 @@ def _gpu_part(pools: tuple[WorkerPool, ...], gpus: float) -> float:
 
 
 def _shares_gpus(pool: WorkerPool) -> bool:
-    return pool.device == "auto" and "GPU" not in pool.resources
+    """Stages of a pipeline run on CPUs."""
+    is_free = pool.device == "auto" and "GPU" not in pool.resources
+    return is_free and pool.parallel.pipeline == 1
 
 
 def _gpus_taken(pools: tuple[WorkerPool, ...]) -> float:

@@ -99,8 +99,8 @@ def rank_devices(device: str, grid: Grid) -> tuple[str, ...]:
         return ("cpu",) * grid.size
     if grid.stages > 1:
         raise ModelError(
-            f"parallel.pipeline {grid.stages} on {device}: stages run on CPUs only so far: set it "
-            "to 1, or use parallel.tensor"
+            f"parallel.pipeline {grid.stages} on {device}: stages run on CPUs only so far: ask for "
+            "the device cpu, or use parallel.tensor"
         )
     if device != "cuda":
         raise ModelError(

@@ -77,6 +77,10 @@ REFUSED = {
     "workers.0.parallel: expected tensor: as many ranks as resources.GPU, which is 0.5",
     "workers.0={role: prefill, cpu_threads: 3, parallel: {tensor: 2}}": "workers.0.parallel: "
     "expected tensor: a degree that divides the 3 cpu_threads",
+    "workers.0={role: prefill, device: cuda, parallel: {pipeline: 2}}": "workers.0.parallel: "
+    "expected pipeline: 1 on device cuda: stages need device cpu so far",
+    "workers.0={role: prefill, cpu_threads: 6, parallel: {tensor: 2, pipeline: 2}}": ""
+    "workers.0.parallel: expected pipeline: a degree that divides the 6 cpu_threads",
     "router.replicas=0": "router.replicas: got 0, expected greater than or equal to 1",
     "router.http_port=50051": "router: expected different ports for http_port and "
     "grpc_port: HTTP on 50051, gRPC on 50051 share 50051",
@@ -276,6 +280,15 @@ def test_the_ranks_of_a_worker_have_a_share_each() -> None:
     assert [pool.resources for pool in config.workers] == [{"CPU": 6.0}, {"CPU": 2.0}]
     plan = plan_cluster(resolve(config, SITE))
     assert [worker.settings.threads_per_rank for worker in plan.workers] == [2, 2]
+
+
+def test_the_stages_of_a_worker_have_a_share_each_and_no_gpu() -> None:
+    site = replace(SITE, gpus=8)
+    config = resolve(set_("workers.0.parallel={tensor: 2, pipeline: 2}"), site)
+    assert config.workers[0].cpu_threads == 4
+    assert config.workers[0].resources == {"CPU": 4.0}
+    plan = plan_cluster(resolve(config, site))
+    assert plan.workers[0].settings.threads_per_rank == 1
 
 
 def test_each_rank_has_a_gpu() -> None:
@@ -537,6 +550,7 @@ CHANGES = {
     "workers.0.accelerator_type": "A100",
     "workers.0.cpu_threads": 3,
     "workers.0.parallel.tensor": 2,
+    "workers.0.parallel.pipeline": 2,
     "workers.0.cpu_pinning": "off",
     "workers.0.dtype": "float32",
     "workers.0.quantization": "fp8",

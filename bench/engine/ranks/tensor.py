@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from bench.engine import telling
+from bench.engine.ranks import telling
 from bench.models import KV_OF_8B, write_random_llama
 from bench.report import Reading, Row, interleave, print_table, write_json
 from engine.core.fitting import Shape
