@@ -24,7 +24,7 @@ from engine.model.checkpoint import INDEX, Checkpoint, open_checkpoint
 from engine.model.model import Model, bare_model, fill, load_model
 from engine.model.weights import Cut, Cuts, WeightReader, before
 from engine.parallel.split import plan_cuts
-from engine.share import _heads, _kv_heads
+from engine.share import _kv_heads, _whole_shapes
 from tests.models import FAMILIES, random_checkpoint
 from tests.unit.test_parallel import KINDS, Kind
 
@@ -60,7 +60,7 @@ class OneOf:
 def cuts_of(bare: Model, rank: int, size: int) -> Cuts:
     group: Any = OneOf(rank=rank, size=size)
     checked: Group = group
-    return plan_cuts(bare.module, checked, _kv_heads(_heads(bare, 1024)))
+    return plan_cuts(bare.module, checked, _kv_heads(_whole_shapes(bare)))
 
 
 def a_checkpoint(kind: Kind, folder: Path) -> Checkpoint:

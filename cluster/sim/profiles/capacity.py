@@ -126,7 +126,7 @@ def capacity(
         batch_tpot_s=batch_tpot_s,
         decode_tokens_per_s=batch / batch_tpot_s,
         prefill_s=prefill_s,
-        prefill_tokens_per_s=context_tokens / prefill_s,
+        prefill_tokens_per_s=parallel.pipeline * context_tokens / prefill_s,
     )
 
 

@@ -90,12 +90,14 @@ def shape_of(model: str, folder: Path) -> ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareProfile:
-    """Of the `devices` that share one copy of the model. Prices, power and memory are theirs
+    """Of the `devices` that share one copy of the model, whose `stages` can work on different steps
+    of prompts. Prices, power and memory are theirs
     together; None: neither the file nor its device says."""
 
     name: str
     times: StepTimes
     devices: int
+    stages: int
     price_per_hour: float | None
     power_w: Power | None
     memory_bytes: int | None
@@ -136,6 +138,7 @@ def build_profile(profile: Profile, data: Path) -> HardwareProfile:
         name=profile.name,
         times=_times(profile, device, data),
         devices=count,
+        stages=_parallel(profile).pipeline if isinstance(profile, RooflineProfile) else 1,
         price_per_hour=price,
         power_w=power,
         memory_bytes=memory_bytes,

@@ -3,9 +3,10 @@
     step = overhead + per sequence + max(weights / bandwidth, operations / FLOP/s) of the linear
            layers + the same of attention (KV / bandwidth) + all-reduces, two per layer
 
-Tensor parallelism divides all of it but the latency of the all-reduces. Pipeline parallelism is
-charged as a full pipeline: a batch is cut into as many micro-batches as there are stages, so each
-stage reads its weights for every one of them when it decodes.
+Tensor parallelism divides all of it but the latency of the all-reduces. A step of prompts takes its
+way through all stages of a pipeline, whose first stage is soon free for the next one. Where it
+decodes, the pipeline is charged as a full one: a batch is cut into as many micro-batches as there
+are stages, so each stage reads its weights for every one of them.
 
 Which number formats a checkpoint's configuration says its weights are in. Pure.
 """
@@ -68,8 +69,10 @@ class RooflineTimes:
         fixed_s = self.efficiency.overhead_s + self.efficiency.per_sequence_s * sampled
         tokens = work.prefill_tokens + work.decode_sequences
         attention_s = sum(self._attention_s(kind, work) for kind in self.shape.attentions)
-        moved_s = self._all_reduces_s(tokens, work) + self._hops_s(tokens)
-        return fixed_s + self._linear_s(work, tokens, sampled) + attention_s + moved_s
+        layers_s = self._linear_s(work, tokens, sampled) + attention_s
+        layers_s += self._all_reduces_s(tokens, work)
+        passes = 1 if work.decode_sequences else self.parallel.pipeline
+        return fixed_s + passes * layers_s + self._hops_s(work, tokens)
 
     # --- linear layers --------------------------------------------------------------------------
 
@@ -125,12 +128,14 @@ class RooflineTimes:
             latency_s /= self.parallel.pipeline
         return _ALL_REDUCES_PER_LAYER * self.shape.layers * (latency_s + each_s)
 
-    def _hops_s(self, tokens: int) -> float:
+    def _hops_s(self, work: StepWork, tokens: int) -> float:
+        """Of a whole step of prompts from stage to stage, or of each micro-batch."""
         stages = self.parallel.pipeline
         if stages == 1:
             return 0.0
-        size_bytes = tokens / stages * self.shape.hidden * _ACTIVATION_BYTES / self.parallel.tensor
-        return stages * (self.hop.latency_s + size_bytes / self.hop.bandwidth_bytes_per_s)
+        hops, passed = (stages, tokens / stages) if work.decode_sequences else (stages - 1, tokens)
+        size_bytes = passed * self.shape.hidden * _ACTIVATION_BYTES / self.parallel.tensor
+        return hops * (self.hop.latency_s + size_bytes / self.hop.bandwidth_bytes_per_s)
 
 
 def roofline_times(
