@@ -1,8 +1,9 @@
 """One prompt that a prefill worker computes and hands over. Pure.
 
 prompt ids, and those emitted by earlier attempts
-[0 ...... computed)  KV is in the blocks; first what was found, then what was run
-[computed, length)   to be run, in chunks
+[0 ...... computed)   KV is in the blocks; first what was found, then what was run
+[computed, launched)  chunks in steps on the device
+[launched, length)    to be launched, in chunks
 """
 
 from __future__ import annotations
@@ -23,8 +24,21 @@ from kvpool.core.layout.block_names import ChainNames, HashChain
 from kvpool.core.layout.hashes import NO_NAMES, BlockHashes, FullNames, tenant_name
 from kvpool.core.layout.layout import Tables
 from kvrelay.messages import Lifetime, LifetimeMoment, Prefill, Tokens
-from kvrelay.types import FinishReason, PrefixOrigin, RequestKey, Sampling
+from kvrelay.types import FinishReason, PrefixOrigin, RequestKey, Sampling, value
 from prefill_worker.sender import Sender
+
+
+@value
+class Chunk:
+    """Tokens `[start, end)` of a prompt, in one step."""
+
+    job: PrefillJob
+    start: int
+    end: int
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -43,6 +57,7 @@ class PrefillJob:
     cached: int = 0
     origin: PrefixOrigin = PrefixOrigin.COMPUTED
     computed: int = 0
+    launched: int = 0
     started: bool = False
     first: tuple[int, ...] = ()
     finished: tuple[int, ...] = ()
@@ -78,11 +93,13 @@ class PrefillJob:
 
     @property
     def remaining(self) -> int:
+        """Tokens that no step has computed yet."""
         return self.prompt_tokens - self.computed
 
-    def end(self, take: int) -> int:
-        """Up to here it is computed when a step has run `take` more tokens."""
-        return self.computed + take
+    @property
+    def unlaunched(self) -> int:
+        """Tokens that are in no step yet."""
+        return self.prompt_tokens - self.launched
 
     @property
     def seen_from(self) -> int:
@@ -105,6 +122,12 @@ class PrefillJob:
     def filled(self) -> ChainNames:
         """The names of the blocks that are full."""
         return self.names.full(self.computed)
+
+    def fills_next_of(self, other: PrefillJob) -> bool:
+        """The next block that its steps on the device fill is one that `other` begins with."""
+        depth, filling, wanted = len(self.filled), self.names.full(self.launched), other.reusable
+        is_in_both = depth < min(len(filling), len(wanted))
+        return is_in_both and filling.at(depth) == wanted.at(depth)
 
     @property
     def has_unstored(self) -> bool:
@@ -132,11 +155,17 @@ class PrefillJob:
 
     def opened(self, tokens: int, origin: PrefixOrigin) -> None:
         """The KV of its first `tokens` tokens is there."""
-        self.cached = self.computed = tokens
+        self.cached = self.computed = self.launched = tokens
         self.origin = origin
 
-    def ran(self, take: int) -> None:
-        self.computed += take
+    def launch(self, tokens: int) -> Chunk:
+        """Its next ones go into a step."""
+        start, self.launched = self.launched, self.launched + tokens
+        return Chunk(job=self, start=start, end=self.launched)
+
+    def ran(self, chunk: Chunk) -> None:
+        assert chunk.start == self.computed, "chunks end in the order of their launches"
+        self.computed = chunk.end
 
     def started_event(self, now_s: float) -> Lifetime:
         return Lifetime(
@@ -147,18 +176,17 @@ class PrefillJob:
             source=self.origin,
         )
 
-    def slice(self, take: int, tables: Tables) -> SequenceSlice:
-        """The next `take` tokens; with the last ones, a token of each choice is drawn."""
-        start = self.computed
+    def slice(self, chunk: Chunk, tables: Tables) -> SequenceSlice:
+        """With its last tokens, a token of each choice is drawn."""
         return SequenceSlice(
             key=self.key,
             choice=0,
-            token_ids=self.prompt[start : start + take],
-            start=start,
+            token_ids=self.prompt[chunk.start : chunk.end],
+            start=chunk.start,
             tables=tables,
-            samples=self._samples() if take == self.remaining else (),
+            samples=self._samples() if chunk.end == self.prompt_tokens else (),
             prompt_tokens=self.prompt_tokens,
-            scoring=scoring_of(self.message.spec, start, start + take),
+            scoring=scoring_of(self.message.spec, chunk.start, chunk.end),
         )
 
     def _samples(self) -> tuple[SampleRequest, ...]:

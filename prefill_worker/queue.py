@@ -7,11 +7,15 @@ chunk; in layer groups with a window it takes those of one chunk. When another p
 half-computed one, the half-computed one keeps its blocks, and the other takes all of its own at
 once, window or not. So at most one prompt asks for more blocks, and all others can end without
 more. When the first prompt in order lacks blocks, no prompt after it takes any: blocks will come
-free for it. A prompt that may have killed a worker has its steps for itself.
+free for it. A prompt that may have killed a worker has its steps for itself, and the device too.
+
+A step may be launched behind one that is on the device. A prompt that would find more of its prefix
+cached a moment later, when the step on the device has ended, is not begun behind that step.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -23,18 +27,27 @@ from kvpool.core.layout.layout import Tables
 from kvpool.core.transfer.commands import PeerLost, SendPeer
 from kvrelay.errors import FailureReason
 from kvrelay.messages import Released, RequestFailed
-from kvrelay.types import PrefixOrigin, RequestKey
-from prefill_worker.job import PrefillJob
+from kvrelay.types import PrefixOrigin, RequestKey, value
+from prefill_worker.job import Chunk, PrefillJob
+
+
+@value
+class PromptStep:
+    """The `number`-th step of prompts on the device."""
+
+    number: int
+    chunks: tuple[Chunk, ...]
 
 
 @dataclass(slots=True)
 class PromptQueue:
     order: Order[PrefillJob] = field(default_factory=Order)
     awaiting_prefill: dict[RequestKey, PrefillJob] = field(default_factory=dict)
-    on_device: tuple[tuple[PrefillJob, int], ...] = ()  # job, its tokens in the step
+    on_device: deque[PromptStep] = field(default_factory=deque)  # the first one runs
     _opened: dict[RequestKey, PrefillJob] = field(default_factory=dict)  # of those that wait
     _growing: PrefillJob | None = None
     """It has not asked for all its blocks yet."""
+    _steps: int = 0  # launched so far
 
     def __len__(self) -> int:
         return len(self.awaiting_prefill)
@@ -57,22 +70,39 @@ class PromptQueue:
 
     # --- choosing -------------------------------------------------------------------------------
 
-    def pack(
-        self, lookup: PrefixLookup, *, budget_tokens: int, now_s: float
-    ) -> tuple[tuple[PrefillJob, int], ...]:
+    def pack(self, lookup: PrefixLookup, *, budget_tokens: int, now_s: float) -> PromptStep | None:
         """The next step: chunks of the first prompts that have blocks and wait for no prefix."""
-        assert not self.on_device, "a step is on the device"
         step = _Step(lookup=lookup, now_s=now_s, budget_tokens=budget_tokens)
-        for job in self.order.order(now_s):
+        if not any(chunk.job.is_alone for chunk in self._chunks()):
+            self._choose(step)
+        if not step.chosen:
+            return None
+        launched = PromptStep(number=self._steps, chunks=tuple(step.chosen.values()))
+        self._steps += 1
+        self.on_device.append(launched)
+        return launched
+
+    def _choose(self, step: _Step) -> None:
+        for job in self.order.order(step.now_s):
             if not step.budget_tokens:
-                break
-            if step.chosen and job.is_alone:
+                return
+            if not job.unlaunched or (step.chosen and job.is_alone):
+                continue
+            if job.is_alone and self.on_device:
+                return  # the device will be free for it
+            if self._will_be_cached(job, step.lookup.tables):
                 continue
             if not self._try_choose(job, step):
                 self._choose_opened(step)
-                break
-        self.on_device = tuple(step.chosen.items())
-        return self.on_device
+                return
+
+    def _will_be_cached(self, job: PrefillJob, tables: BlockTables) -> bool:
+        """Not begun yet, it will find one more block in the cache when a step on the device has
+        ended. Only prompts that were begun before can hold it up: it loses no turn to later
+        ones."""
+        if not self.on_device or not tables.caching or job.holder in tables:
+            return False
+        return any(chunk.job.fills_next_of(job) for chunk in self._chunks())
 
     def _try_choose(self, job: PrefillJob, step: _Step) -> bool:
         """False when it lacks blocks."""
@@ -88,27 +118,38 @@ class PromptQueue:
     def _choose_opened(self, step: _Step) -> None:
         """Only prompts that hold their blocks go on."""
         for job in self._opened.values():
-            stays_out = job in step.chosen or (step.chosen and job.is_alone)
-            if step.budget_tokens and not stays_out:
+            shares = not job.is_alone or not (step.chosen or self.on_device)
+            if step.budget_tokens and job.unlaunched and shares and job not in step.chosen:
                 step.try_go_on(job)
 
     # --- afterwards -----------------------------------------------------------------------------
 
-    def take_ran(self, seconds: float, now_s: float) -> tuple[tuple[PrefillJob, int], ...]:
-        """A step is over, which took `seconds`."""
-        ran, self.on_device = self.on_device, ()
-        for job, take in ran:
-            job.ran(take)
-        self.order.ran(ran, seconds, now_s)
-        return ran
+    def take_ran(self, seconds: float, now_s: float) -> tuple[Chunk, ...]:
+        """The step that was launched first is over; it took `seconds`."""
+        chunks = self.on_device.popleft().chunks
+        for chunk in chunks:
+            chunk.job.ran(chunk)
+        self.order.ran([(chunk.job, chunk.tokens) for chunk in chunks], seconds, now_s)
+        return chunks
+
+    def chunks_of(self, number: int) -> tuple[Chunk, ...]:
+        """Of the step of that number; empty when it has ended."""
+        return next((step.chunks for step in self.on_device if step.number == number), ())
+
+    def _chunks(self) -> Iterator[Chunk]:
+        return (chunk for step in self.on_device for chunk in step.chunks)
 
     def runs(self, job: PrefillJob) -> bool:
-        return any(job is running for running, _ in self.on_device)
+        return any(job is chunk.job for chunk in self._chunks())
 
     def validate(self) -> None:
-        """Each waiting prompt has something left to compute, and is in the order once."""
-        waiting = self.awaiting_prefill
+        """Each waiting prompt has something left to compute, and is in the order once. What is
+        launched of it and not computed is on the device."""
+        waiting, launched = self.awaiting_prefill, Counter[PrefillJob]()
+        for chunk in self._chunks():
+            launched[chunk.job] += chunk.tokens
         assert all(job.remaining > 0 for job in waiting.values())
+        assert all(job.launched - job.computed == launched[job] for job in waiting.values())
         assert waiting.keys() >= self._opened.keys()
         self.order.validate(waiting.values())
 
@@ -122,7 +163,7 @@ class _Step:
     now_s: float
     budget_tokens: int
     scored_tokens: int = MOST_SCORED_TOKENS
-    chosen: dict[PrefillJob, int] = field(default_factory=dict)  # its tokens in the step
+    chosen: dict[PrefillJob, Chunk] = field(default_factory=dict)
 
     def try_open(self, job: PrefillJob, *, whole: bool) -> bool:
         """Blocks for its next chunk, or the `whole` of it; what was cached counts as computed."""
@@ -146,7 +187,7 @@ class _Step:
         """Takes its next chunk, unless its prefix is on its way; False when it lacks blocks."""
         tables = self.lookup.tables
         length = job.prompt_tokens
-        end = min(length, job.computed + self.budget_tokens)
+        end = min(length, job.launched + self.budget_tokens)
         if not tables.try_grow(job.holder, length, window_tokens=end, now_s=self.now_s):
             return False
         if not self.lookup.is_fetching(job.holder):
@@ -154,13 +195,13 @@ class _Step:
         return True
 
     def _take(self, job: PrefillJob) -> None:
-        take = min(self.budget_tokens, job.remaining)
+        take = min(self.budget_tokens, job.unlaunched)
         if job.is_scored:
             take = min(take, self.scored_tokens)
             self.scored_tokens -= take
         if take:
             self.budget_tokens = 0 if job.is_alone else self.budget_tokens - take
-            self.chosen[job] = take
+            self.chosen[job] = job.launch(take)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from engine.core.prompt_order import Order
 from engine.core.step import (
     Command,
     Emit,
+    OverlapStepWanted,
     RunStep,
     StepBatch,
     StepDone,
@@ -44,8 +45,8 @@ from kvpool.core.transfer.pool_map import KvFacts
 from kvrelay.errors import FailureReason
 from kvrelay.messages import Abort, Lifetime, LifetimeMoment, Prefill, Reserved, WorkerEvent
 from kvrelay.types import Incarnation, RequestKey
-from prefill_worker.job import PrefillJob
-from prefill_worker.queue import PrefillJobs, PromptQueue
+from prefill_worker.job import Chunk, PrefillJob
+from prefill_worker.queue import PrefillJobs, PromptQueue, PromptStep
 from prefill_worker.sender import Sender
 
 MOST_RENEWED = 400
@@ -76,8 +77,8 @@ class Handoffs:
                 return self._from_peer(event, now_s)
             case SlabWritten():
                 return self._written(event, now_s)
-            case LayersWritten(layer=layer):
-                return self._layers_written(layer)
+            case LayersWritten():
+                return self._layers_written(event)
             case BlocksDigested():
                 return self._digested(event)
             case OfferConfirmed():
@@ -146,13 +147,15 @@ class Handoffs:
 
     # --- moving ---------------------------------------------------------------------------------
 
-    def _layers_written(self, layer: int) -> list[Command]:
-        running = ((job, take) for job, take in self.jobs.queue.on_device if job.cancelled is None)
-        return [
-            move
-            for job, take in running
-            for move in job.sender.layers_written(job.end(take), layer, self.jobs.tables(job))
-        ]
+    def _layers_written(self, event: LayersWritten) -> list[Command]:
+        """A step that has ended needs no marks any more."""
+        commands: list[Command] = []
+        for chunk in self.jobs.queue.chunks_of(event.step):
+            job = chunk.job
+            if job.cancelled is None:
+                tables = self.jobs.tables(job)
+                commands += job.sender.layers_written(chunk.end, event.layer, tables)
+        return commands
 
     def _written(self, event: SlabWritten, now_s: float) -> list[Command]:
         job = self.jobs[event.key]
@@ -218,7 +221,9 @@ class Handoffs:
         return [*job.sender.stored(tokens)] if more else []
 
 
-PrefillEvent = Prefill | Abort | StepWanted | StepDone | Restored | OutgoingEvent
+PrefillEvent = (
+    Prefill | Abort | StepWanted | OverlapStepWanted | StepDone | Restored | OutgoingEvent
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -254,7 +259,7 @@ class PrefillScheduler:
         match event:
             case Prefill():
                 return self._accept(event, now_s)
-            case StepWanted():
+            case StepWanted() | OverlapStepWanted():
                 return self._next_step(now_s)
             case StepDone():
                 return self._step_done(event, now_s)
@@ -285,15 +290,19 @@ class PrefillScheduler:
         return [received] if sender.peer else [received, sender.renew((key,))]  # connects
 
     def _next_step(self, now_s: float) -> list[Command]:
-        chosen = self.queue.pack(self.lookup, budget_tokens=self.chunk_tokens, now_s=now_s)
-        if not chosen:
+        step = self.queue.pack(self.lookup, budget_tokens=self.chunk_tokens, now_s=now_s)
+        if step is None:
             return []
-        fresh = [job for job, _ in chosen if not job.started]
-        ahead = [*self._announce_cached(fresh), *self._announce(chosen)]
-        slices = tuple(job.slice(take, self.tables.tables(job.holder)) for job, take in chosen)
-        marks = {m for job, take in chosen for m in job.sender.layer_marks(job.end(take))}
-        step = RunStep(batch=StepBatch(slices=slices), layer_marks=frozenset(marks))
-        return [*self._started(fresh, now_s), *ahead, step]
+        fresh = [chunk.job for chunk in step.chunks if not chunk.job.started]
+        ahead = [*self._announce_cached(fresh), *self._announce(step.chunks)]
+        return [*self._started(fresh, now_s), *ahead, self._run(step)]
+
+    def _run(self, step: PromptStep) -> RunStep:
+        chunks, tables = step.chunks, self.tables.tables
+        slices = tuple(chunk.job.slice(chunk, tables(chunk.job.holder)) for chunk in chunks)
+        marks = (chunk.job.sender.layer_marks(chunk.start, chunk.end) for chunk in chunks)
+        layer_marks = frozenset[int]().union(*marks)
+        return RunStep(batch=StepBatch(slices=slices), layer_marks=layer_marks, number=step.number)
 
     def _restored(self, event: Restored, now_s: float) -> list[Command]:
         """Its prefix has come, or as much of it as there was."""
@@ -302,18 +311,18 @@ class PrefillScheduler:
         self.tables.trim(job.holder, job.seen_from)
         return [] if job.cancelled is None else self.jobs.cancel(job.key, job.cancelled, now_s)
 
-    def _announce(self, chosen: Iterable[tuple[PrefillJob, int]]) -> Iterator[Command]:
+    def _announce(self, chunks: Iterable[Chunk]) -> Iterator[Command]:
         """The tokens that are about to be computed."""
-        for job, take in chosen:
-            tables = self.tables.tables(job.holder)
-            yield from job.sender.plan(job.computed, job.end(take), tables)
+        for chunk in chunks:
+            tables = self.tables.tables(chunk.job.holder)
+            yield from chunk.job.sender.plan(chunk.start, chunk.end, tables)
 
     def _announce_cached(self, fresh: list[PrefillJob]) -> Iterator[Command]:
         """KV that was found here is handed over too, and at once."""
         for job in fresh:
             tables = self.tables.tables(job.holder)
-            yield from job.sender.plan(0, job.computed, tables)
-            yield from job.sender.computed(job.computed, tables)
+            yield from job.sender.plan(0, job.cached, tables)
+            yield from job.sender.computed(job.cached, tables)
 
     def _started(self, fresh: list[PrefillJob], now_s: float) -> list[Command]:
         for job in fresh:
@@ -322,21 +331,22 @@ class PrefillScheduler:
 
     def _step_done(self, done: StepDone, now_s: float) -> list[Command]:
         ran = self.queue.take_ran(done.seconds, now_s)
-        self.lookup.note_prefill(sum(take for _, take in ran), done.seconds)
+        self.lookup.note_prefill(sum(chunk.tokens for chunk in ran), done.seconds)
         events: list[WorkerEvent] = []
-        for i, ((job, take), sampled) in enumerate(zip(ran, done.outcome.sampled, strict=True)):
+        for i, (chunk, sampled) in enumerate(zip(ran, done.outcome.sampled, strict=True)):
+            job, take = chunk.job, chunk.tokens
             self.prompt_tokens += take
-            chunk = LifetimeMoment.PREFILL_CHUNK
-            events.append(Lifetime(key=job.key, at_s=now_s, name=chunk, tokens=take))
+            moment = LifetimeMoment.PREFILL_CHUNK
+            events.append(Lifetime(key=job.key, at_s=now_s, name=moment, tokens=take))
             if (entries := done.outcome.prompt_logprobs.get(i)) is not None:
-                events.append(scored_event(job.message.spec, job.computed, take, entries, now_s))
+                events.append(scored_event(job.message.spec, chunk.end, take, entries, now_s))
             self.tables.fill(job.holder, job.filled)
             self.tables.trim(job.holder, job.seen_from)
             if sampled and job.cancelled is None and i not in done.outcome.failed:
                 events += job.take_first(sampled, now_s)
                 self.queue.remove(job)
         after: list[Command] = []
-        for i, (job, _) in enumerate(ran):
+        for i, job in enumerate(chunk.job for chunk in ran):
             if i in done.outcome.failed and job.cancelled is None:
                 message = done.outcome.failed[i]
                 after += self.jobs.fail(job, FailureReason.GRAMMAR, message, now_s)

@@ -71,8 +71,8 @@ class Sender:
     _readable: set[int] = field(default_factory=set)
     _done: set[int] = field(default_factory=set)
     _computed: int = 0
-    _running: tuple[int, int] = (0, -1)
-    """The step on the device computes tokens up to here, and has written layers up to this one."""
+    _written: dict[int, int] = field(default_factory=dict)
+    """# end of the tokens that a step on the device computes |-> the last layer it has written"""
 
     @property
     def has_target(self) -> bool:
@@ -147,18 +147,18 @@ class Sender:
     def computed(self, end: int, tables: Tables) -> SendCommands:
         """The KV of tokens `[0, end)` is in the blocks of `tables`."""
         self._computed = end
+        self._written.pop(end, None)
         self.moved = True
         return self._moves(tables)
 
-    def layer_marks(self, end: int) -> set[int]:
-        """Layers after which pieces of the step that computes up to `end` can leave early."""
+    def layer_marks(self, start: int, end: int) -> set[int]:
+        """Layers after which pieces of the step that computes `[start, end)` can leave early."""
         final = max(layer for group in self.layout.groups for layer in group.layers)
-        computed = self._computed
-        return {p.last_layer for p in self._pieces if computed < p.end <= end} - {final}
+        return {p.last_layer for p in self._pieces if start < p.end <= end} - {final}
 
     def layers_written(self, end: int, layer: int, tables: Tables) -> SendCommands:
-        """The step on the device, up to token `end`, has written all layers up to this one."""
-        self._running = (end, layer)
+        """A step on the device, up to token `end`, has written all layers up to this one."""
+        self._written[end] = layer
         return self._moves(tables)
 
     # --- what the decode worker says ------------------------------------------------------------
@@ -193,8 +193,9 @@ class Sender:
 
     def _is_computed(self, number: int) -> bool:
         piece = self._pieces[number]
-        end, layer = self._running
-        return piece.end <= self._computed or (piece.end <= end and piece.last_layer <= layer)
+        return piece.end <= self._computed or any(
+            piece.end <= end and piece.last_layer <= layer for end, layer in self._written.items()
+        )
 
     def _write(self, number: int, tables: Tables) -> WriteSlab:
         self._writing.add(number)

@@ -95,8 +95,8 @@ class EngineSection(Section):
     fewer at the next start; on CUDA it merges linear layers that have the same input. off: the
     model runs unchanged, as in transformers."""
     launch_ahead: AutoOnOff = "auto"
-    """on: launch a decode step before the tokens of the previous step are known; auto: on for CUDA.
-    Always off with several ranks."""
+    """on: launch a decode step before the tokens of the previous step are known, and a chunk of
+    prompts behind the one that runs; auto: on for CUDA. Always off with several ranks."""
     cuda_graphs: AutoOrOff = "auto"
     """auto: on CUDA a worker records decode steps of some batch sizes when it starts; off: steps
     are launched kernel by kernel."""

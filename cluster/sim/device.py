@@ -1,5 +1,8 @@
 """What runs a worker's steps in the simulator: they take as long as its hardware profile says.
 
+A device of several stages holds two steps at once: the first stage may run the second step while
+the later ones still run the first.
+
 How long decode steps in a row take, and how many fit. Pure.
 
 Each step adds a token to each context. Step times that are quadratic in the context, as fitted
@@ -9,8 +12,10 @@ ones are, are summed from three of them, exact but for half a token of context.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from cluster.core.worker.events import CoreEvent
 from cluster.sim.machines.clock import Clock
@@ -63,9 +68,31 @@ def noisy_ends(
     return tuple(ends)
 
 
+def stage_times(
+    seconds: float, stages: int, now_s: float, before: Sequence[float]
+) -> tuple[list[float], list[float]]:
+    """When a step of `seconds`, launched now, begins and ends in each stage. A stage takes an equal
+    share of it, and one step at a time, in order: the step `before` has left them then (empty:
+    there is none)."""
+    begins, ends, at_s = list[float](), list[float](), now_s
+    for stage in range(stages):
+        begins.append(max(at_s, before[stage]) if before else at_s)
+        at_s = begins[-1] + seconds / stages
+        ends.append(at_s)
+    return begins, ends
+
+
+def written_s(begins: Sequence[float], seconds: float, share: float) -> float:
+    """When this share of the layers is written in a step whose stages begin then."""
+    stage = ceil(share * len(begins)) - 1
+    return begins[stage] + seconds * (share - stage / len(begins))
+
+
 @dataclass(slots=True)
 class _Running:
-    """`work` is that of the first of `steps` in a row. `ends_s`: of each, with noise."""
+    """`work` is that of the first of `steps` in a row. It could begin at `began_s`, when it was
+    launched and the step before it had ended, and takes `seconds` since then. `ends_s`: of each of
+    its steps, with noise. `leaves_s`: when it leaves each stage."""
 
     step: RunStep
     work: StepWork
@@ -73,10 +100,12 @@ class _Running:
     began_s: float
     seconds: float
     ends_s: tuple[float, ...] = ()
+    leaves_s: Sequence[float] = ()
 
 
 class SimDevice:
-    """Implements cluster.worker.loop.StepDevice; `post` gets the outcomes."""
+    """Implements cluster.worker.loop.StepDevice; `post` gets the outcomes. A pipeline has several
+    `stages`. A second step of prompts may be launched while the first one runs."""
 
     def __init__(
         self,
@@ -86,6 +115,7 @@ class SimDevice:
         layers: int,
         post: Callable[[Sequence[CoreEvent]], None],
         noise: StepNoise | None = None,
+        stages: int = 1,
     ) -> None:
         self._clock = clock
         self._times = times
@@ -93,26 +123,32 @@ class SimDevice:
         self._answers = answers
         self._layers = layers
         self._post = post
-        self._running: _Running | None = None
+        self._stages = stages
+        self._launched: deque[_Running] = deque()  # the first one runs
         self.steps_running = 0  # in a row
         self.prefill_busy_s = 0.0
         self.decode_busy_s = 0.0
 
     def submit(self, step: RunStep) -> None:
-        assert self._running is None, "one step at a time"
+        assert len(self._launched) < 2, "two steps at a time"
         work = _work_of(step.batch)
         steps = min(step.steps, *map(self._answers.steps_left, step.batch.slices))
+        before = self._launched[0].leaves_s if self._launched else ()
+        now_s = self._clock.now_s
+        began_s = max(now_s, before[-1]) if before else now_s
         ends_s: tuple[float, ...] = ()
-        began_s = self._clock.now_s
         if self._noise is not None:
             ends_s = noisy_ends(self._times, self._noise, work, steps, began_s)
-        seconds = ends_s[-1] if ends_s else self._seconds(work, steps)
-        self._running = _Running(step, work, steps, began_s, seconds, ends_s)
-        self.steps_running = steps
+        alone_s = ends_s[-1] if ends_s else self._seconds(work, steps)
+        begins, leaves = stage_times(alone_s, self._stages, now_s, before)
+        seconds = leaves[-1] - began_s if self._stages > 1 else alone_s  # to the last bit
+        running = _Running(step, work, steps, began_s, seconds, ends_s, leaves)
+        self._launched.append(running)
+        self.steps_running = self._launched[0].steps
         for layer in sorted(step.layer_marks):
-            share = (layer + 1) / self._layers
-            self._clock.after(seconds * share, self._post, (LayersWritten(layer),))
-        self._clock.after(seconds, self._end, self._running)
+            at_s = written_s(begins, alone_s, (layer + 1) / self._layers)
+            self._clock.at(at_s, self._post, (LayersWritten(layer, step.number),))
+        self._clock.at(leaves[-1], self._end, running)
 
     def _seconds(self, work: StepWork, steps: int) -> float:
         if steps == 1:
@@ -121,8 +157,7 @@ class SimDevice:
 
     def cut(self) -> None:
         """The step that runs just now is the last one of its run."""
-        running = self._running
-        assert running is not None
+        (running,) = self._launched
         steps = self._begun(running, self._clock.now_s - running.began_s)
         if steps == running.steps:
             return
@@ -131,7 +166,7 @@ class SimDevice:
         if self._noise is not None:
             self._noise.cut(steps)
         shorter = _Running(running.step, running.work, steps, running.began_s, seconds, ends_s)
-        self._running = shorter
+        self._launched[0] = shorter
         self.steps_running = steps
         self._clock.at(max(self._clock.now_s, running.began_s + seconds), self._end, shorter)
 
@@ -142,10 +177,10 @@ class SimDevice:
         return steps_begun(self._times, sequences, kv, running.steps, elapsed_s)
 
     def _end(self, running: _Running) -> None:
-        if running is not self._running:
+        if not self._launched or running is not self._launched[0]:
             return  # it was cut
-        self._running = None
-        self.steps_running = 0
+        self._launched.popleft()
+        self.steps_running = self._launched[0].steps if self._launched else 0
         if running.work.prefill_tokens:
             self.prefill_busy_s += running.seconds
         else:

@@ -40,7 +40,8 @@ _OF_PEERS = frozenset((FromPeer, LinkMeasured, PeerLost))
 class Hardware:
     """What a simulated worker runs on. Its steps take `times`, times what `noise` makes for it
     (None: exactly), and it tells of `told`. A turn of its loop takes `turn_s`, and a job of a
-    transfer thread `job_s` beside its bytes (None: no time)."""
+    transfer thread `job_s` beside its bytes (None: no time). With `prefill_ahead` a step of prompts
+    is launched behind the one that runs; a pipeline has several `stages`."""
 
     times: StepTimes
     told: StepCoefficients
@@ -51,6 +52,8 @@ class Hardware:
     noise: Callable[[], StepNoise] | None = None
     turn_s: float | None = None
     job_s: float | None = None
+    prefill_ahead: bool = False
+    stages: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +89,7 @@ class SimWorker:
             _layers(hardware.layout),
             self.hear,
             None if hardware.noise is None else hardware.noise(),
+            hardware.stages,
         )
         staging = plan_staging(
             hardware.layout,
@@ -205,6 +209,7 @@ class SimWorker:
             {SlabId(i): f"{self.incarnation}-{i}" for i in range(staging.slabs)},
             max_model_len=self.hardware.max_model_len,
             most_steps=self.hardware.most_steps,
+            prefill_ahead=self.hardware.prefill_ahead,
         )
 
     def _node_links(self, around: Surroundings) -> SimNodeLinks:

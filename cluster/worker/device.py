@@ -90,7 +90,8 @@ class WorkerDevice:
     def _marks(self, step: RunStep) -> LayerMarks | None:
         if not step.layer_marks:
             return None
-        return LayerMarks(step.layer_marks, lambda layer: self._post(LayersWritten(layer)))
+        number = step.number
+        return LayerMarks(step.layer_marks, lambda layer: self._post(LayersWritten(layer, number)))
 
     def _run(self) -> None:
         if self._cpu_threads is not None:
@@ -110,7 +111,8 @@ class WorkerDevice:
 
 
 class AheadDevice(WorkerDevice):
-    """Launches a step while the one before it runs; a second thread waits for the tokens."""
+    """Launches a step while the one before it runs; a second thread waits for the tokens. It may
+    compute, too, and has as many of torch's threads as the first one."""
 
     def __init__(
         self,
@@ -145,6 +147,8 @@ class AheadDevice(WorkerDevice):
 
     def _wait(self) -> None:
         """A step's time begins when it could begin: at its launch, or when the one before ended."""
+        if self._cpu_threads is not None:
+            use_threads(self._cpu_threads)
         ended_s = 0.0
         try:
             while (launched := self._flights.get()) is not None:

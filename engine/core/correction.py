@@ -80,7 +80,10 @@ class Correction:
 @dataclass(slots=True)
 class StepPace:
     """Compares each step with `times`, and implements StepTimes with the correction so far. A step
-    begins when the device is free for it, so work between two steps belongs to the second."""
+    begins when the device is free for it, so work between two steps belongs to the second. Of two
+    on the device the second begins when the first has ended. So a pipeline that is full learns the
+    gap between two ends, which is what a prompt in the queue waits for; it learns the whole time of
+    a step that ran alone."""
 
     times: StepTimes
     prefill: Correction = field(default_factory=Correction)

@@ -132,8 +132,8 @@ class StepWanted:
 
 @value
 class OverlapStepWanted:
-    """A step of the scheduler is on the device. Can the next one be launched before its
-    tokens are known?"""
+    """A step of the scheduler is on the device. Can the next one be launched before it has
+    ended?"""
 
 
 @value
@@ -155,15 +155,17 @@ class Tick:
 class RunStep:
     """Make the copies, then run the batch; its outcome comes back as StepDone.
 
-    LayersWritten comes for each layer of `layer_marks` once its KV is written. With `steps` above 1
-    every slice is one token of one choice, and its tables have room for all steps. The batch may be
-    run that often, each time with the tokens just drawn, up to the step that ends a sequence.
+    LayersWritten, with this step's `number`, comes for each layer of `layer_marks` once its KV is
+    written; a step without marks needs no number. With `steps` above 1 every slice is one token of
+    one choice, and its tables have room for all steps. The batch may be run that often, each time
+    with the tokens just drawn, up to the step that ends a sequence.
     """
 
     batch: StepBatch
     steps: int = 1
     copies: tuple[CopyPairs, ...] = ()
     layer_marks: frozenset[int] = frozenset()
+    number: int = 0
 
 
 @value

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -64,8 +65,10 @@ class LayerWatch:
     `close` ends it."""
 
     def __init__(self) -> None:
-        self._events: queue.Queue[tuple[torch.cuda.Event, Callable[[], None]] | None]
-        self._events = queue.Queue()
+        self._events: queue.SimpleQueue[tuple[torch.cuda.Event, Callable[[], None]] | None]
+        self._events = queue.SimpleQueue()
+        self._unreported: deque[torch.cuda.Event] = deque()
+        self._reported = threading.Condition()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -77,12 +80,17 @@ class LayerWatch:
         return LayerMarks(marks.layers, lambda layer: self._record(marks, layer))
 
     def drain(self) -> None:
-        """Returns when all launched marks are reported. Raises an error that a `tell` has raised
-        since."""
-        self._events.join()
+        """Returns when all marks that the GPU has reached are reported: those of a step that has
+        ended, and not those of the step launched behind it. Raises an error that a `tell` has
+        raised since."""
+        with self._reported:
+            self._reported.wait_for(self._is_up_to_date)
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def _is_up_to_date(self) -> bool:
+        return not self._unreported or not self._unreported[0].query()
 
     def close(self) -> None:
         """Returns when the thread has ended."""
@@ -94,6 +102,7 @@ class LayerWatch:
     def _record(self, marks: LayerMarks, layer: int) -> None:
         event = torch.cuda.Event(blocking=True)
         event.record()
+        self._unreported.append(event)
         self._events.put((event, lambda: marks.tell(layer)))
 
     def _run(self) -> None:
@@ -105,5 +114,6 @@ class LayerWatch:
             except Exception as error:
                 self._error = self._error or error
             finally:
-                self._events.task_done()
-        self._events.task_done()
+                with self._reported:
+                    self._unreported.popleft()
+                    self._reported.notify_all()

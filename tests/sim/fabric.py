@@ -12,7 +12,7 @@ from kvrelay.messages import Abort, BlockChanges, Counters, Prefill, ToWorker, W
 from kvrelay.types import RequestSpec, Role
 from tests.sim.model import LAYOUT, SLAB_BYTES
 from tests.sim.peers import PeerNet
-from tests.sim.worker import Shape, Worker
+from tests.sim.worker import CHUNK_TOKENS, Shape, Worker
 
 
 class Driven:
@@ -34,7 +34,8 @@ class Driven:
 
 class Fabric(PeerNet):
     """`decode_block` is the decode worker's block size, where it isn't the layout's; `direct` lets
-    pieces be read directly, one in two."""
+    pieces be read directly, one in two. The prefill worker has `stages`, and launches chunks of
+    prompts ahead or not."""
 
     def __init__(
         self,
@@ -48,6 +49,9 @@ class Fabric(PeerNet):
         decode_block: int | None = None,
         direct: bool = False,
         mode: HandoffMode = HandoffMode.PUSH,
+        prefill_ahead: bool = False,
+        stages: int = 1,
+        chunk_tokens: int = CHUNK_TOKENS,
     ) -> None:
         super().__init__(seed, measures=direct)
         self.stream = Driven()
@@ -58,11 +62,16 @@ class Fabric(PeerNet):
             slab_bytes=slab_bytes,
             layout=layout,
             mode=mode,
+            prefill_ahead=prefill_ahead,
+            stages=stages,
+            chunk_tokens=chunk_tokens,
         )
         theirs = replace(
             ours,
             role=Role.DECODE,
             blocks=decode_blocks,
+            prefill_ahead=False,
+            stages=1,
             layout=replace(layout, block_size=decode_block or layout.block_size),
         )
         self.p, self.d = self.add_worker("p", 0, ours), self.add_worker("d", 0, theirs)

@@ -111,6 +111,7 @@ class Fleet:
             max_model_len=LONGEST + LONGEST_ANSWER,
             host=self.hosts[number % len(self.hosts)].name if self.hosts else "",
             launches_ahead=rng.random() < 0.6,
+            prefill_ahead=Random(f"chunks {self.seed} {number}").random() < 0.5,
             qos=self._qos,
         )
 
@@ -176,6 +177,7 @@ class Fleet:
         for worker in self.cluster.workers.values():
             lookup = worker.core.lookup
             found["steps launched ahead"] += worker.device.overlapped_steps
+            found["chunks launched ahead"] += worker.device.prompts_ahead
             found["preemptions"] += worker.decode.batch.running_set.preemptions
             found["copies that stalled"] += worker.mover.hung
             if lookup.peers is not None:

@@ -219,20 +219,30 @@ class Memory:
 
     # --- steps ----------------------------------------------------------------------------------
 
-    def begin(self, slices: tuple[SequenceSlice, ...]) -> Running:
-        """Reads what the step's tokens depend on."""
+    def begin(self, slices: tuple[SequenceSlice, ...], last: int) -> Running:
+        """Reads what the step's tokens depend on. The step before may still write layers behind
+        the `last` one."""
+        rows = [row for row in self.rows if self.model_layer(row) <= last]
         wholes = [
-            HISTORIES.extend(self._chain(piece, piece.start), piece.token_ids) for piece in slices
+            HISTORIES.extend(self._chain(piece, piece.start, rows), piece.token_ids)
+            for piece in slices
         ]
         running = Running(memory=self, slices=slices, wholes=wholes)
-        running.check_earlier()
+        for row in rows:
+            running.check_earlier(row)
         return running
 
-    def _chain(self, piece: SequenceSlice, end: int) -> list[History]:
+    def model_layer(self, row: tuple[int, int]) -> int:
+        group, layer = row
+        return self.layout.groups[group].layers[layer]
+
+    def _chain(
+        self, piece: SequenceSlice, end: int, rows: Iterable[tuple[int, int]]
+    ) -> list[History]:
         """All tokens before `end`."""
         if end == 0:
             return []
-        found = {self._read(piece.tables, group, layer, end - 1) for group, layer in self.rows}
+        found = {self._read(piece.tables, group, layer, end - 1) for group, layer in rows}
         assert len(found) == 1, f"the layers disagree about {piece.key}: {found}"
         (last,) = found
         assert last is not None, "KV was overwritten"
@@ -240,15 +250,16 @@ class Memory:
         assert len(chain) == end, "KV was overwritten"
         return chain
 
-    def check(self, tables: Tables, whole: list[History], start: int, end: int) -> None:
-        """Every layer holds the right KV of what tokens from `start` on see before `end`."""
-        for group, spec in enumerate(self.layout.groups):
-            first = 0 if spec.window is None else max(0, start - spec.window + 1)
-            for block, low, high, at in self.runs(tables[group], first, end):
-                right = whole[at : at + high - low]
-                for layer in range(len(spec.layers)):
-                    there = self.row(group, layer, block)[low:high]
-                    assert there == right, f"KV was overwritten: {(group, layer, at, there)}"
+    def check(
+        self, tables: Tables, whole: list[History], start: int, end: int, row: tuple[int, int]
+    ) -> None:
+        """This layer holds the right KV of what tokens from `start` on see before `end`."""
+        group, layer = row
+        window = self.layout.groups[group].window
+        first = 0 if window is None else max(0, start - window + 1)
+        for block, low, high, at in self.runs(tables[group], first, end):
+            right, there = whole[at : at + high - low], self.row(group, layer, block)[low:high]
+            assert there == right, f"KV was overwritten: {(group, layer, at, there)}"
 
     def write(self, tables: Tables, group: int, layer: int, whole: list[History], at: int) -> None:
         """The KV of the tokens from `at` on."""
@@ -332,16 +343,17 @@ class Running:
     wholes: list[list[History]]
     written: int = 0  # layers of the model
 
-    def check_earlier(self) -> None:
+    def check_earlier(self, row: tuple[int, int]) -> None:
         for piece, whole in zip(self.slices, self.wholes, strict=True):
-            self.memory.check(piece.tables, whole, piece.start, piece.start)
+            self.memory.check(piece.tables, whole, piece.start, piece.start, row)
 
     def write_up_to(self, last: int) -> None:
         """The KV of all slices, of the layers up to this one of the model."""
-        for group, layer in self.memory.rows:
-            if self.written <= self.memory.layout.groups[group].layers[layer] <= last:
-                self._write(group, layer)
-        self.written = last + 1
+        for row in self.memory.rows:
+            if self.written <= self.memory.model_layer(row) <= last:
+                self.check_earlier(row)
+                self._write(*row)
+        self.written = max(self.written, last + 1)
 
     def _write(self, group: int, layer: int) -> None:
         for piece, whole in zip(self.slices, self.wholes, strict=True):
@@ -350,7 +362,8 @@ class Running:
     def finish(self) -> tuple[tuple[Sampled, ...], ...]:
         self.write_up_to(max(layer for g in self.memory.layout.groups for layer in g.layers))
         for piece, whole in zip(self.slices, self.wholes, strict=True):
-            self.memory.check(piece.tables, whole, piece.start, len(whole))
+            for row in self.memory.rows:
+                self.memory.check(piece.tables, whole, piece.start, len(whole), row)
         return tuple(map(self._sample, self.slices, self.wholes))
 
     @staticmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,15 +20,12 @@ from cluster.sim.simulation import NOWHERE
 from cluster.worker.events import Incoming, RunOnLoop
 from cluster.worker.loop import WorkerLoop
 from decode_worker.scheduler import DecodeScheduler
-from engine.core.step import RunStep, Sampled, SequenceSlice, StepDone, StepOutcome
-from engine.core.step_times import LinearTimes
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.fetch.pool_stores import PoolStores
 from kvpool.core.layout.layout import KvLayout
 from kvpool.core.transfer.commands import (
     DropLink,
     FetchPiece,
-    LayersWritten,
     PieceFetched,
     ReplaceSlab,
     ScatterSlab,
@@ -55,7 +51,8 @@ from kvrelay.messages import LinkState, WorkerHello
 from kvrelay.qos import QosTiers
 from kvrelay.types import WIRE_VERSION, Incarnation, Role
 from prefill_worker.scheduler import PrefillScheduler
-from tests.sim.model import LAYOUT, NAMES, SLAB_BYTES, TIERS, AnyWorth, Content, Memory, Running
+from tests.sim.device import TIMES, Device
+from tests.sim.model import LAYOUT, NAMES, SLAB_BYTES, TIERS, AnyWorth, Content, Memory
 from tests.sim.simulation import LEASE_S
 
 if TYPE_CHECKING:
@@ -64,13 +61,11 @@ if TYPE_CHECKING:
 
 MAX_RUNNING = 8
 CHUNK_TOKENS = 12
-TIMES = LinearTimes(prefill_token_s=0.005, decode_knots=((1, 0.01), (8, 0.08)))
 LATE_SHARE = 0.1
 """How often a loop comes round late, so that several events wait for it."""
 _CONFIG = resolve(load_config(None), NOWHERE)
 _PLAIN = replace(
     worker_settings(_CONFIG, _CONFIG.workers[0], "w"),
-    prefill_chunk_tokens=CHUNK_TOKENS,
     max_running_requests=MAX_RUNNING,
     canary_every=2,
     lease_ttl_s=LEASE_S,
@@ -95,77 +90,29 @@ class Shape:
     host: str = ""  # whose pool it uses
     staging_blocks: int = 2
     launches_ahead: bool = False
+    prefill_ahead: bool = False
+    stages: int = 1
+    chunk_tokens: int = CHUNK_TOKENS
     qos: QosTiers = TIERS
 
     @property
     def longest_tokens(self) -> int:
         return self.max_model_len or self.blocks * self.layout.block_size
 
+    @property
+    def may_be_ahead(self) -> int:
+        return int(self.launches_ahead or self.prefill_ahead)
+
     def settings(self, name: str) -> WorkerSettings:
         return replace(
             _PLAIN,
+            prefill_chunk_tokens=self.chunk_tokens,
             name=name,
             role=self.role,
             handoff=self.mode,
             qos=self.qos,
             pool_address=self.host or None,
         )
-
-
-class Device:
-    """Runs steps in order, layer by layer; on average they take TIMES. One that launches ahead
-    takes a second step while the first one runs."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self._steps: deque[RunStep] = deque()
-        self._sampled: tuple[tuple[Sampled, ...], ...] = ()
-        self.overlapped_steps = 0
-        self.early_writes = 0
-
-    def submit(self, step: RunStep) -> None:
-        assert len(self._steps) <= self._worker.shape.launches_ahead, "too many steps at once"
-        self._worker.memory.copy(step.copies)
-        self._steps.append(step)
-        if len(self._steps) == 1:
-            self._begin(step)
-        else:
-            self.overlapped_steps += 1
-
-    def _begin(self, step: RunStep) -> None:
-        worker = self._worker
-        slices = tuple(map(self._known, step.batch.slices))
-        running, begun_s = worker.memory.begin(slices), worker.net.now_s
-        scale_s = TIMES.step_s(step.batch.work) / (1 + len(step.layer_marks))
-        for layer in sorted(step.layer_marks):
-            self._later(partial(self._wrote, running, layer), scale_s)
-        self._later(partial(self._done, running, begun_s), scale_s)
-
-    def _known(self, one: SequenceSlice) -> SequenceSlice:
-        """With the token that the step before has drawn."""
-        if one.follows is None:
-            return one
-        (drawn,) = self._sampled[one.follows]
-        return replace(one, token_ids=(drawn.token_id,), follows=None)
-
-    def _later(self, action: partial[None], scale_s: float) -> None:
-        name = self._worker.incarnation
-        self._worker.net.by(name, f"device {name}", action, scale_s)
-
-    def _wrote(self, running: Running, layer: int) -> None:
-        running.write_up_to(layer)
-        before = self._worker.mover.writes
-        self._worker.post(LayersWritten(layer))
-        self.early_writes += self._worker.mover.writes - before
-
-    def _done(self, running: Running, begun_s: float) -> None:
-        self._sampled = running.finish()
-        self._steps.popleft()
-        if self._steps:
-            self._begin(self._steps[0])
-        outcome = StepOutcome(sampled=self._sampled)
-        seconds = self._worker.net.now_s - begun_s
-        self._worker.post(StepDone(outcome=outcome, seconds=seconds))
 
 
 class Mover:
@@ -345,7 +292,7 @@ class Worker:
         self.regions: dict[str, Slab] = dict.fromkeys(regions.values(), EMPTY)
         self.core = self._core(name, life, regions)
         self.hello = self._hello(name)
-        self.device, self.mover = Device(self), Mover(self)
+        self.device, self.mover = Device(self, shape.stages), Mover(self)
         self.pool: SimulatedPoolLinks | None = net.open_pool(self)
         self._inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         self._turn_is_due = self._is_valid = False
@@ -376,6 +323,7 @@ class Worker:
                 max_waiting_blocks=16, batch_blocks=4, max_stores=2, patience_s=5.0
             ),
             launches_ahead=shape.launches_ahead,
+            prefill_ahead=shape.prefill_ahead,
         )
 
     def _hello(self, name: str) -> WorkerHello:
@@ -393,7 +341,7 @@ class Worker:
             total_blocks=self.shape.blocks,
             max_model_len=self.shape.longest_tokens,
             max_running_requests=MAX_RUNNING,
-            prefill_chunk_tokens=CHUNK_TOKENS,
+            prefill_chunk_tokens=self.shape.chunk_tokens,
             mixed_chunk_tokens=CHUNK_TOKENS,
             vocab_size=50,
             physical_format=NAMES.physical_format,

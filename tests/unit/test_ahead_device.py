@@ -6,6 +6,9 @@ import queue
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
 
 from cluster.core.worker.watchdog import StepWatch
 from cluster.worker.device import AheadDevice
@@ -28,6 +31,8 @@ class Gpu:
         self.launches: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
         self.may_end = threading.Semaphore(0)
         self.fails = False
+        self.writes: int | None = None  # a layer that each step writes at once
+        self.threads: list[int] = []
 
     def launch(
         self, batch: StepBatch, marks: LayerMarks | None = None, before: Flight | None = None
@@ -35,10 +40,14 @@ class Gpu:
         self.launches.put(before)
         if self.fails:
             raise RuntimeError("no more")
+        self.threads.append(torch.get_num_threads())
+        if marks is not None and self.writes is not None:
+            marks.wrote(self.writes)
         return Flight(batch, None, None, self.wait, self.finish)  # type: ignore[arg-type]
 
     def wait(self) -> None:
         assert self.may_end.acquire(timeout=PATIENCE_S)
+        self.threads.append(torch.get_num_threads())
 
     def finish(self, flight: Flight) -> StepOutcome:
         return StepOutcome(sampled=())
@@ -53,9 +62,9 @@ Posts = queue.SimpleQueue[StepDone | LayersWritten | Crashed]
 
 
 @contextmanager
-def running(gpu: Gpu) -> Iterator[tuple[AheadDevice, Posts]]:
+def running(gpu: Gpu, cpu_threads: int | None = None) -> Iterator[tuple[AheadDevice, Posts]]:
     posts: Posts = queue.SimpleQueue()
-    device = AheadDevice(gpu, None, posts.put, StepWatch(LinearTimes(), 0.0))
+    device = AheadDevice(gpu, cpu_threads, posts.put, StepWatch(LinearTimes(), 0.0))
     device.start()
     try:
         yield device, posts
@@ -79,6 +88,26 @@ def test_a_step_is_launched_while_the_one_before_runs() -> None:
         assert posts.empty()
         gpu.may_end.release()
         assert isinstance(posts.get(timeout=PATIENCE_S), StepDone)
+
+
+def test_marks_say_which_step_they_are_of() -> None:
+    """Those of the second step may come before the end of the first one is told."""
+    gpu = Gpu()
+    gpu.writes = 0
+    with running(gpu) as (device, posts):
+        for number in (4, 5):
+            device.submit(replace(STEP, layer_marks=frozenset({0}), number=number))
+        found = [posts.get(timeout=PATIENCE_S) for _ in range(2)]
+        assert found == [LayersWritten(0, 4), LayersWritten(0, 5)]
+
+
+def test_both_threads_compute_with_as_many_of_torch_s_threads() -> None:
+    gpu = Gpu()
+    with running(gpu, cpu_threads=3) as (device, posts):
+        device.submit(STEP)
+        gpu.may_end.release()
+        assert isinstance(posts.get(timeout=PATIENCE_S), StepDone)
+    assert gpu.threads == [3, 3], "of the launch, and of what is collected"
 
 
 def test_a_failed_launch_is_told() -> None:

@@ -79,14 +79,21 @@ def test_a_marked_layer_is_told_once_its_kv_is_written(tmp_path: Path, device: s
 
 
 class Event:
-    """In place of CUDA's: the device is always there already."""
+    """In place of CUDA's: the device is there already, but for events that come after `held`."""
+
+    held: threading.Event | None = None
 
     def __init__(self, *, blocking: bool) -> None:
         assert blocking
+        self._held = Event.held
 
     def record(self) -> None: ...
 
-    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return self._held is None or self._held.is_set()
+
+    def synchronize(self) -> None:
+        assert self._held is None or self._held.wait(20)
 
 
 @pytest.fixture
@@ -113,6 +120,23 @@ def test_a_watch_has_a_thread_only_while_it_has_marks(watch: LayerWatch) -> None
     assert watching() == before + 1
     watch.close()
     assert watching() == before
+
+
+@pytest.mark.timeout(20)
+def test_a_step_that_has_ended_does_not_wait_for_the_marks_of_the_next_one(
+    watch: LayerWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, int]] = []
+    reached = threading.Event()
+    watch.behind(LayerMarks(frozenset({0}), lambda layer: told.append(("first", layer)))).wrote(0)
+    monkeypatch.setattr(Event, "held", reached)
+    watch.behind(LayerMarks(frozenset({0}), lambda layer: told.append(("next", layer)))).wrote(0)
+    watch.drain()
+    assert told == [("first", 0)]
+    reached.set()
+    watch.drain()
+    assert told == [("first", 0), ("next", 0)]
+    watch.close()
 
 
 @pytest.mark.timeout(20)

@@ -89,9 +89,10 @@ class WorkerCore:
         chunk_tokens: Callable[[Role], int],
         most_steps: int = 1,
         launches_ahead: bool = False,
+        prefill_ahead: bool = False,
     ) -> None:
-        """`chunk_tokens`: of a prompt beside running requests, by role. `most_steps` and
-        `launches_ahead` are those of StepTurns."""
+        """`chunk_tokens`: of a prompt beside running requests, by role. `most_steps`,
+        `launches_ahead` and `prefill_ahead` are those of StepTurns."""
         self.lookup = lookup
         self.prefill = prefill
         self.decode = decode
@@ -103,7 +104,12 @@ class WorkerCore:
         self.prefixes = PrefixExchange(lookup)
         self.copies = CopyWatch()
         self._steps = StepTurns(
-            decode, prefill, pace, most_steps=most_steps, launches_ahead=launches_ahead
+            decode,
+            prefill,
+            pace,
+            most_steps=most_steps,
+            launches_ahead=launches_ahead,
+            prefill_ahead=prefill_ahead,
         )
         self._routers = RouterQueues(self.reports)
         self._preloads = Preloads(lookup.tables, max_model_len)
@@ -132,7 +138,7 @@ class WorkerCore:
             SlabWritten: prefill,
             BlocksPulled: self._pulled,
             BlocksDigested: self._digested,
-            LayersWritten: self._layers_written,
+            LayersWritten: prefill,
             StepDone: self._step_done,
         }
 
@@ -187,8 +193,8 @@ class WorkerCore:
             commands += steps.start(now_s)
         if prefixes.pool is not None:
             commands += self._ask_pools(now_s)
-        if steps.launches_ahead:
-            commands += steps.start_overlapped(now_s)
+        if steps.looks_ahead:
+            commands += steps.start_ahead(now_s)
         if steps.stepping is None:
             self.pace.idle()
         if prefixes.outbox or (prefixes.peers is not None and prefixes.peers.outbox):
@@ -352,11 +358,6 @@ class WorkerCore:
         return [*self.prefill.handle(event, now_s), *self.decode.handle(event, now_s)]
 
     # --- steps ----------------------------------------------------------------------------------
-
-    def _layers_written(self, event: LayersWritten, now_s: float) -> list[Command]:
-        if self._steps.stepping is not self.prefill:
-            return []
-        return self.prefill.handle(event, now_s)
 
     def _step_done(self, done: StepDone, now_s: float) -> list[Command]:
         self._totals.steps += 1

@@ -14,8 +14,12 @@ Scheduler = DecodeScheduler | PrefillScheduler
 
 
 class StepTurns:
-    """The device may run up to `most_steps` in a row while no prompt waits. With `launches_ahead`
-    it takes one step while another runs, and each of them is a single one."""
+    """The device may run up to `most_steps` in a row while no prompt waits.
+
+    It takes a second step while the first one runs: with `launches_ahead` a decode step behind a
+    decode step, and each of them is a single one; with `prefill_ahead` a step of prompts behind
+    one of prompts. Only while the other scheduler has no work, so their turns stay as they are.
+    """
 
     def __init__(
         self,
@@ -25,15 +29,21 @@ class StepTurns:
         *,
         most_steps: int,
         launches_ahead: bool,
+        prefill_ahead: bool,
     ) -> None:
         assert most_steps == 1 or not launches_ahead, "an overlapped step is a single one"
         self._decode, self._prefill = decode, prefill
         self._pace = pace
         self._most_steps = most_steps
         self._turns: deque[Scheduler] = deque([decode, prefill])
-        self._overlapped: StepWork | None = None  # the step launched after the running one
-        self.launches_ahead = launches_ahead
-        self.stepping: Scheduler | None = None
+        self._launched: deque[tuple[Scheduler, StepWork]] = deque()  # the first one runs
+        self._launches_ahead, self._prefill_ahead = launches_ahead, prefill_ahead
+        self.looks_ahead = launches_ahead or prefill_ahead
+
+    @property
+    def stepping(self) -> Scheduler | None:
+        """Whose step the device runs."""
+        return self._launched[0][0] if self._launched else None
 
     def start(self, now_s: float) -> list[Command]:
         """The device is free."""
@@ -41,43 +51,43 @@ class StepTurns:
             return []
         commands: list[Command] = []
         for scheduler in list(self._turns):
-            if self.stepping is None:
+            if not self._launched:
                 self._turns.rotate(-1)
                 if scheduler.has_work:
                     commands += self._offer(scheduler, now_s)
         return commands
 
-    def start_overlapped(self, now_s: float) -> list[Command]:
-        """The device's next step is launched before it is free, unless a prompt waits."""
-        if (
-            self._overlapped is not None
-            or self.stepping is not self._decode
-            or self._prefill.has_work
-        ):
+    def start_ahead(self, now_s: float) -> list[Command]:
+        """The device's next step is launched before it is free, unless the other scheduler has
+        work."""
+        if len(self._launched) != 1:
             return []
-        commands = self._decode.handle(OverlapStepWanted(), now_s)
-        for command in commands:
-            if isinstance(command, RunStep):
-                self._overlapped = command.batch.work
-        return commands
+        scheduler, decode, prefill = self._launched[0][0], self._decode, self._prefill
+        may_decode = self._launches_ahead and not prefill.has_work
+        may_prefill = self._prefill_ahead and not decode.has_work
+        if not (may_decode if scheduler is decode else may_prefill):
+            return []
+        return self._hear(scheduler, scheduler.handle(OverlapStepWanted(), now_s), now_s)
 
     def ended(self, done: StepDone, now_s: float) -> list[Command]:
-        """What the step's scheduler says to that."""
-        scheduler = self.stepping
-        assert scheduler is not None, "a step ended that was not begun"
+        """What the step's scheduler says to that. The next one begins."""
+        assert self._launched, "a step ended that was not begun"
+        scheduler, _ = self._launched.popleft()
         self._pace.ended(now_s, done.steps)
-        if self._overlapped is None:
-            self.stepping = None
-        else:
-            self._pace.begun(self._overlapped, now_s)
-            self._overlapped = None
+        if self._launched:
+            self._pace.begun(self._launched[0][1], now_s)
         return scheduler.handle(done, now_s)
 
     def _offer(self, scheduler: Scheduler, now_s: float) -> list[Command]:
         most_steps = 1 if self._prefill.has_work else self._most_steps
-        commands = scheduler.handle(StepWanted(most_steps=most_steps), now_s)
+        return self._hear(
+            scheduler, scheduler.handle(StepWanted(most_steps=most_steps), now_s), now_s
+        )
+
+    def _hear(self, scheduler: Scheduler, commands: list[Command], now_s: float) -> list[Command]:
         for command in commands:
             if isinstance(command, RunStep):
-                self.stepping = scheduler
-                self._pace.begun(command.batch.work, now_s)
+                if not self._launched:
+                    self._pace.begun(command.batch.work, now_s)
+                self._launched.append((scheduler, command.batch.work))
         return commands

@@ -54,9 +54,11 @@ class LinkMeasured:
 
 @dataclass(frozen=True, slots=True)
 class LayersWritten:
-    """The running step has written the KV of all layers up to this one."""
+    """The step of this number has written the KV of all layers up to this one. The step before it
+    may not have been said to have ended yet."""
 
     layer: int
+    step: int
 
 
 @value
