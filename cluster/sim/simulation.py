@@ -238,6 +238,7 @@ class ClusterSimulation:
             max_model_len=max_model_len,
             tokens=blocks * layout.block_size,
         )
+        stages = max(profile.stages, self.config.workers[index].parallel.pipeline)
         return profile, Hardware(
             times=profile.times,
             told=told,
@@ -248,6 +249,8 @@ class ClusterSimulation:
             noise=self._noise() if simulation.noise.is_any else None,
             turn_s=simulation.service.worker_turn,
             job_s=simulation.service.mover_job,
+            prefill_ahead=stages > 1,
+            stages=stages,
         )
 
     def _noise(self) -> Callable[[], StepNoise]:

@@ -186,7 +186,7 @@ def _build_around(
         offer=offer,
         ranks=engine.memory.map.ranks,
         launches_ahead=launches_ahead,
-        prefill_ahead=launches_ahead,
+        prefill_ahead=launches_ahead or engine.has_stages,
     )
     watchdog = _watchdog(settings, core.pace, words)
     opened.callback(watchdog.close)  # when the last step has ended
