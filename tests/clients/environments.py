@@ -69,5 +69,5 @@ SDK_ENVIRONMENT = Environment(
 GUIDELLM = Environment(name="guidellm", packages=("guidellm>=0.8,<0.9",))
 AIPERF = Environment(name="aiperf", packages=("aiperf>=0.13,<0.14",))
 LM_EVAL = Environment(
-    name="lm-eval", packages=("lm-eval[api]>=0.4.13,<0.5", "transformers>=5.17,<5.25")
+    name="lm-eval", packages=("lm-eval[api]>=0.4.13,<0.5", "transformers>=5.19,<5.25")
 )
