@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -49,8 +50,9 @@ def references(model: Path) -> list[Reference]:
     return [generate_reference(loaded, prompt, tokens=TOKENS) for prompt in prompts(LENGTHS)]
 
 
-def pool(role: str, tensor: int) -> dict[str, object]:
-    return {"role": role, "cpu_threads": tensor, "parallel": {"tensor": tensor}}
+def pool(role: str, tensor: int = 1, stages: int = 1) -> dict[str, object]:
+    parallel = {"tensor": tensor, "pipeline": stages}
+    return {"role": role, "cpu_threads": tensor * stages, "parallel": parallel}
 
 
 @contextmanager
@@ -113,27 +115,31 @@ def cpus_of(head: Head) -> dict[str, float]:
     return {name.rpartition("/")[2]: dict(asked).get("CPU", 0.0) for name, asked in rows if name}
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [(pool("prefill", 2), pool("decode")), (pool("prefill", stages=2), pool("decode", 2))],
+    ids=["ranks to one", "stages to ranks"],
+)
 def test_degrees_differ_and_tokens_do_not(
-    prefill: int,
-    decode: int,
+    prefill: dict[str, Any],
+    decode: dict[str, Any],
     head: Head,
     model: Path,
     references: list[Reference],
     tmp_path: Path,
 ) -> None:
-    pools = (pool("prefill", prefill), pool("decode", decode))
-    with serving(head, tmp_path, model, *pools) as (grpc, _, _):
+    with serving(head, tmp_path, model, prefill, decode) as (grpc, _, _):
         ask_all(grpc, references)
-        assert len(ranks(head.marked)) == 1
+        threads = (prefill["cpu_threads"], decode["cpu_threads"])
+        assert len(ranks(head.marked)) == sum(threads) - 2, "each but the first of a worker"
         cpus = cpus_of(head)
-        assert (cpus["prefill-0"], cpus["decode-0"]) == (prefill, decode)
+        assert (cpus["prefill-0"], cpus["decode-0"]) == threads
 
 
 def test_a_rank_that_dies_or_hangs_is_replaced_with_its_worker(
     head: Head, model: Path, references: list[Reference], tmp_path: Path
 ) -> None:
-    pools = (pool("prefill", 1), pool("decode", 2), pool("decode", 1))
+    pools = (pool("prefill"), pool("decode", 2), pool("decode"))
     with serving(head, tmp_path, model, *pools) as (grpc, log, _):
 
         def replaced(harm: Callable[[psutil.Process], None], told: str, lives: int) -> None:
