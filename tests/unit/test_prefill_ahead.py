@@ -18,6 +18,7 @@ from engine.core.step import (
     StepOutcome,
     StepWanted,
 )
+from kvpool.core.blocks.holding import Holder
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.fetch.prefix_lookup import PrefixLookup
 from kvpool.core.layout.layout import NO_BLOCK, KvLayout, LayerGroup, Plane
@@ -328,6 +329,16 @@ class Device:
         ]
         return StepDone(outcome=StepOutcome(sampled=tuple(drawn)), seconds=0.1)
 
+    def assert_held(self, tables: BlockTables) -> None:
+        """Each prompt in a launched step still holds the blocks that the step reads and writes."""
+        for piece in (piece for step in self.steps for piece in step.batch.slices):
+            held = tables.tables(Holder("prefill", piece.key))
+            end = piece.start + len(piece.token_ids)
+            for group, kind in enumerate(self.layout.groups):
+                low = 0 if kind.window is None else max(0, piece.start - kind.window + 1)
+                used = slice(low // BLOCK, -(-end // BLOCK))
+                assert held[group][used] == piece.tables[group][used]
+
     def _at(self, group: int, table: Sequence[int], position: int, seen: tuple[int, ...]) -> None:
         self.kv[group, table[position // BLOCK], position % BLOCK] = seen
 
@@ -364,6 +375,7 @@ def test_any_schedule_computes_each_prompt_once_and_frees_all(seed: int, layout:
         if aborted and rng.random() < 0.2 and len(coming) < 10:
             name = rng.choice([*aborted])
             hear(scheduler.handle(Abort(key=key(name)), 0))
+            device.assert_held(scheduler.tables)
         if not device.steps and not launch(wanted(scheduler)):
             assert not scheduler.has_work, "somebody stands still"
             continue
@@ -379,6 +391,7 @@ def test_any_schedule_computes_each_prompt_once_and_frees_all(seed: int, layout:
             for job in [*scheduler.jobs.live()]:
                 if job.first and not scheduler.queue.runs(job):
                     hear(scheduler.jobs.gone(job.key, 0))  # handed over
+        device.assert_held(scheduler.tables)
         scheduler.validate()
     for name, one in specs.items():
         assert computed[name] <= len(one.prompt_ids)
