@@ -194,6 +194,18 @@ def test_an_aborted_prompt_keeps_its_blocks_until_its_last_step_has_ended(when: 
     assert_gone(scheduler)
 
 
+def test_an_aborted_prompt_that_is_in_the_second_step_alone_keeps_its_blocks() -> None:
+    scheduler = asked(prefill_scheduler(chunk=8), spec("a", 8))
+    wanted(scheduler)
+    asked(scheduler, other("b", 3))
+    assert chunks(behind(scheduler)) == [("b", 0, 3)]
+    assert scheduler.handle(Abort(key=key("b")), 1) == []
+    assert names(done(scheduler, (9,))) == ["prefill_chunk", "Tokens"]
+    assert Holder("prefill", key("b")) in scheduler.tables
+    assert names(done(scheduler, (9,))) == ["prefill_chunk", "Released"]
+    assert Holder("prefill", key("b")) not in scheduler.tables
+
+
 def test_a_lost_peer_with_two_steps_on_the_device() -> None:
     scheduler = asked(prefill_scheduler(chunk=8), spec("a", 20))
     wanted(scheduler), behind(scheduler)
@@ -372,15 +384,15 @@ def test_any_schedule_computes_each_prompt_once_and_frees_all(seed: int, layout:
     while coming or device.steps or scheduler.has_work:
         for _ in range(min(len(coming), rng.choice((0, 1, 4)))):
             scheduler.handle(prefill_of(coming.pop()), 0)
-        if aborted and rng.random() < 0.2 and len(coming) < 10:
-            name = rng.choice([*aborted])
-            hear(scheduler.handle(Abort(key=key(name)), 0))
-            device.assert_held(scheduler.tables)
         if not device.steps and not launch(wanted(scheduler)):
             assert not scheduler.has_work, "somebody stands still"
             continue
         if rng.random() < 0.9:
             launch(behind(scheduler))
+        if aborted and rng.random() < 0.2 and len(coming) < 10:
+            name = rng.choice([*aborted])
+            hear(scheduler.handle(Abort(key=key(name)), 0))
+            device.assert_held(scheduler.tables)
         alone = [{piece.key.request_id for piece in step.batch.slices} for step in device.steps]
         if any(specs[name].alone_tokens for step in alone for name in step):
             assert len(alone) == 1 and len(alone[0]) == 1
