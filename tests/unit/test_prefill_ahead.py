@@ -165,6 +165,13 @@ def test_a_mark_of_the_first_step_moves_nothing_of_the_second() -> None:
     assert writes(scheduler.handle(LayersWritten(0, first.number), 0)) == [(0, 0)]
 
 
+def test_a_step_is_marked_for_its_own_pieces_alone() -> None:
+    """The rest of the prompt leaves in one piece, with the last layer."""
+    scheduler = asked(marked(), spec("a", 12))
+    first, second = the_step(wanted(scheduler)), the_step(behind(scheduler))
+    assert (first.layer_marks, second.layer_marks) == ({0}, frozenset())
+
+
 def test_the_first_step_goes_on_after_a_mark_of_the_second() -> None:
     """As in a pipeline: what each has written is known, also to slabs that are lent later."""
     scheduler = asked(marked(), spec("a", 16))
@@ -240,6 +247,17 @@ def test_others_that_are_launched_ahead_do_not_starve_it() -> None:
     assert behind(scheduler) == []
     done(scheduler, ())
     assert chunks(wanted(scheduler)) == [("s", 0, 5)]
+
+
+def test_it_does_not_go_on_beside_others_while_the_first_prompt_lacks_blocks() -> None:
+    alone = replace(other("s", 24), alone_tokens=1)
+    scheduler = asked(prefill_scheduler(chunk=8, blocks=11), alone)
+    wanted(scheduler)
+    done(scheduler, ())
+    asked(scheduler, other("y", 12, 600))
+    assert chunks(wanted(scheduler)) == [("y", 0, 8)]
+    asked(scheduler, other("x", 9, 700))
+    assert chunks(behind(scheduler)) == [("y", 8, 12)]
 
 
 # --- prefixes -----------------------------------------------------------------------------------
