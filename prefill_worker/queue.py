@@ -73,7 +73,7 @@ class PromptQueue:
     def pack(self, lookup: PrefixLookup, *, budget_tokens: int, now_s: float) -> PromptStep | None:
         """The next step: chunks of the first prompts that have blocks and wait for no prefix."""
         step = _Step(lookup=lookup, now_s=now_s, budget_tokens=budget_tokens)
-        if not any(chunk.job.is_alone for chunk in self._chunks()):
+        if not (self.on_device and any(chunk.job.is_alone for chunk in self._chunks())):
             self._choose(step)
         if not step.chosen:
             return None
@@ -86,11 +86,11 @@ class PromptQueue:
         for job in self.order.order(step.now_s):
             if not step.budget_tokens:
                 return
-            if not job.unlaunched or (step.chosen and job.is_alone):
+            if job.launched == job.prompt_tokens or (step.chosen and job.is_alone):
                 continue
             if job.is_alone and self.on_device:
                 return  # the device will be free for it
-            if self._will_be_cached(job, step.lookup.tables):
+            if self.on_device and self._will_be_cached(job, step.lookup.tables):
                 continue
             if not self._try_choose(job, step):
                 self._choose_opened(step)
@@ -100,7 +100,7 @@ class PromptQueue:
         """Not begun yet, it will find one more block in the cache when a step on the device has
         ended. Only prompts that were begun before can hold it up: it loses no turn to later
         ones."""
-        if not self.on_device or not tables.caching or job.holder in tables:
+        if not tables.caching or job.holder in tables:
             return False
         return any(chunk.job.fills_next_of(job) for chunk in self._chunks())
 
@@ -129,7 +129,8 @@ class PromptQueue:
         chunks = self.on_device.popleft().chunks
         for chunk in chunks:
             chunk.job.ran(chunk)
-        self.order.ran([(chunk.job, chunk.tokens) for chunk in chunks], seconds, now_s)
+        ran = [(chunk.job, chunk.end - chunk.start) for chunk in chunks]
+        self.order.ran(ran, seconds, now_s)
         return chunks
 
     def chunks_of(self, number: int) -> tuple[Chunk, ...]:

@@ -331,10 +331,10 @@ class PrefillScheduler:
 
     def _step_done(self, done: StepDone, now_s: float) -> list[Command]:
         ran = self.queue.take_ran(done.seconds, now_s)
-        self.lookup.note_prefill(sum(chunk.tokens for chunk in ran), done.seconds)
+        self.lookup.note_prefill(sum([chunk.end - chunk.start for chunk in ran]), done.seconds)
         events: list[WorkerEvent] = []
         for i, (chunk, sampled) in enumerate(zip(ran, done.outcome.sampled, strict=True)):
-            job, take = chunk.job, chunk.tokens
+            job, take = chunk.job, chunk.end - chunk.start
             self.prompt_tokens += take
             moment = LifetimeMoment.PREFILL_CHUNK
             events.append(Lifetime(key=job.key, at_s=now_s, name=moment, tokens=take))
@@ -346,7 +346,8 @@ class PrefillScheduler:
                 events += job.take_first(sampled, now_s)
                 self.queue.remove(job)
         after: list[Command] = []
-        for i, job in enumerate(chunk.job for chunk in ran):
+        for i, chunk in enumerate(ran):
+            job = chunk.job
             if i in done.outcome.failed and job.cancelled is None:
                 message = done.outcome.failed[i]
                 after += self.jobs.fail(job, FailureReason.GRAMMAR, message, now_s)

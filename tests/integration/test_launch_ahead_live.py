@@ -1,4 +1,4 @@
-"""A decode worker that launches steps ahead answers what one that doesn't answers."""
+"""Workers that launch decode steps and chunks of prompts ahead answer what others answer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from tests.integration.test_handoff_exact import prompts
 from tests.models import random_checkpoint
 
 TOKENS = 48
+CHUNKS = {"prefill_chunk_tokens": 16}
+"""Most prompts have several."""
 
 
 def bodies() -> list[dict[str, Any]]:
@@ -40,9 +42,9 @@ def test_answers_are_the_same(hosts: tuple[WorkerHost, WorkerHost], tmp_path: Pa
     model = random_checkpoint(tmp_path / "llama", "llama")
     found = {}
     for mode in ("off", "on"):
-        changes = {"launch_ahead": mode}
+        changes: dict[str, Any] = {"launch_ahead": mode}
         workers = [
-            (hosts[0], worker_settings("prefill-0", Role.PREFILL, model)),
+            (hosts[0], worker_settings("prefill-0", Role.PREFILL, model, **changes, **CHUNKS)),
             (hosts[1], worker_settings("decode-0", Role.DECODE, model, **changes)),
         ]
         with running_cluster(model, workers) as cluster, ThreadPoolExecutor(6) as pool:

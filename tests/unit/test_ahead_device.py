@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-import torch
+import pytest
 
 from cluster.core.worker.watchdog import StepWatch
 from cluster.worker.device import AheadDevice
@@ -32,7 +32,6 @@ class Gpu:
         self.may_end = threading.Semaphore(0)
         self.fails = False
         self.writes: int | None = None  # a layer that each step writes at once
-        self.threads: list[int] = []
 
     def launch(
         self, batch: StepBatch, marks: LayerMarks | None = None, before: Flight | None = None
@@ -40,14 +39,12 @@ class Gpu:
         self.launches.put(before)
         if self.fails:
             raise RuntimeError("no more")
-        self.threads.append(torch.get_num_threads())
         if marks is not None and self.writes is not None:
             marks.wrote(self.writes)
         return Flight(batch, None, None, self.wait, self.finish)  # type: ignore[arg-type]
 
     def wait(self) -> None:
         assert self.may_end.acquire(timeout=PATIENCE_S)
-        self.threads.append(torch.get_num_threads())
 
     def finish(self, flight: Flight) -> StepOutcome:
         return StepOutcome(sampled=())
@@ -101,13 +98,21 @@ def test_marks_say_which_step_they_are_of() -> None:
         assert found == [LayersWritten(0, 4), LayersWritten(0, 5)]
 
 
-def test_both_threads_compute_with_as_many_of_torch_s_threads() -> None:
+def test_both_threads_compute_with_as_many_of_torch_s_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: dict[str, int] = {}
+
+    def use_threads(count: int) -> None:
+        told[threading.current_thread().name] = count
+
+    monkeypatch.setattr("cluster.worker.device.use_threads", use_threads)
     gpu = Gpu()
     with running(gpu, cpu_threads=3) as (device, posts):
         device.submit(STEP)
         gpu.may_end.release()
         assert isinstance(posts.get(timeout=PATIENCE_S), StepDone)
-    assert gpu.threads == [3, 3], "of the launch, and of what is collected"
+        assert told == {"kvrelay-device": 3, "kvrelay-tokens": 3}
 
 
 def test_a_failed_launch_is_told() -> None:

@@ -18,6 +18,7 @@ from engine.core.step import (
     StepOutcome,
     StepWanted,
 )
+from kvpool.core.blocks.holding import Holder
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.fetch.prefix_lookup import PrefixLookup
 from kvpool.core.layout.layout import NO_BLOCK, KvLayout, LayerGroup, Plane
@@ -164,6 +165,13 @@ def test_a_mark_of_the_first_step_moves_nothing_of_the_second() -> None:
     assert writes(scheduler.handle(LayersWritten(0, first.number), 0)) == [(0, 0)]
 
 
+def test_a_step_is_marked_for_its_own_pieces_alone() -> None:
+    """The rest of the prompt leaves in one piece, with the last layer."""
+    scheduler = asked(marked(), spec("a", 12))
+    first, second = the_step(wanted(scheduler)), the_step(behind(scheduler))
+    assert (first.layer_marks, second.layer_marks) == ({0}, frozenset())
+
+
 def test_the_first_step_goes_on_after_a_mark_of_the_second() -> None:
     """As in a pipeline: what each has written is known, also to slabs that are lent later."""
     scheduler = asked(marked(), spec("a", 16))
@@ -191,6 +199,18 @@ def test_an_aborted_prompt_keeps_its_blocks_until_its_last_step_has_ended(when: 
     assert behind(scheduler) == [], "nothing more of it is launched"
     assert names(done(scheduler, ())) == ["prefill_chunk", "Released"]
     assert_gone(scheduler)
+
+
+def test_an_aborted_prompt_that_is_in_the_second_step_alone_keeps_its_blocks() -> None:
+    scheduler = asked(prefill_scheduler(chunk=8), spec("a", 8))
+    wanted(scheduler)
+    asked(scheduler, other("b", 3))
+    assert chunks(behind(scheduler)) == [("b", 0, 3)]
+    assert scheduler.handle(Abort(key=key("b")), 1) == []
+    assert names(done(scheduler, (9,))) == ["prefill_chunk", "Tokens"]
+    assert Holder("prefill", key("b")) in scheduler.tables
+    assert names(done(scheduler, (9,))) == ["prefill_chunk", "Released"]
+    assert Holder("prefill", key("b")) not in scheduler.tables
 
 
 def test_a_lost_peer_with_two_steps_on_the_device() -> None:
@@ -227,6 +247,17 @@ def test_others_that_are_launched_ahead_do_not_starve_it() -> None:
     assert behind(scheduler) == []
     done(scheduler, ())
     assert chunks(wanted(scheduler)) == [("s", 0, 5)]
+
+
+def test_it_does_not_go_on_beside_others_while_the_first_prompt_lacks_blocks() -> None:
+    alone = replace(other("s", 24), alone_tokens=1)
+    scheduler = asked(prefill_scheduler(chunk=8, blocks=11), alone)
+    wanted(scheduler)
+    done(scheduler, ())
+    asked(scheduler, other("y", 12, 600))
+    assert chunks(wanted(scheduler)) == [("y", 0, 8)]
+    asked(scheduler, other("x", 9, 700))
+    assert chunks(behind(scheduler)) == [("y", 8, 12)]
 
 
 # --- prefixes -----------------------------------------------------------------------------------
@@ -328,6 +359,16 @@ class Device:
         ]
         return StepDone(outcome=StepOutcome(sampled=tuple(drawn)), seconds=0.1)
 
+    def assert_held(self, tables: BlockTables) -> None:
+        """Each prompt in a launched step still holds the blocks that the step reads and writes."""
+        for piece in (piece for step in self.steps for piece in step.batch.slices):
+            held = tables.tables(Holder("prefill", piece.key))
+            end = piece.start + len(piece.token_ids)
+            for group, kind in enumerate(self.layout.groups):
+                low = 0 if kind.window is None else max(0, piece.start - kind.window + 1)
+                used = slice(low // BLOCK, -(-end // BLOCK))
+                assert held[group][used] == piece.tables[group][used]
+
     def _at(self, group: int, table: Sequence[int], position: int, seen: tuple[int, ...]) -> None:
         self.kv[group, table[position // BLOCK], position % BLOCK] = seen
 
@@ -361,14 +402,15 @@ def test_any_schedule_computes_each_prompt_once_and_frees_all(seed: int, layout:
     while coming or device.steps or scheduler.has_work:
         for _ in range(min(len(coming), rng.choice((0, 1, 4)))):
             scheduler.handle(prefill_of(coming.pop()), 0)
-        if aborted and rng.random() < 0.2 and len(coming) < 10:
-            name = rng.choice([*aborted])
-            hear(scheduler.handle(Abort(key=key(name)), 0))
         if not device.steps and not launch(wanted(scheduler)):
             assert not scheduler.has_work, "somebody stands still"
             continue
         if rng.random() < 0.9:
             launch(behind(scheduler))
+        if aborted and rng.random() < 0.2 and len(coming) < 10:
+            name = rng.choice([*aborted])
+            hear(scheduler.handle(Abort(key=key(name)), 0))
+            device.assert_held(scheduler.tables)
         alone = [{piece.key.request_id for piece in step.batch.slices} for step in device.steps]
         if any(specs[name].alone_tokens for step in alone for name in step):
             assert len(alone) == 1 and len(alone[0]) == 1
@@ -379,6 +421,7 @@ def test_any_schedule_computes_each_prompt_once_and_frees_all(seed: int, layout:
             for job in [*scheduler.jobs.live()]:
                 if job.first and not scheduler.queue.runs(job):
                     hear(scheduler.jobs.gone(job.key, 0))  # handed over
+        device.assert_held(scheduler.tables)
         scheduler.validate()
     for name, one in specs.items():
         assert computed[name] <= len(one.prompt_ids)

@@ -39,11 +39,7 @@ class StepTurns:
         self._launched: deque[tuple[Scheduler, StepWork]] = deque()  # the first one runs
         self._launches_ahead, self._prefill_ahead = launches_ahead, prefill_ahead
         self.looks_ahead = launches_ahead or prefill_ahead
-
-    @property
-    def stepping(self) -> Scheduler | None:
-        """Whose step the device runs."""
-        return self._launched[0][0] if self._launched else None
+        self.stepping: Scheduler | None = None  # whose step the device runs
 
     def start(self, now_s: float) -> list[Command]:
         """The device is free."""
@@ -51,10 +47,11 @@ class StepTurns:
             return []
         commands: list[Command] = []
         for scheduler in list(self._turns):
-            if not self._launched:
+            if self.stepping is None:
                 self._turns.rotate(-1)
                 if scheduler.has_work:
-                    commands += self._offer(scheduler, now_s)
+                    most_steps = 1 if self._prefill.has_work else self._most_steps
+                    commands += self._offer(scheduler, StepWanted(most_steps=most_steps), now_s)
         return commands
 
     def start_ahead(self, now_s: float) -> list[Command]:
@@ -62,32 +59,34 @@ class StepTurns:
         work."""
         if len(self._launched) != 1:
             return []
-        scheduler, decode, prefill = self._launched[0][0], self._decode, self._prefill
+        assert self.stepping is not None
+        scheduler, decode, prefill = self.stepping, self._decode, self._prefill
         may_decode = self._launches_ahead and not prefill.has_work
         may_prefill = self._prefill_ahead and not decode.has_work
         if not (may_decode if scheduler is decode else may_prefill):
             return []
-        return self._hear(scheduler, scheduler.handle(OverlapStepWanted(), now_s), now_s)
+        return self._offer(scheduler, OverlapStepWanted(), now_s)
 
     def ended(self, done: StepDone, now_s: float) -> list[Command]:
         """What the step's scheduler says to that. The next one begins."""
         assert self._launched, "a step ended that was not begun"
         scheduler, _ = self._launched.popleft()
         self._pace.ended(now_s, done.steps)
+        self.stepping = None
         if self._launched:
-            self._pace.begun(self._launched[0][1], now_s)
+            self.stepping, work = self._launched[0]
+            self._pace.begun(work, now_s)
         return scheduler.handle(done, now_s)
 
-    def _offer(self, scheduler: Scheduler, now_s: float) -> list[Command]:
-        most_steps = 1 if self._prefill.has_work else self._most_steps
-        return self._hear(
-            scheduler, scheduler.handle(StepWanted(most_steps=most_steps), now_s), now_s
-        )
-
-    def _hear(self, scheduler: Scheduler, commands: list[Command], now_s: float) -> list[Command]:
+    def _offer(
+        self, scheduler: Scheduler, wanted: StepWanted | OverlapStepWanted, now_s: float
+    ) -> list[Command]:
+        commands = scheduler.handle(wanted, now_s)
         for command in commands:
             if isinstance(command, RunStep):
-                if not self._launched:
-                    self._pace.begun(command.batch.work, now_s)
-                self._launched.append((scheduler, command.batch.work))
+                work = command.batch.work
+                self._launched.append((scheduler, work))
+                if self.stepping is None:
+                    self.stepping = scheduler
+                    self._pace.begun(work, now_s)
         return commands
