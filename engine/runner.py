@@ -93,16 +93,16 @@ class Engine:
         return self.model.longrope is None and self._ranks.own is None
 
     @property
-    def has_stages(self) -> bool:
-        """True if other stages compute a launched step while this one collects those before."""
-        return self.model.stage is not None
+    def stages(self) -> int:
+        """With several, others compute a launched step while this one collects those before."""
+        return 1 if self.model.stage is None else self.model.stage.count
 
     def launch(
         self, batch: StepBatch, marks: LayerMarks | None = None, before: Launched | None = None
     ) -> Launched:
         """Like `run`, but on a GPU or in a pipeline not done on return. `before` is the step
         launched last, which slices may follow, but not in a pipeline."""
-        if self.has_stages:
+        if self.stages > 1:
             self._ranks.tell(batch.slices, is_long=False)
             return ToldStep(batch, lambda told: self._launch(told.batch, marks, None).collect())
         assert not isinstance(before, ToldStep)
@@ -184,7 +184,7 @@ class Engine:
     ) -> torch.Tensor:
         """The other ranks have surely written a layer when this one reaches the next: it had to
         wait for their parts in between."""
-        if self.has_stages:
+        if self.stages > 1:
             return self._last_stage(batch, marks)
         if marks is None or self._ranks.own is None:
             return self.logits(batch, marks, token_ids)

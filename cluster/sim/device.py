@@ -1,7 +1,7 @@
 """What runs a worker's steps in the simulator: they take as long as its hardware profile says.
 
-A device of several stages holds two steps at once: the first stage may run the second step while
-the later ones still run the first.
+A device of several stages holds a step for each: the first stage may run the next step while the
+later ones still run those before.
 
 How long decode steps in a row take, and how many fit. Pure.
 
@@ -105,7 +105,7 @@ class _Running:
 
 class SimDevice:
     """Implements cluster.worker.loop.StepDevice; `post` gets the outcomes. A pipeline has several
-    `stages`. A second step of prompts may be launched while the first one runs."""
+    `stages`. More steps of prompts may be launched while one runs, one for each stage at least."""
 
     def __init__(
         self,
@@ -130,10 +130,10 @@ class SimDevice:
         self.decode_busy_s = 0.0
 
     def submit(self, step: RunStep) -> None:
-        assert len(self._launched) < 2, "two steps at a time"
+        assert len(self._launched) < max(2, self._stages), "so many steps at a time"
         work = _work_of(step.batch)
         steps = min(step.steps, *map(self._answers.steps_left, step.batch.slices))
-        before = self._launched[0].leaves_s if self._launched else ()
+        before = self._launched[-1].leaves_s if self._launched else ()
         now_s = self._clock.now_s
         began_s = max(now_s, before[-1]) if before else now_s
         ends_s: tuple[float, ...] = ()

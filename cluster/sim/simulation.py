@@ -249,7 +249,6 @@ class ClusterSimulation:
             noise=self._noise() if simulation.noise.is_any else None,
             turn_s=simulation.service.worker_turn,
             job_s=simulation.service.mover_job,
-            prefill_ahead=stages > 1,
             stages=stages,
         )
 

@@ -40,8 +40,8 @@ _OF_PEERS = frozenset((FromPeer, LinkMeasured, PeerLost))
 class Hardware:
     """What a simulated worker runs on. Its steps take `times`, times what `noise` makes for it
     (None: exactly), and it tells of `told`. A turn of its loop takes `turn_s`, and a job of a
-    transfer thread `job_s` beside its bytes (None: no time). With `prefill_ahead` a step of prompts
-    is launched behind the one that runs; a pipeline has several `stages`."""
+    transfer thread `job_s` beside its bytes (None: no time). A pipeline has several `stages`.
+    `prompt_steps` of prompts are on the device at once, at least one for each stage."""
 
     times: StepTimes
     told: StepCoefficients
@@ -52,7 +52,7 @@ class Hardware:
     noise: Callable[[], StepNoise] | None = None
     turn_s: float | None = None
     job_s: float | None = None
-    prefill_ahead: bool = False
+    prompt_steps: int = 1
     stages: int = 1
 
 
@@ -209,7 +209,7 @@ class SimWorker:
             {SlabId(i): f"{self.incarnation}-{i}" for i in range(staging.slabs)},
             max_model_len=self.hardware.max_model_len,
             most_steps=self.hardware.most_steps,
-            prefill_ahead=self.hardware.prefill_ahead,
+            prompt_steps=max(self.hardware.prompt_steps, self.hardware.stages),
         )
 
     def _node_links(self, around: Surroundings) -> SimNodeLinks:

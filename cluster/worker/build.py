@@ -186,12 +186,12 @@ def _build_around(
         offer=offer,
         ranks=engine.memory.map.ranks,
         launches_ahead=launches_ahead,
-        prefill_ahead=launches_ahead or engine.has_stages,
+        prompt_steps=max(1 + launches_ahead, engine.stages),
     )
     watchdog = _watchdog(settings, core.pace, words)
     opened.callback(watchdog.close)  # when the last step has ended
     stepping = engine if trace is NO_TRACE else TracedEngine(engine, trace)
-    kind = AheadDevice if launches_ahead or engine.has_stages else WorkerDevice
+    kind = AheadDevice if launches_ahead or engine.stages > 1 else WorkerDevice
     watchers = [watchdog.watch] if words is None else [watchdog.watch, words.notes]
     device = kind(stepping, settings.threads_per_rank, inbox.put, *watchers)
     opened.callback(device.close)

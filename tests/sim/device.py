@@ -107,7 +107,7 @@ class Device:
         self._begin_next()
         seconds = self._worker.net.now_s - begun_s
         done = StepDone(outcome=StepOutcome(sampled=self._sampled), seconds=seconds)
-        if not self._worker.shape.prefill_ahead:
+        if self._worker.shape.prompt_steps == 1:
             self._worker.post(done)
             return
         self._untold += 1

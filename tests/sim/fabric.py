@@ -49,7 +49,7 @@ class Fabric(PeerNet):
         decode_block: int | None = None,
         direct: bool = False,
         mode: HandoffMode = HandoffMode.PUSH,
-        prefill_ahead: bool = False,
+        prompt_steps: int = 1,
         stages: int = 1,
         chunk_tokens: int = CHUNK_TOKENS,
     ) -> None:
@@ -62,7 +62,7 @@ class Fabric(PeerNet):
             slab_bytes=slab_bytes,
             layout=layout,
             mode=mode,
-            prefill_ahead=prefill_ahead,
+            prompt_steps=prompt_steps,
             stages=stages,
             chunk_tokens=chunk_tokens,
         )
@@ -70,7 +70,7 @@ class Fabric(PeerNet):
             ours,
             role=Role.DECODE,
             blocks=decode_blocks,
-            prefill_ahead=False,
+            prompt_steps=1,
             stages=1,
             layout=replace(layout, block_size=decode_block or layout.block_size),
         )

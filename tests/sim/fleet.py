@@ -111,7 +111,7 @@ class Fleet:
             max_model_len=LONGEST + LONGEST_ANSWER,
             host=self.hosts[number % len(self.hosts)].name if self.hosts else "",
             launches_ahead=rng.random() < 0.6,
-            prefill_ahead=Random(f"chunks {self.seed} {number}").random() < 0.5,
+            prompt_steps=1 + (Random(f"chunks {self.seed} {number}").random() < 0.5),
             qos=self._qos,
         )
 

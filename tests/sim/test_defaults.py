@@ -61,7 +61,7 @@ def make_clients(
             mode=mode,
             max_model_len=LONGEST + longest_answer,
             launches_ahead=rng.random() < 0.7,
-            prefill_ahead=random.Random(f"chunks {seed} {i}").random() < 0.6,
+            prompt_steps=1 + (random.Random(f"chunks {seed} {i}").random() < 0.6),
             qos=TIERS if has_tiers else ONE_TIER,
         )
         clients.cluster.start_worker(f"{role}-{i}", shape)

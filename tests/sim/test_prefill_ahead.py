@@ -25,7 +25,7 @@ from tests.sim.test_schedules import (
     formula,
 )
 
-STAGES = pytest.mark.parametrize("stages", [1, 2], ids=["device", "pipeline"])
+STAGES = pytest.mark.parametrize("stages", [1, 3], ids=["device", "pipeline"])
 
 
 def ahead_fabric(seed: int, mode: HandoffMode, stages: int, *, ahead: bool = True) -> Fabric:
@@ -40,7 +40,7 @@ def ahead_fabric(seed: int, mode: HandoffMode, stages: int, *, ahead: bool = Tru
         layout=[*LAYOUTS.values()][seed % 3],
         direct=True,
         mode=mode,
-        prefill_ahead=ahead,
+        prompt_steps=max(2, stages) if ahead else 1,
         stages=stages if ahead else 1,
         chunk_tokens=rng.choice([2, 3, 5, 8, 12]),
     )
@@ -92,7 +92,7 @@ def test_chunks_are_launched_ahead_and_marks_come_before_the_step_before_is_told
             prefill_blocks=60,
             decode_blocks=80,
             slabs=8,
-            prefill_ahead=True,
+            prompt_steps=max(2, stages),
             stages=stages,
             chunk_tokens=5,
         )
@@ -150,7 +150,7 @@ def test_hardly_more_blocks_than_one_prompt_needs(seed: int, stages: int) -> Non
         decode_blocks=60,
         slabs=2,
         layout=[*LAYOUTS.values()][seed % 3],
-        prefill_ahead=True,
+        prompt_steps=max(2, stages),
         stages=stages,
         chunk_tokens=random.Random(seed).choice([2, 3, 5, 8]),
     )

@@ -90,7 +90,7 @@ class Shape:
     host: str = ""  # whose pool it uses
     staging_blocks: int = 2
     launches_ahead: bool = False
-    prefill_ahead: bool = False
+    prompt_steps: int = 1
     stages: int = 1
     chunk_tokens: int = CHUNK_TOKENS
     qos: QosTiers = TIERS
@@ -101,7 +101,7 @@ class Shape:
 
     @property
     def may_be_ahead(self) -> int:
-        return int(self.launches_ahead or self.prefill_ahead)
+        return max(int(self.launches_ahead), self.prompt_steps - 1)
 
     def settings(self, name: str) -> WorkerSettings:
         return replace(
@@ -323,7 +323,7 @@ class Worker:
                 max_waiting_blocks=16, batch_blocks=4, max_stores=2, patience_s=5.0
             ),
             launches_ahead=shape.launches_ahead,
-            prefill_ahead=shape.prefill_ahead,
+            prompt_steps=shape.prompt_steps,
         )
 
     def _hello(self, name: str) -> WorkerHello:

@@ -137,7 +137,7 @@ class Ahead(ClusterSimulation):
 
     def _hardware(self, index: int) -> tuple[HardwareProfile, Hardware]:
         profile, hardware = super()._hardware(index)
-        return profile, replace(hardware, prefill_ahead=True, stages=self.stages)
+        return profile, replace(hardware, prompt_steps=2, stages=self.stages)
 
 
 class Pipeline(Ahead):

@@ -22,7 +22,7 @@ def end_step(worker: Harness) -> None:
 
 @pytest.mark.parametrize("launches_ahead", [False, True])
 def test_a_chunk_is_launched_behind_a_chunk(launches_ahead: bool) -> None:
-    worker = Harness(launches_ahead=launches_ahead, prefill_ahead=True)
+    worker = Harness(launches_ahead=launches_ahead, prompt_steps=2)
     stream = worker.router()
     worker.say(stream, prefill(spec("a", 15)))
     worker.loop.turn()
@@ -43,7 +43,7 @@ def test_without_it_chunks_come_one_by_one() -> None:
 
 
 def test_decode_has_its_turn_after_the_chunks_that_are_launched() -> None:
-    worker = Harness(launches_ahead=True, prefill_ahead=True)
+    worker = Harness(launches_ahead=True, prompt_steps=2)
     stream = worker.router()
     worker.say(stream, prefill(spec("a", 23)))
     worker.loop.turn()
@@ -58,10 +58,10 @@ def test_decode_has_its_turn_after_the_chunks_that_are_launched() -> None:
     assert ids(worker) == [["a"]]
 
 
-def learnt(*, prefill_ahead: bool) -> float:
+def learnt(*, prompt_steps: int) -> float:
     """The correction after three steps that took twice as long as predicted."""
     now_s = [0.0]
-    worker = Harness(lambda: now_s[0], prefill_ahead=prefill_ahead)
+    worker = Harness(lambda: now_s[0], prompt_steps=prompt_steps)
     worker.say(worker.router(), prefill(spec("a", 24)))
     worker.loop.turn()
     while worker.device.launched:
@@ -73,11 +73,11 @@ def learnt(*, prefill_ahead: bool) -> float:
 
 def test_of_two_chunks_the_second_begins_when_the_first_has_ended() -> None:
     """So what is learnt of their times is the same."""
-    assert learnt(prefill_ahead=True) == learnt(prefill_ahead=False) > 1.3
+    assert learnt(prompt_steps=2) == learnt(prompt_steps=1) > 1.3
 
 
 def test_a_router_that_is_gone_takes_its_prompt_along_when_both_steps_have_ended() -> None:
-    worker = Harness(prefill_ahead=True)
+    worker = Harness(prompt_steps=2)
     stream = worker.router()
     worker.say(stream, prefill(spec("a", 15)))
     worker.loop.turn()

@@ -134,14 +134,14 @@ class Harness:
         clock: Callable[[], float] = time.monotonic,
         *,
         launches_ahead: bool = False,
-        prefill_ahead: bool = False,
+        prompt_steps: int = 1,
         trace: Trace = NO_TRACE,
     ) -> None:
         decode = decode_scheduler(blocks=8)
         lookup = decode.batch.lookup
         prefill = PrefillScheduler(lookup=lookup, chunk_tokens=8)
         self.inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
-        self.device = Device(at_once=1 + (launches_ahead or prefill_ahead))
+        self.device = Device(at_once=max(1 + launches_ahead, prompt_steps))
         self.pace = StepPace(TIMES)
         self.core = WorkerCore(
             lookup,
@@ -152,7 +152,7 @@ class Harness:
             role=Role.DECODE,
             chunk_tokens={Role.DECODE: 8, Role.PREFILL: 64}.__getitem__,
             launches_ahead=launches_ahead,
-            prefill_ahead=prefill_ahead,
+            prompt_steps=prompt_steps,
         )
         self.links = Links()
         self.loop = WorkerLoop(

@@ -42,7 +42,7 @@ def build_worker_core(
     ranks: int = 1,
     most_steps: int = 1,
     launches_ahead: bool = False,
-    prefill_ahead: bool = False,
+    prompt_steps: int = 1,
 ) -> WorkerCore:
     """`regions` names each staging slab's memory, as peers are told. `cost` says what is worth
     fetching; None: as it is measured. `pool_stores` None: with the usual limits. `ranks` share the
@@ -72,7 +72,7 @@ def build_worker_core(
         chunk_tokens=settings.chunk_tokens,
         most_steps=most_steps,
         launches_ahead=launches_ahead,
-        prefill_ahead=prefill_ahead,
+        prompt_steps=prompt_steps,
     )
 
 

@@ -89,10 +89,10 @@ class WorkerCore:
         chunk_tokens: Callable[[Role], int],
         most_steps: int = 1,
         launches_ahead: bool = False,
-        prefill_ahead: bool = False,
+        prompt_steps: int = 1,
     ) -> None:
         """`chunk_tokens`: of a prompt beside running requests, by role. `most_steps`,
-        `launches_ahead` and `prefill_ahead` are those of StepTurns."""
+        `launches_ahead` and `prompt_steps` are those of StepTurns."""
         self.lookup = lookup
         self.prefill = prefill
         self.decode = decode
@@ -109,7 +109,7 @@ class WorkerCore:
             pace,
             most_steps=most_steps,
             launches_ahead=launches_ahead,
-            prefill_ahead=prefill_ahead,
+            prompt_steps=prompt_steps,
         )
         self._routers = RouterQueues(self.reports)
         self._preloads = Preloads(lookup.tables, max_model_len)

@@ -16,9 +16,10 @@ Scheduler = DecodeScheduler | PrefillScheduler
 class StepTurns:
     """The device may run up to `most_steps` in a row while no prompt waits.
 
-    It takes a second step while the first one runs: with `launches_ahead` a decode step behind a
-    decode step, and each of them is a single one; with `prefill_ahead` a step of prompts behind
-    one of prompts. Only while the other scheduler has no work, so their turns stay as they are.
+    It takes more steps while one runs: with `launches_ahead` a decode step behind a decode step,
+    and each of them is a single one; with `prompt_steps` above 1 as many steps of prompts, such as
+    one for each stage of a pipeline. Only while the other scheduler has no work, so their turns
+    stay as they are.
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class StepTurns:
         *,
         most_steps: int,
         launches_ahead: bool,
-        prefill_ahead: bool,
+        prompt_steps: int,
     ) -> None:
         assert most_steps == 1 or not launches_ahead, "an overlapped step is a single one"
         self._decode, self._prefill = decode, prefill
@@ -37,8 +38,8 @@ class StepTurns:
         self._most_steps = most_steps
         self._turns: deque[Scheduler] = deque([decode, prefill])
         self._launched: deque[tuple[Scheduler, StepWork]] = deque()  # the first one runs
-        self._launches_ahead, self._prefill_ahead = launches_ahead, prefill_ahead
-        self.looks_ahead = launches_ahead or prefill_ahead
+        self._most_decode, self._most_prefill = 1 + launches_ahead, prompt_steps  # on the device
+        self.looks_ahead = launches_ahead or prompt_steps > 1
         self.stepping: Scheduler | None = None  # whose step the device runs
 
     def start(self, now_s: float) -> list[Command]:
@@ -55,17 +56,20 @@ class StepTurns:
         return commands
 
     def start_ahead(self, now_s: float) -> list[Command]:
-        """The device's next step is launched before it is free, unless the other scheduler has
+        """The device's next steps are launched before it is free, unless the other scheduler has
         work."""
-        if len(self._launched) != 1:
-            return []
-        assert self.stepping is not None
-        scheduler, decode, prefill = self.stepping, self._decode, self._prefill
-        may_decode = self._launches_ahead and not prefill.has_work
-        may_prefill = self._prefill_ahead and not decode.has_work
-        if not (may_decode if scheduler is decode else may_prefill):
-            return []
-        return self._offer(scheduler, OverlapStepWanted(), now_s)
+        scheduler, commands = self.stepping, list[Command]()
+        decodes = scheduler is self._decode
+        other, most = (
+            (self._prefill, self._most_decode) if decodes else (self._decode, self._most_prefill)
+        )
+        if scheduler is None or other.has_work:
+            return commands
+        launched = 0
+        while launched < len(self._launched) < most:
+            launched = len(self._launched)
+            commands += self._offer(scheduler, OverlapStepWanted(), now_s)
+        return commands
 
     def ended(self, done: StepDone, now_s: float) -> list[Command]:
         """What the step's scheduler says to that. The next one begins."""
