@@ -67,6 +67,7 @@ PARTS = (
         *("timeline", 180, "bench.transfer", "--profile=build/handoff-cuda.json"),
         small="--repeats=1 --only shm",
     ),
+    _on_cuda("pull", 120, "bench.kvpool.pull", small="--tokens 64 256 --layers=2 --repeats=2"),
     Part(name="mixed", command=("bench.engine.cuda.mixed_launches",), limit_s=60),
     Part(name="fp8", command=("bench.engine.cuda.fp8_products",), limit_s=60),
     Part(name="tilings", command=("bench.engine.cuda.attention_tilings",), limit_s=300),

@@ -22,11 +22,11 @@ def _day(folder: Path, *options: str) -> str:
 
 @pytest.mark.processes
 def test_a_rehearsal_runs_the_parts_on_the_cpu(tmp_path: Path) -> None:
-    page = _day(tmp_path, "--rehearse", "--only", "collate", "transfer", "mixed")
-    assert page.count("\n## ") == 2, "mixed batches make no sense without a device"
-    for name in ("collate", "transfer"):
+    page = _day(tmp_path, "--rehearse", "--only", "collate", "transfer", "pull", "mixed")
+    assert page.count("\n## ") == 3, "mixed batches make no sense without a device"
+    for name, unit in (("collate", "GB/s"), ("transfer", "GB/s"), ("pull", "ms")):
         assert f"\n## {name}: exit 0, " in page, page
-        assert "GB/s" in (tmp_path / f"{name}.log").read_text()
+        assert unit in (tmp_path / f"{name}.log").read_text()
 
 
 @pytest.mark.processes

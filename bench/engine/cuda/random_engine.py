@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 
@@ -37,31 +38,41 @@ _SAMPLING = Sampling(max_tokens=1, seed=0)
 
 
 def random_engine(
-    device: str, *, tokens: int, batch: int, backend: str, graphs: bool, fp8: bool = False
+    device: str,
+    *,
+    tokens: int,
+    batch: int,
+    backend: str,
+    graphs: bool,
+    fp8: bool = False,
+    config: LlamaConfig = LLAMA_8B,
+    layers: int | None = None,
 ) -> tuple[Engine, str]:
     """Room for `tokens` tokens of KV together; decode steps of up to `batch` are recorded. `fp8`:
-    linear layers multiply in FP8. And the attention backend's name."""
+    linear layers multiply in FP8. `layers` None: all of them. And the attention backend's name."""
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = layers or config.num_hidden_layers
     interface.register()
     torch.manual_seed(0)
     with torch.device(device):
         module = AutoModelForCausalLM.from_config(
-            LLAMA_8B, dtype=torch.bfloat16, attn_implementation=interface.NAME
+            config, dtype=torch.bfloat16, attn_implementation=interface.NAME
         )
     module = module.eval().requires_grad_(False)
-    model = compile_model(Model(module, LLAMA_8B, torch.device(device), torch.bfloat16), fp8=fp8)
+    model = compile_model(Model(module, config, torch.device(device), torch.bfloat16), fp8=fp8)
     shapes = probe(model)
     layout = derive_layout(shapes, dtype=model.dtype_name, block_size=_BLOCK_SIZE)
     chosen = choose_backend(backend, model, layout, shapes)
     memory = KvMemory(layout, layout.blocks_for(tokens) + batch, device)
     for plane in memory.planes[0]:
         plane.normal_()  # zeros take less power, and so less time
-    longest = LLAMA_8B.max_position_embeddings
+    longest = config.max_position_embeddings
     sizing = KvSizing(
         blocks=memory.blocks, tokens=tokens, max_model_len=longest, kv_bytes=0, reason=""
     )
     facts = EngineFacts(
         architecture="LlamaForCausalLM",
-        vocab_size=LLAMA_8B.vocab_size,
+        vocab_size=config.vocab_size,
         max_model_len=longest,
         fingerprint="",
         device=device,
