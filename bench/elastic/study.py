@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
@@ -43,6 +44,8 @@ NUMBERS = ("elastic", "use", "latency")
 """Ways that change the number of workers."""
 WAYS = ("static", "roles", *NUMBERS, "flips", "flips, no admission")
 COOLDOWN = "120s"
+MINUTE = 6
+"""In tens of seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +84,8 @@ class Shown:
     """`halves`: attainment of the earlier and of the later half of all requests; of a swing of
     twenty minutes these are its phases, and the best of each over all splits is what roles could
     reach that change at once. `late_flips`: after ten minutes. `hours`: of workers, over those of
-    the whole fleet. `refused_late`: the share of the later half. `calm_s`: from when on no ten
-    seconds have more than a twentieth refused."""
+    the whole fleet. `refused_late`: the share of the later half. `calm_s`: from when on no minute
+    has more than a twentieth refused; `calm_tens_s`: no ten seconds, in which chance has a part."""
 
     cell: Cell
     offered: int
@@ -96,6 +99,7 @@ class Shown:
     left: int
     refused_late: float
     calm_s: float
+    calm_tens_s: float
     took_s: float
 
     def line(self) -> str:
@@ -107,7 +111,8 @@ class Shown:
             f"{self.goodput_per_s:6.2f}/s  flips {self.flips:3d}, after ten minutes "
             f"{self.late_flips:3d}  hours {self.hours:4.2f}, {self.added} came, {self.left} left  "
             f"refused in the later half {100 * self.refused_late:.1f} %, "
-            f"a twentieth until {self.calm_s:.0f} s  ({self.took_s:.0f} s)"
+            f"a twentieth of a minute until {self.calm_s:.0f} s, of ten seconds until "
+            f"{self.calm_tens_s:.0f} s  ({self.took_s:.0f} s)"
         )
 
 
@@ -177,7 +182,8 @@ def run(cell: Cell) -> Shown:
         added=sum(life.since_s > 0 for life in lives),
         left=sum(life.until_s is not None for life in lives),
         refused_late=_refused_late(simulated.outcomes),
-        calm_s=_calm_s(simulated.outcomes),
+        calm_s=calm_s(simulated.outcomes, MINUTE),
+        calm_tens_s=calm_s(simulated.outcomes, 1),
         took_s=time.monotonic() - began_s,
     )
 
@@ -197,11 +203,13 @@ def _refused_late(outcomes: Sequence[Outcome]) -> float:
     return sum(bool(one.refused) for one in late) / len(late)
 
 
-def _calm_s(outcomes: Sequence[Outcome]) -> float:
-    refused: dict[int, list[bool]] = {}  # stretch of ten seconds |-> its requests
+def calm_s(outcomes: Sequence[Outcome], tens: int) -> float:
+    """One stretch of `tens` begins every ten seconds."""
+    refused: dict[int, list[bool]] = {}  # ten seconds |-> their requests
     for one in outcomes:
         refused.setdefault(int(one.request.arrival_s // 10), []).append(bool(one.refused))
-    return 10.0 * max((at + 1 for at, of in refused.items() if fmean(of) > 0.05), default=0)
+    of = {at: [*chain(*(refused.get(at + n, ()) for n in range(tens)))] for at in refused}
+    return 10.0 * max((at + 1 for at in of if fmean(of[at]) > 0.05), default=0)
 
 
 def cells(args: argparse.Namespace) -> Iterable[Cell]:

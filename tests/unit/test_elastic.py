@@ -29,7 +29,9 @@ TIMES = LinearTimes(
     decode_knots=((1, 0.010), (100, 0.020)),
     decode_kv_token_s=1e-7,
 )
-MODEL = WorkerModel(times=TIMES, chunk_tokens=2048, most_sequences=100, kv_tokens=200_000)
+MODEL = WorkerModel(
+    times=TIMES, chunk_tokens=2048, most_sequences=100, kv_tokens=200_000, block_tokens=16
+)
 
 
 def rate(
@@ -125,7 +127,7 @@ LONG, SHORT = rate(26, 2000, 20), rate(26, 50, 800)
 def test_needs_are_the_time_that_work_takes() -> None:
     needs = Needs.of(rate(10, 2048, 200), MODEL)
     assert needs.prefill == pytest.approx(10 * (2048e-4 + 0.002 * 1.5), rel=1e-6)
-    assert needs.batch == int(200_000 / 2148), "as many as fit into the KV pool"
+    assert needs.batch == int(200_000 / (2148 + 16)), "as many as fit into the KV pool"
     step_s = TIMES.decode_s(needs.batch, needs.batch * 2148)
     assert needs.decode == pytest.approx(10 * 200 * step_s / needs.batch, rel=1e-3)
 

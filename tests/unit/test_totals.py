@@ -20,7 +20,7 @@ from cluster.core.elastic.totals import Totals
 from kvrelay.types import Role
 from router.core.load.needs import Needs
 from router.core.load.offered import OfferedWork
-from tests.unit.test_elastic import LONG, MODEL, SHORT, Clients, rate
+from tests.unit.test_elastic import LONG, MODEL, SHORT, Clients, arriving, rate
 
 LEAD_S, COOLDOWN_S = 60.0, 120.0
 BOTH = TotalRules(
@@ -185,6 +185,31 @@ def test_any_load_keeps_the_bounds_and_comes_to_rest(
     assert ups <= 1, "once there are enough errors, they ask for room"
 
 
+def test_the_fewer_requests_tell_of_the_work_the_more_are_added() -> None:
+    work = rate(6, 5000, 600)
+    many, few = (
+        Totals(rules=BOTH, lead_s=LEAD_S).look(Needs.of(work, MODEL, over_s), Counts(1, 1), 0.0)
+        for over_s in (600.0, 5.0)
+    )
+    sure = Needs.of(work, MODEL)
+    needed = sure.prefill_workers(39) + sure.decode_workers(39)
+    assert needed <= many.workers < few.workers < 1.5 * needed
+
+
+def test_150_requests_ask_for_enough_nine_times_of_ten() -> None:
+    """Those of eight seconds, taken to have come in a sixth of that."""
+    rng, per_s, over_s, enough = Random(6), 19.0, 8 / 6, 0
+    known = sum((arriving(rng, per_s, 1) for _ in range(2000)), OfferedWork())
+    sure = Needs.of(known.scaled(6 / 2000), MODEL)
+    needed = sure.prefill_workers(39) + sure.decode_workers(39)
+    for _ in range(100):
+        seen = sum((arriving(rng, per_s, 1) for _ in range(8)), OfferedWork())
+        needs = Needs.of(seen.scaled(1 / over_s), MODEL, over_s)
+        wanted = Totals(rules=BOTH, lead_s=LEAD_S).look(needs, Counts(1, 1), 0.0)
+        enough += wanted.workers >= needed
+    assert enough >= 90
+
+
 def test_who_leaves_has_the_least_to_do() -> None:
     workers = [
         Busy(name=f"{role}-{work}", role=role, work=work)
@@ -209,7 +234,16 @@ def test_noise_is_foreseen_by_the_last_value_or_its_mean_and_asks_for_room() -> 
     rng = Random(1)
     forecast = foreseen([rng.gauss(10, 1) for _ in range(500)], 60.0, 3600.0)
     assert forecast.ahead(60.0) == pytest.approx(10, abs=3)
-    assert 0.05 < forecast.room(10.0) < 0.3
+    assert 0.05 < forecast.room(10.0, 60.0) < 0.3
+
+
+def test_one_change_asks_for_no_room() -> None:
+    """It is an error for as long as a start takes."""
+    rng, forecast, lead_s = Random(1), Forecast(24 * 3600.0), 100.0
+    for number in range(700):
+        forecast.note(number * EVERY_S, rng.gauss(4 if number < 60 else 12, 0.3), lead_s)
+        assert forecast.room(12.0, lead_s) < 0.1, number
+    assert forecast.room(12.0, lead_s) > 0, "what comes by chance does"
 
 
 def test_a_trend_is_foreseen() -> None:
@@ -229,7 +263,7 @@ def test_what_repeats_is_foreseen_by_the_period_before() -> None:
 
 def test_before_there_is_enough_to_compare_nothing_is_foreseen() -> None:
     forecast = foreseen([float(n) for n in range(FIRST // 2)], 10.0, 3600.0)
-    assert forecast.used == "last" and forecast.room(5.0) == 0.0
+    assert forecast.used == "last" and forecast.room(5.0, 10.0) == 0.0
     assert Holt().ahead(3) == 0.0 and Seasonal(10).ahead(3) == 0.0
 
 

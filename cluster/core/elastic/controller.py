@@ -70,8 +70,14 @@ class ElasticController:
         roles, totals = self.roles, self.totals
         return Decision(
             prefill=None if roles is None else roles.look(self.needs, fleet, now_s),
-            counts=None if totals is None else _counts(totals, slow, fleet, now_s),
+            counts=None if totals is None else _counts(totals, self._of_numbers, fleet, now_s),
         )
+
+    @property
+    def _of_numbers(self) -> Needs:
+        """As if requests came one by one: a change that is not told yet looks like bursts."""
+        rate = self.slow_rate
+        return Needs.of(rate.per_second, self.model, rate.covers_s)
 
     def _needs(self, rate: OfferedRate, offered: OfferedWork, now_s: float) -> Needs | None:
         rate.note(now_s, offered)

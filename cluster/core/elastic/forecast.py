@@ -18,6 +18,9 @@ REMEMBERED = 720
 """Errors of each way, for its mean and for the quantile of the one that is used."""
 FIRST, FIRST_ROOM = 24, 120
 """Errors before any way but the last value may be used, and before errors ask for room."""
+LEADS = 12
+"""Starts, one after another, that also have to be over before errors ask for room: one change is an
+error for as long as a start takes, and would be more than a tenth of fewer."""
 BETTER = 0.95
 """Of the last value's error."""
 MOST_ROOM = 0.5
@@ -133,13 +136,17 @@ class Forecast:
         best = min(self._tried, key=lambda name: self._tried[name].error)
         return best if self._tried[best].error < BETTER * last.error else "last"
 
-    def room(self, value: float) -> float:
+    def room(self, value: float, lead_s: float) -> float:
         """Nine of ten times, no more than this share of `value` was needed beyond what had been
-        foreseen."""
+        foreseen. Before there is enough to tell: nothing."""
         errors = self._tried[self.used].errors
-        if len(errors) < FIRST_ROOM or value <= 0:
+        if len(errors) < _first_room(_steps(lead_s)) or value <= 0:
             return 0.0
         return min(MOST_ROOM, max(0.0, _p90(errors) / value))
+
+
+def _first_room(steps: int) -> int:
+    return min(REMEMBERED, max(FIRST_ROOM, LEADS * steps))
 
 
 def _p90(values: Sequence[float]) -> float:

@@ -10,11 +10,13 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from cluster.core.elastic.fleet import Counts
-from cluster.core.elastic.forecast import Forecast
+from cluster.core.elastic.forecast import MOST_ROOM, Forecast
 from cluster.core.elastic.rules import TotalRules
 from router.core.load.needs import Needs
 
 DAY_S = 24 * 3600.0
+NINE_OF_TEN = 1.28
+"""Standard deviations, of a normal distribution."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,8 +69,8 @@ class Totals:
     def _needed(self, needs: Needs) -> Counts:
         """Now, and when one that starts now has started."""
         later = needs.scaled(
-            _growth(self.prefill, needs.prefill, self.lead_s),
-            _growth(self.decode, needs.decode, self.lead_s),
+            _growth(self.prefill, needs.prefill, needs.prefill_chance, self.lead_s),
+            _growth(self.decode, needs.decode, needs.decode_chance, self.lead_s),
         )
         prefill, decode = self.rules.prefill, self.rules.decode
         return Counts(
@@ -95,8 +97,10 @@ def _follow(needed: int, most: int | None, have: int) -> int:
     return have if most is None else min(have, most)
 
 
-def _growth(forecast: Forecast, now: float, lead_s: float) -> float:
-    """What may be needed later over what is now; never less."""
+def _growth(forecast: Forecast, now: float, chance: float, lead_s: float) -> float:
+    """What may be needed later over what is now; never less. `chance`: the standard deviation of
+    `now`, as a share of it. Nine of ten times no more is needed."""
     if now <= 0:
         return 1.0
-    return max(1.0, forecast.ahead(lead_s) / now) * (1 + forecast.room(now))
+    room = max(forecast.room(now, lead_s), min(MOST_ROOM, NINE_OF_TEN * chance))
+    return max(1.0, forecast.ahead(lead_s) / now) + room

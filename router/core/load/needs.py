@@ -29,12 +29,14 @@ _BISECTIONS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerModel:
-    """One worker: its step times, and what fits into its steps and its KV pool."""
+    """One worker: its step times, and what fits into its steps and its KV pool. A sequence holds
+    `block_tokens` beside its context: its last block is not full, and admission counts it whole."""
 
     times: LinearTimes
     chunk_tokens: int
     most_sequences: int
     kv_tokens: int
+    block_tokens: int
 
 
 def model_of(hello: WorkerHello) -> WorkerModel:
@@ -43,6 +45,7 @@ def model_of(hello: WorkerHello) -> WorkerModel:
         chunk_tokens=hello.prefill_chunk_tokens,
         most_sequences=hello.max_running_requests,
         kv_tokens=hello.total_blocks * hello.block_size,
+        block_tokens=hello.block_size,
     )
 
 
@@ -178,7 +181,7 @@ def decode_batch(rate: OfferedWork, model: WorkerModel) -> int:
     known = model.times.decode_knots[-1][0] if model.times.decode_knots else model.most_sequences
     most = min(model.most_sequences, known)
     if context:
-        most = max(1, min(most, int(model.kv_tokens / context)))
+        most = max(1, min(most, int(model.kv_tokens / (context + model.block_tokens))))
     if rate.with_tpot <= rate.requests / 2:
         return most
     tpot_s = rate.tpot_s / rate.with_tpot
