@@ -20,14 +20,12 @@ from typing import NamedTuple
 
 from bench.report import Row, print_table
 from kvpool.core.layout.block_names import BlockNames
+from kvrelay.counters import Counters, LinkState, TierLoad
 from kvrelay.messages import (
     BlockChanges,
-    Counters,
-    LinkState,
     Released,
     Reserved,
     StoredRun,
-    TierLoad,
     Tokens,
     WorkerEvent,
     WorkerHello,

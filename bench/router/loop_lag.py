@@ -26,8 +26,9 @@ import uvloop
 
 from bench.report import Row, print_table
 from engine.bundled import checkpoint_path
+from kvrelay.counters import Counters
 from kvrelay.gc_pauses import freeze
-from kvrelay.messages import Counters, Generate, Released, Reserved, Tokens, ToWorker, WorkerHello
+from kvrelay.messages import Generate, Released, Reserved, Tokens, ToWorker, WorkerHello
 from kvrelay.types import FinishReason, Incarnation, RequestKey, Role, StepCoefficients
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc

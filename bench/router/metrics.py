@@ -20,7 +20,8 @@ from bench.access import ACCESS, HEADERS
 from bench.report import Row, print_table
 from bench.router.decisions import STEP_TIMES
 from engine.bundled import checkpoint_path
-from kvrelay.messages import Counters, LinkState, WorkerHello
+from kvrelay.counters import Counters, LinkState
+from kvrelay.messages import WorkerHello
 from kvrelay.types import Incarnation, Role
 from router.core.events import WorkerJoined, WorkerSaid
 from router.core.state.generation import ClusterSnapshot

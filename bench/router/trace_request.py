@@ -26,7 +26,7 @@ from bench.report import Row, print_table, write_json
 from cluster.config.load import Override, load_config
 from cluster.sim.simulation import ClusterSimulation, Scale
 from cluster.sim.trace import TracePrompt, TraceRequest
-from kvrelay.messages import Counters
+from kvrelay.counters import Counters
 from kvrelay.types import Sampling
 from router.core.events import Admit, Deliver, Fail, Refuse, Submitted
 from router.core.state.generation import GenerationRequest

@@ -15,7 +15,8 @@ from kvpool.core.transfer.messages import SlabFilled
 from kvpool.core.transfer.slabs import LeaseId, SlabId
 from kvpool.wire.peer import PEER_CODEC
 from kvrelay import wire
-from kvrelay.messages import Counters, Tokens
+from kvrelay.counters import Counters
+from kvrelay.messages import Tokens
 from kvrelay.types import FinishReason, RequestKey
 from kvrelay.v1 import peer_pb2
 from kvrelay.v1 import worker_pb2 as pb

@@ -4,7 +4,7 @@
 
 The verdicts on a worker's step times and links are pure functions; docs/latency-model.md and
 docs/links.md explain their limits.
-`kvrelay.messages.Counters` says which counters of a worker have a column.
+`kvrelay.counters.Counters` says which counters of a worker have a column.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from cluster.process.admin import ask, report
 from kvpool.core.layout.hashes import tenant_label
 from kvrelay.access.values import Access
 from kvrelay.codec import MessageCodec
+from kvrelay.counters import SHOWN, speed_text
 from kvrelay.errors import ConfigError, KvrelayError
-from kvrelay.messages import SHOWN, speed_text
 from kvrelay.results import QuarantinedPair, WorkerInfo
 from kvrelay.starts import start_text
 from kvrelay.v1 import admin_pb2 as pb

@@ -13,7 +13,8 @@ from cluster.sim.arriving import PromptParts
 from cluster.sim.machines.clock import Clock, Server
 from cluster.sim.trace import Answers, Outcome, TraceArrival
 from cluster.sim.worker import SimWorker
-from kvrelay.messages import BlockChanges, Counters, WorkerEvent
+from kvrelay.counters import Counters
+from kvrelay.messages import BlockChanges, WorkerEvent
 from kvrelay.types import NO_OBJECTIVES, Incarnation, Objectives
 from router.core.core import RouterCore
 from router.core.events import (

@@ -26,7 +26,8 @@ from engine.core.step import RunStep, StepDone
 from kvpool.core.fetch.client_events import NodeOrder
 from kvpool.core.transfer.commands import DropLink, FromPeer, SendPeer
 from kvpool.core.transfer.messages import Commit
-from kvrelay.messages import Generate, LinkState, Prefill, Reserve
+from kvrelay.counters import LinkState
+from kvrelay.messages import Generate, Prefill, Reserve
 
 TICK_S = 0.5
 

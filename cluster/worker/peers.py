@@ -35,8 +35,8 @@ from kvpool.transport.link_kind import LinkKind
 from kvpool.transport.peer.base import Callbacks, Connection
 from kvpool.transport.peer.endpoint import ThreadGroup
 from kvpool.wire.peer import decode, encode
+from kvrelay.counters import LinkState
 from kvrelay.errors import ConfigError, FailureReason, PeerError
-from kvrelay.messages import LinkState
 from kvrelay.types import Incarnation
 
 log = logging.getLogger(__name__)

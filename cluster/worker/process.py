@@ -42,8 +42,9 @@ from kvpool.core.blocks.pool import BlockState
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.layout.hashes import TenantBlocks, most_of
 from kvpool.wire.pool import cached_blocks
+from kvrelay.counters import Counters
 from kvrelay.errors import PeerError
-from kvrelay.messages import BlockChanges, Counters, WorkerEvent, WorkerHello
+from kvrelay.messages import BlockChanges, WorkerEvent, WorkerHello
 from kvrelay.starts import StartLedger, StartPhase, start_text
 from kvrelay.types import WIRE_VERSION, Role
 from kvrelay.v1 import worker_pb2 as pb

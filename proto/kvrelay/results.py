@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvrelay.messages import Counters
+from kvrelay.counters import Counters
 from kvrelay.starts import PhaseSeconds
 from kvrelay.types import FinishReason, PromptLogprob, StepCoefficients, TokenLogprobs
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvrelay.codec import HASH_BYTES, EnvelopeCodec, MessageCodec, check, travels_by
+from kvrelay.counters import Counters
 from kvrelay.errors import PeerError
 from kvrelay.messages import (
     BlockChanges,
-    Counters,
     PoolUpdate,
     Prefill,
     PromptLogprobs,

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvrelay.counters import Counters
 from kvrelay.errors import FailureReason
 from kvrelay.messages import (
-    Counters,
     Lifetime,
     LifetimeMoment,
     PromptLogprobs,

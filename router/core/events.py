@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 
+from kvrelay.counters import Counters
 from kvrelay.messages import (
     Abort,
     BlockChanges,
-    Counters,
     Generate,
     PoolUpdate,
     Prefill,

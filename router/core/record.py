@@ -14,7 +14,7 @@ from enum import Enum
 from functools import lru_cache, partial
 from typing import Any
 
-from kvrelay import messages, qos, types
+from kvrelay import counters, messages, qos, types
 from kvrelay.errors import FailureReason, RefusalReason
 from kvrelay.messages import LifetimeMoment
 from kvrelay.types import StepCoefficients
@@ -27,7 +27,7 @@ from router.core.start import Beginning
 from router.core.state import generation, ladder, quarantine
 
 _MODULES = (
-    *(messages, types, qos, start, events, generation),
+    *(messages, counters, types, qos, start, events, generation),
     *(ladder, quarantine, choice, refusal, work, poison),
 )
 _CLASS, _BYTES, _ENUM, _MAP = "$", "$bytes", "$enum", "$map"

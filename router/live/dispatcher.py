@@ -16,8 +16,9 @@ from typing import Protocol
 from uuid import uuid4
 
 from kvrelay.access.values import NO_ACCESS, Access
+from kvrelay.counters import Counters
 from kvrelay.errors import FailureReason, InvalidRequest, Refused, RequestFailedError
-from kvrelay.messages import BlockChanges, Counters, WorkerEvent, WorkerHello
+from kvrelay.messages import BlockChanges, WorkerEvent, WorkerHello
 from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import Incarnation, PromptLogprob, RequestSpec
 from router.core.decision import appraise

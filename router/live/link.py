@@ -15,8 +15,9 @@ import grpc
 
 from kvrelay.access.tls import LastingChannel
 from kvrelay.access.values import NO_ACCESS, Access
+from kvrelay.counters import Counters
 from kvrelay.errors import PeerError
-from kvrelay.messages import BlockChanges, Counters, ToWorker, WorkerEvent, WorkerHello
+from kvrelay.messages import BlockChanges, ToWorker, WorkerEvent, WorkerHello
 from kvrelay.types import WIRE_VERSION, Incarnation
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc

@@ -2,7 +2,7 @@
 
 The router measures its requests itself (`RouterMetrics`). What it knows of workers, links, pool
 nodes and tiers is read at each scrape (`ClusterGauges`). Which counters of a worker appear, and by
-which names, is said in `kvrelay.messages.Counters`.
+which names, is said in `kvrelay.counters.Counters`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from kvrelay.counters import SHOWN, LinkState, Shown, kv_used
 from kvrelay.gc_pauses import GcPauses
-from kvrelay.messages import SHOWN, LinkState, Shown, kv_used
 from kvrelay.types import TAKES_ALL
 from router.core.load import histograms
 from router.core.state.generation import ClusterSnapshot, WorkerStatus

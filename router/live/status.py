@@ -24,14 +24,9 @@ from typing import TypeVar
 import grpc
 
 from kvpool.core.layout.hashes import tenant_label
+from kvrelay.counters import NO_ACTIVITY, Activity, Counters, activity
 from kvrelay.gc_pauses import PAUSES
-from kvrelay.messages import (
-    NO_ACTIVITY,
-    Activity,
-    Counters,
-    WorkerHello,
-    activity,
-)
+from kvrelay.messages import WorkerHello
 from kvrelay.types import Incarnation, Role
 from kvrelay.v1 import admin_pb2 as pb
 from kvrelay.v1.admin_pb2 import GetKvResponse, TraceRequestResponse, WatchReport

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from kvrelay.codec import MessageCodec
-from kvrelay.messages import NO_ACTIVITY, Activity, LinkState
+from kvrelay.counters import NO_ACTIVITY, Activity, LinkState
 from kvrelay.results import WorkerInfo
 from kvrelay.types import Incarnation
 from kvrelay.v1 import admin_pb2 as pb

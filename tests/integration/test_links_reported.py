@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.cli import status
-from kvrelay.messages import speed_text
+from kvrelay.counters import speed_text
 from kvrelay.types import Role
 from router.core.state.generation import LinkStatus
 from tests.access import ACCESS

@@ -21,7 +21,7 @@ from cluster.config.schema import Config
 from cluster.core.plan import host_pool_address
 from cluster.sim.readers import recorded_requests
 from cluster.sim.simulation import ClusterSimulation, Scale
-from kvrelay.messages import Counters
+from kvrelay.counters import Counters
 from kvrelay.types import Incarnation, Role
 from router.core.events import (
     Event,

@@ -25,7 +25,8 @@ from cluster.core.settings import PoolNodeSettings
 from cluster.pool_node.node import PoolNode
 from kvrelay import Client
 from kvrelay.access.values import AUTHORIZATION, NO_ACCESS, Access, bearer
-from kvrelay.messages import Counters, Released, Reserved, Tokens, WorkerHello
+from kvrelay.counters import Counters
+from kvrelay.messages import Released, Reserved, Tokens, WorkerHello
 from kvrelay.types import FinishReason, RequestKey, Role
 from kvrelay.v1 import admin_pb2, pool_node_pb2, worker_pb2, worker_pb2_grpc
 from kvrelay.v1 import worker_pb2 as pb

@@ -8,7 +8,8 @@ from dataclasses import replace
 from cluster.core.worker.events import FromRouter, RouterJoined
 from kvpool.core.layout.layout import KvLayout
 from kvpool.core.transfer.messages import HandoffMode
-from kvrelay.messages import Abort, BlockChanges, Counters, Prefill, ToWorker, WorkerEvent
+from kvrelay.counters import Counters
+from kvrelay.messages import Abort, BlockChanges, Prefill, ToWorker, WorkerEvent
 from kvrelay.types import RequestSpec, Role
 from tests.sim.model import LAYOUT, SLAB_BYTES
 from tests.sim.peers import PeerNet

@@ -10,15 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from cluster.core.worker.events import FromRouter, RouterJoined, RouterLost
-from kvrelay.messages import (
-    BlockChanges,
-    Counters,
-    Generate,
-    Reserve,
-    ToWorker,
-    WorkerEvent,
-    WorkerHello,
-)
+from kvrelay.counters import Counters
+from kvrelay.messages import BlockChanges, Generate, Reserve, ToWorker, WorkerEvent, WorkerHello
 from kvrelay.types import Incarnation
 from kvrelay.wire import decode_event, decode_to_worker, encode_event, encode_to_worker
 from router.core.events import (

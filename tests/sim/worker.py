@@ -47,7 +47,8 @@ from kvpool.core.transfer.pool_map import KvFacts
 from kvpool.core.transfer.pull import BlocksPulled, PullBlocks
 from kvpool.core.transfer.slabs import HEADER_BYTES, SlabId, Staging
 from kvpool.core.transfer.write import Side
-from kvrelay.messages import LinkState, WorkerHello
+from kvrelay.counters import LinkState
+from kvrelay.messages import WorkerHello
 from kvrelay.qos import QosTiers
 from kvrelay.types import WIRE_VERSION, Incarnation, Role
 from prefill_worker.scheduler import PrefillScheduler

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+from kvrelay.counters import Counters
 from kvrelay.errors import KvrelayError, Refused
 from kvrelay.gc_pauses import GcPauses
-from kvrelay.messages import Counters
 from kvrelay.types import FinishReason, PromptLogprob, PromptRule, Role, TokenLogprobs
 from kvrelay.v1.admin_pb2 import (
     GetKvResponse,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.core.step_times import StepWork
+from kvrelay.counters import Counters
 from kvrelay.messages import (
-    Counters,
     Lifetime,
     Released,
     RequestFailed,

@@ -9,9 +9,9 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field, replace
 from random import Random
 
+from kvrelay.counters import Counters
 from kvrelay.messages import (
     Abort,
-    Counters,
     Generate,
     Lifetime,
     Prefill,

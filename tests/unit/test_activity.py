@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.core.worker.reports import IDLE_LINE, ActivityLog
-from kvrelay.messages import Activity, Counters, activity
+from kvrelay.counters import Activity, Counters, activity
 from router.live.status import WINDOW_S, RecentActivity
 
 BUSY = Counters(

@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 
-from kvrelay.messages import Counters, LinkState
+from kvrelay.counters import Counters, LinkState
 from kvrelay.types import Incarnation, Objectives, Role
 from router.core.load.decode_outlook import BatchThen, Expected
 from router.core.load.prefill_queue import Ahead

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvrelay.counters import Counters
 from kvrelay.errors import PeerError
-from kvrelay.messages import BlockChanges, Counters, CutRun, PoolUpdate, StoredRun
+from kvrelay.messages import BlockChanges, CutRun, PoolUpdate, StoredRun
 from kvrelay.types import Incarnation, Tier
 from kvrelay.v1 import pool_node_pb2 as pb
 from kvrelay.wire import decode_changes, decode_update, encode_batch, encode_update

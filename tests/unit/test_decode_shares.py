@@ -10,7 +10,8 @@ from cluster.core.worker.reports import tier_loads
 from decode_worker.scheduler import DecodeScheduler
 from engine.core.step import Emit, StepWanted
 from engine.core.step_times import LinearTimes
-from kvrelay.messages import Abort, Generate, Released, Reserved, ReserveRefused, TierLoad
+from kvrelay.counters import TierLoad
+from kvrelay.messages import Abort, Generate, Released, Reserved, ReserveRefused
 from kvrelay.qos import QosTier, QosTiers
 from kvrelay.types import RequestSpec
 from tests.unit.test_decode_scheduler import arrive, assert_idle

@@ -8,7 +8,8 @@ from unittest.mock import Mock
 import pytest
 
 from engine.core.step_times import StepTimes
-from kvrelay.messages import Counters, Reserve, ReserveRefused, TierLoad
+from kvrelay.counters import Counters, TierLoad
+from kvrelay.messages import Reserve, ReserveRefused
 from kvrelay.qos import LadderRules, QosTier, QosTiers
 from kvrelay.types import FinishReason, Incarnation, Objectives, Role, Sampling
 from router.core.core import RouterCore

@@ -12,10 +12,10 @@ import pytest
 from kvpool.core.blocks.news import RunNews
 from kvpool.core.layout.block_names import BlockNames
 from kvpool.core.layout.hashes import BlockHash
+from kvrelay.counters import Counters
 from kvrelay.errors import PeerError
 from kvrelay.messages import (
     BlockChanges,
-    Counters,
     Generate,
     PoolUpdate,
     Prefill,

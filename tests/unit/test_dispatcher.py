@@ -11,8 +11,9 @@ from typing import cast
 
 import pytest
 
+from kvrelay.counters import Counters
 from kvrelay.errors import InvalidRequest, Refused, RequestFailedError
-from kvrelay.messages import Abort, Counters, Generate, ToWorker, WorkerEvent
+from kvrelay.messages import Abort, Generate, ToWorker, WorkerEvent
 from kvrelay.types import FinishReason, Incarnation, Objectives, RequestKey, Role
 from router.core.events import Rejected
 from router.core.policy.choice import Policies

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
+from kvrelay.counters import Counters, TierLoad
 from kvrelay.messages import (
-    Counters,
     Generate,
     Lifetime,
     Prefill,
@@ -16,7 +16,6 @@ from kvrelay.messages import (
     Reserve,
     Reserved,
     ReserveRefused,
-    TierLoad,
     Tokens,
     WorkerEvent,
 )

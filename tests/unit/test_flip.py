@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.messages import Counters, Prefill, Preload, Reserve
+from kvrelay.counters import Counters
+from kvrelay.messages import Prefill, Preload, Reserve
 from kvrelay.qos import ONE_TIER
 from kvrelay.types import FinishReason, Incarnation, Role
 from router.core.core import RouterCore

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.messages import Counters, Lifetime, LinkState
+from kvrelay.counters import Counters, LinkState
+from kvrelay.messages import Lifetime
 from kvrelay.types import Incarnation, Role
 from router.core.load.decode_outlook import (
     FRESH_S,

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvrelay.counters import Counters
 from kvrelay.gc_pauses import GcPauses
-from kvrelay.messages import Counters
 from kvrelay.wire import decode_counters, encode_batch
 from router.core.state.generation import PoolNodeStatus
 from router.live.metrics import RouterMetrics

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from engine.core.step_times import decode_work, prefill_work
-from kvrelay.messages import Counters
+from kvrelay.counters import Counters
 from kvrelay.types import FinishReason, Incarnation, Objectives, Role
 from router.core.core import RouterCore
 from router.core.events import Submitted

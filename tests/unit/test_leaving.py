@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.messages import Abort, Counters, Prefill, Reserve, Stop
+from kvrelay.counters import Counters
+from kvrelay.messages import Abort, Prefill, Reserve, Stop
 from kvrelay.types import FinishReason, Incarnation, RequestKey, Role
 from router.core.core import RouterCore
 from router.core.events import (

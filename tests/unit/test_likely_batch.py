@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from kvrelay.messages import Counters
+from kvrelay.counters import Counters
 from kvrelay.types import RequestKey, Role
 from router.core.load.decode_outlook import BatchThen, DecodeOutlook, Expected, Lifetimes
 from router.core.load.output_lengths import STRIDE, OutputLengths, Survival

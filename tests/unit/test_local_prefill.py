@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.messages import Counters, Generate, LinkState, PoolUpdate, WorkerHello
+from kvrelay.counters import Counters, LinkState
+from kvrelay.messages import Generate, PoolUpdate, WorkerHello
 from kvrelay.types import Incarnation, Role, Tier
 from router.core.core import RouterCore
 from router.core.events import Admit, Send, Submitted, WorkerJoined

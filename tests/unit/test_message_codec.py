@@ -25,11 +25,11 @@ from kvpool.wire import peer, pool
 from kvrelay import wire
 from kvrelay.client.requests import model_info_of, server_info_of
 from kvrelay.codec import HASH_BYTES, EnvelopeCodec, MessageCodec
+from kvrelay.counters import Counters
 from kvrelay.errors import PeerError
 from kvrelay.messages import (
     Abort,
     BlockChanges,
-    Counters,
     PoolUpdate,
     Prefill,
     PromptLogprobs,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvrelay.messages import Counters, LinkState
+from kvrelay.counters import Counters, LinkState
 from kvrelay.types import Incarnation
 from router.core.state.generation import ClusterSnapshot
 from router.core.state.quarantine import LATELY_S, MOST_PAIRS, Pair, RecentPairs

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.messages import Abort, Counters, Prefill, Reserve, WorkerHello
+from kvrelay.counters import Counters
+from kvrelay.messages import Abort, Prefill, Reserve, WorkerHello
 from kvrelay.types import FinishReason, Incarnation, RequestSpec, Role
 from router.core.core import RouterCore
 from router.core.events import (

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from kvpool.core.layout.block_names import BlockNames
-from kvrelay.messages import Counters, LinkState
+from kvrelay.counters import Counters, LinkState
 from kvrelay.types import Incarnation, Role
 from router.core.load.decode_outlook import BatchThen, Expected
 from router.core.load.prefill_queue import Ahead

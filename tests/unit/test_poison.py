@@ -8,16 +8,8 @@ from random import Random
 
 import pytest
 
-from kvrelay.messages import (
-    Abort,
-    Counters,
-    Generate,
-    Released,
-    Reserved,
-    Tokens,
-    ToWorker,
-    WorkerEvent,
-)
+from kvrelay.counters import Counters
+from kvrelay.messages import Abort, Generate, Released, Reserved, Tokens, ToWorker, WorkerEvent
 from kvrelay.types import FinishReason, Incarnation, RequestKey, RequestSpec, Role
 from router.core.core import RouterCore
 from router.core.events import (

@@ -6,7 +6,8 @@ from random import Random
 
 import pytest
 
-from kvrelay.messages import Counters, Released, Reserved
+from kvrelay.counters import Counters
+from kvrelay.messages import Released, Reserved
 from kvrelay.qos import ONE_TIER, QosTier, QosTiers
 from kvrelay.types import Incarnation, Objectives, Role
 from router.core.core import RouterCore

@@ -10,10 +10,10 @@ from typing import get_args, get_type_hints
 import pytest
 
 from cluster.sim.readers import read_trace
+from kvrelay.counters import Counters
 from kvrelay.errors import ConfigError
 from kvrelay.messages import (
     BlockChanges,
-    Counters,
     CutRun,
     PoolUpdate,
     Reserved,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.messages import Counters, TierLoad
+from kvrelay.counters import Counters, TierLoad
 from kvrelay.qos import QosTier, QosTiers
 from kvrelay.types import Role
 from router.core.load.decode_outlook import Expected

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.cli.status import facts_of, link_verdict, print_table, step_times_verdict
 from kvrelay.codec import MessageCodec
-from kvrelay.messages import Counters
+from kvrelay.counters import Counters
 from kvrelay.results import LinkInfo, WorkerInfo
 from kvrelay.starts import PhaseSeconds
 from kvrelay.v1 import inference_pb2

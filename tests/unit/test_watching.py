@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
+from kvrelay.counters import Activity, Counters, LinkState
 from kvrelay.errors import InvalidRequest, Refused
-from kvrelay.messages import Activity, Counters, LinkState
 from kvrelay.types import Incarnation, Role
 from kvrelay.v1 import admin_pb2 as pb
 from router.core.core import RouterCore

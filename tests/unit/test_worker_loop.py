@@ -26,13 +26,12 @@ from kvpool.core.blocks.news import RunNews
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.layout.hashes import BlockHashes
 from kvpool.core.transfer.commands import DropLink, SendPeer
+from kvrelay.counters import Counters, LinkState
 from kvrelay.messages import (
     Abort,
     BlockChanges,
-    Counters,
     Generate,
     Lifetime,
-    LinkState,
     Prefill,
     Preload,
     Released,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from kvrelay.messages import Counters
+from kvrelay.counters import Counters
 from kvrelay.types import Role
 from router.core.load.decode_outlook import Expected
 from router.core.load.margins import Margin

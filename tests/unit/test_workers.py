@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.messages import Counters
+from kvrelay.counters import Counters
 from kvrelay.types import Incarnation, Objectives, RequestKey, Role
 from router.core.core import RouterCore
 from router.core.events import Submitted, WorkerJoined

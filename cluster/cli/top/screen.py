@@ -18,7 +18,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvrelay.messages import speed_text
+from kvrelay.counters import speed_text
 from kvrelay.v1 import admin_pb2 as pb
 from kvrelay.v1.inference_pb2 import LinkInfo
 

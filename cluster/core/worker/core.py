@@ -44,12 +44,11 @@ from kvpool.core.transfer.commands import (
 from kvpool.core.transfer.copy_watch import CopyEnd, CopyWatch, PeerCopy
 from kvpool.core.transfer.messages import TO_PREFILL, BlocksDigested, PeerHello, PeerMessage
 from kvpool.core.transfer.pull import BlocksPulled, PullMessage
+from kvrelay.counters import Counters, LinkState
 from kvrelay.errors import FailureReason, RefusalReason
 from kvrelay.messages import (
     Abort,
-    Counters,
     Generate,
-    LinkState,
     Prefill,
     Preload,
     Released,

@@ -21,7 +21,8 @@ from kvpool.core.transfer.commands import (
 )
 from kvpool.core.transfer.messages import BlocksDigested
 from kvpool.core.transfer.pull import BlocksPulled, PullBlocks
-from kvrelay.messages import BlockChanges, Counters, ToWorker, WorkerEvent
+from kvrelay.counters import Counters
+from kvrelay.messages import BlockChanges, ToWorker, WorkerEvent
 from kvrelay.types import Incarnation
 
 

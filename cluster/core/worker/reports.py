@@ -19,16 +19,9 @@ from kvpool.core.blocks.device_blocks import DeviceBlocks
 from kvpool.core.blocks.news import RunNews
 from kvpool.core.blocks.pool import BlockState
 from kvpool.core.fetch.prefix_lookup import PrefixLookup
+from kvrelay.counters import Activity, Counters, LinkState, TierLoad, activity, speed_text
 from kvrelay.gc_pauses import PAUSES, GcPauses
-from kvrelay.messages import (
-    Activity,
-    BlockChanges,
-    Counters,
-    LinkState,
-    TierLoad,
-    activity,
-    speed_text,
-)
+from kvrelay.messages import BlockChanges
 from kvrelay.types import PrefixOrigin, Tier
 from prefill_worker.scheduler import PrefillScheduler
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from cluster.core.worker.events import RouterStream, SendToRouter
 from cluster.core.worker.reports import BlockReports
 from kvpool.core.blocks.tables import BlockTables, Pins
-from kvrelay.messages import Counters, Released, ReserveRefused, WorkerEvent
+from kvrelay.counters import Counters
+from kvrelay.messages import Released, ReserveRefused, WorkerEvent
 from kvrelay.types import RequestKey, RequestSpec
 
 log = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ from kvpool.core.transfer.messages import (
     SlabFilled,
 )
 from kvpool.core.transfer.pull import BlocksPulled, PullBlocks
-from kvrelay.messages import LinkState
+from kvrelay.counters import LinkState
 from kvrelay.types import Incarnation
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.core.step_times import LinearTimes, StepTimes, StepWork, pairs_of
-from kvrelay.messages import Counters, WorkerHello
+from kvrelay.counters import Counters
+from kvrelay.messages import WorkerHello
 
 
 class ToldTimes(StepTimes, Protocol):

@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvrelay.counters import NO_ACTIVITY, Activity, Counters
 from kvrelay.errors import Refused
 from kvrelay.gc_pauses import GcPauses
-from kvrelay.messages import NO_ACTIVITY, Activity, Counters
 from kvrelay.starts import PhaseSeconds
 from kvrelay.types import (
     NO_OBJECTIVES,

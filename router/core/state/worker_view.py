@@ -15,8 +15,9 @@ from statistics import median_low
 
 from engine.core.step_times import NotCovered, StepWork
 from kvpool.core.layout.block_names import NamedFormat
+from kvrelay.counters import Counters, LinkState
 from kvrelay.errors import PeerError
-from kvrelay.messages import Counters, LinkState, WorkerHello
+from kvrelay.messages import WorkerHello
 from kvrelay.types import Incarnation, RequestKey, Role
 from router.core.load.decode_outlook import DecodeOutlook, StepPeaks
 from router.core.load.prefill_queue import PrefillQueue
