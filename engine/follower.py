@@ -42,14 +42,14 @@ log = logging.getLogger(__name__)
 class Following:
     """This rank's side of the connection."""
 
-    def __init__(self, channel: Channel, own: OwnRank, timeout_s: float) -> None:
+    def __init__(self, channel: Channel, own: OwnRank) -> None:
         self.own = own
         self._channel = channel
-        self._timeout_s = timeout_s
 
     def together(self, work: Callable[[], T]) -> T:
         done = work()
         self._channel.send_facts(done=True)
+        self._channel.receive_facts()  # all have done it
         self.own.connect(None if self.own.group is None else self._channel.receive_memory())
         return done
 
@@ -59,7 +59,6 @@ class Following:
         blocks = self._channel.receive_facts()["blocks"]
         grid = self.own.grid
         pool, rank = PoolMap(layout=layout, blocks=blocks, ranks=grid.tensor), self.own.rank
-        self.own.bound(self._timeout_s)
         if device.type == "cuda":
             return offer_part(pool.parts[rank], device, self._channel)
         return KvMemory.over(pool, self._channel.receive_memory()).parts[grid.tensor_rank(rank)]
@@ -81,7 +80,7 @@ def load_followed(channel: Channel) -> Engine:
     device, meeting = orders["device"], Path(orders["meeting"])
     grid = Grid(tensor=orders["tensor"], stages=orders["stages"])
     own = open_rank(device, orders["rank"], grid, meeting)
-    return load_engine(
+    engine = load_engine(
         open_checkpoint(orders["path"]),
         device=device,
         dtype=orders["dtype"],
@@ -91,12 +90,15 @@ def load_followed(channel: Channel) -> Engine:
         attention=orders["attention"],
         cuda=CudaOptions(**orders["cuda"]),
         compiled=orders["compiled"],
-        ranks=Following(channel, own, orders["timeout_s"]),
+        ranks=Following(channel, own),
     )
+    own.bound(orders["timeout_s"])
+    return engine
 
 
 def follow(channel: Channel) -> None:
     engine, hearer = load_followed(channel), StepHearer()
+    channel.send_facts(done=True)
     while True:
         engine.follow(*hearer.decode(channel.receive()))
 
@@ -117,9 +119,10 @@ def main() -> None:
     except EOFError:
         pass
     except Exception as error:
-        if not isinstance(error, ModelError):  # rank 0 says that one
+        if not isinstance(error, ModelError | PeerError):  # rank 0 says these
             log.exception("this rank ends after an error")
-        channel.send_facts(error=" ".join(str(error).split()))
+        follows = isinstance(error, PeerError)
+        channel.send_facts(error=" ".join(str(error).split()), follows=follows)
         sys.exit(1)
 
 

@@ -43,7 +43,7 @@ def load_split(
     orders |= {"attention": attention, "cuda": asdict(cuda), "compiled": compiled}
     leader = Leader(grid, devices, threads, orders, timeout_s)
     try:
-        return load_engine(
+        engine = load_engine(
             checkpoint,
             device=devices[0],
             dtype=dtype,
@@ -56,6 +56,8 @@ def load_split(
             ranks=leader,
             report=report,
         )
+        leader.wait_ready()
+        return engine
     except BaseException as error:
         words = leader.last_words() if isinstance(error, PeerError) else None
         leader.close()

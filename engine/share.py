@@ -20,7 +20,7 @@ from engine.parallel.opening import OwnRank
 from engine.parallel.split import check_degree, check_plan, join_ranks, plan_cuts, whole_attention
 from engine.parallel.stages import check_stages, take_stage
 from engine.self_check import Reference, check_long_sequences, eager_reference, small_copy
-from engine.split_check import FirstLayers, check_split, first_layers
+from engine.split_check import FirstLayers, check_split, check_stages_of_copy, first_layers
 from kvpool.core.layout.shards import Shard
 from kvrelay.errors import ModelError
 
@@ -59,6 +59,8 @@ def load_share(checkpoint: Checkpoint, *, device: str, dtype: str, own: OwnRank 
     _check_family(bare, own.grid)
     whole = _whole_shapes(bare)
     _check_heads(bare, whole, own.grid.tensor)
+    if own.grid.stages > 1 and own.is_first:
+        check_stages_of_copy(bare)
     first = first_layers(bare, checkpoint, is_leader=own.is_first)
     return Share(model=_part(bare, checkpoint, own, whole), whole=whole, first=first)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,15 @@ from engine.model.checkpoint import Checkpoint
 from engine.model.families import has_experts, refusal
 from engine.model.model import LOAD_ERRORS, Model, bare_copy, fill
 from engine.model.summation_noise import row_differences, typical
-from engine.self_check import Reference, eager_reference, keep_layers, short_token_ids
+from engine.parallel.grid import Grid
+from engine.parallel.stages import take_stage
+from engine.self_check import (
+    Reference,
+    eager_reference,
+    keep_layers,
+    short_token_ids,
+    small_copy,
+)
 
 CHECK = "split"
 _LEAST_LAYERS = 2
@@ -95,6 +103,51 @@ def _count(bare: Model) -> int:
     ]
     needed = 1 + max(kinds.index(kind) for kind in set(kinds))
     return min(len(layers), max(_LEAST_LAYERS, needed))
+
+
+_ALIKE = 1e-3
+
+
+class _Handed:
+    """Between two stages in this process, one after the other."""
+
+    def __init__(self) -> None:
+        self._hidden = torch.empty(0)
+
+    def connect(self) -> None: ...
+
+    def bound(self, timeout_s: float) -> None: ...
+
+    def close(self) -> None: ...
+
+    def send(self, hidden: torch.Tensor) -> None:
+        self._hidden = hidden
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self._hidden
+
+
+def check_stages_of_copy(bare: Model) -> None:
+    """A small copy of the model must give the same logits in two stages, each with some of its
+    layers. Raises ModelError for a family that changes hidden states outside its layers."""
+    small, line = small_copy(bare, longest=0), _Handed()
+    ids = short_token_ids(small)
+    expected, found = small.eager_logits(ids), torch.empty(0)
+    for index in range(2):
+        layers = Grid(stages=2).layers(index, small.config.num_hidden_layers)
+        stage = Stage(index, 2, layers, line)
+        module = copy.deepcopy(small.module)
+        take_stage(module, stage, small.dtype)
+        with stage.joined():
+            found = replace(small, module=module, stage=stage).eager_logits(ids)
+    differences = row_differences(found.flatten(0, 1), expected.flatten(0, 1))
+    if not float(differences.max()) <= _ALIKE:
+        raise refusal(
+            bare.config.model_type,
+            "stages",
+            f"in stages a small copy's logits differ by {float(differences.max()):.2g} of their "
+            "range: set parallel.pipeline to 1",
+        )
 
 
 @contextmanager

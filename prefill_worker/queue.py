@@ -38,6 +38,12 @@ class PromptStep:
     number: int
     chunks: tuple[Chunk, ...]
 
+    @property
+    def most(self) -> Chunk | None:
+        """The chunk that has at least half of its tokens."""
+        largest = max(self.chunks, key=lambda chunk: chunk.tokens)
+        return largest if 2 * largest.tokens >= sum(one.tokens for one in self.chunks) else None
+
 
 @dataclass(slots=True)
 class PromptQueue:
@@ -98,11 +104,12 @@ class PromptQueue:
 
     def _will_be_cached(self, job: PrefillJob, tables: BlockTables) -> bool:
         """Not begun yet, it will find one more block in the cache when a step on the device has
-        ended. Only prompts that were begun before can hold it up: it loses no turn to later
-        ones."""
+        ended. Only a prompt that was begun before and has most of that step can hold it up: it
+        loses no turn to others."""
         if not tables.caching or job.holder in tables:
             return False
-        return any(chunk.job.fills_next_of(job) for chunk in self._chunks())
+        fills = (chunk for step in self.on_device if (chunk := step.most) is not None)
+        return any(chunk.job.fills_next_of(job) for chunk in fills)
 
     def _try_choose(self, job: PrefillJob, step: _Step) -> bool:
         """False when it lacks blocks."""

@@ -159,6 +159,8 @@ class WorkerPool(Section):
     @field_validator("parallel")
     @classmethod
     def _has_its_gpus(cls, given: ParallelSection, others: ValidationInfo) -> ParallelSection:
+        if given.pipeline > 1 and others.data.get("resources", {}).get("GPU"):
+            raise ValueError("pipeline: 1 beside resources.GPU: stages need device cpu so far")
         gpus = others.data.get("resources", {}).get("GPU", given.tensor)
         if given.tensor > 1 and gpus != given.tensor and others.data.get("device") != "cpu":
             raise ValueError(f"tensor: as many ranks as resources.GPU, which is {gpus:g}")
@@ -169,8 +171,8 @@ class WorkerPool(Section):
     def _has_its_threads(cls, given: ParallelSection, others: ValidationInfo) -> ParallelSection:
         threads = others.data.get("cpu_threads")
         if threads is not None and threads % given.ranks:
-            key = "pipeline" if given.pipeline > 1 else "tensor"
-            raise ValueError(f"{key}: a degree that divides the {threads} cpu_threads")
+            what = "tensor: a degree" if given.pipeline == 1 else "tensor x pipeline: a product"
+            raise ValueError(f"{what} that divides the {threads} cpu_threads")
         return given
 
     @field_validator("takes")

@@ -69,11 +69,6 @@ class Model:
         return range(self.config.num_hidden_layers) if self.stage is None else self.stage.layers
 
     @property
-    def has_logits(self) -> bool:
-        """Otherwise its forward passes end in hidden states."""
-        return self.stage is None or self.stage.is_last
-
-    @property
     def on_cpu(self) -> bool:
         return self.device.type == "cpu"
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,12 +70,14 @@ class Leader:
             ).start()
 
     def together(self, work: Callable[[], T]) -> T:
-        """Raises ModelError when another rank can't do its part."""
+        """Raises ModelError or PeerError when another rank can't do its part."""
         for one in self._followers:
             one.order(self._orders)
         done = work()
         for one in self._followers:
-            one.wait_loaded()
+            one.wait_done()
+        for one in self._followers:
+            one.channel.send_facts(meet=True)
         self.own.connect(self._give_boards())
         shutil.rmtree(self._folder, ignore_errors=True)
         return done
@@ -92,18 +95,32 @@ class Leader:
     def memory(
         self, layout: KvLayout, blocks: int, device: torch.device, allocate: Allocate | None
     ) -> KvMemory:
-        """The KV pool with each rank's heads. From now on the others wait no longer."""
+        """The KV pool with each rank's heads. Raises PeerError when a rank is gone."""
+        try:
+            return self._memory(layout, blocks, device, allocate)
+        except OSError as error:
+            raise PeerError("a rank is gone") from error
+
+    def _memory(
+        self, layout: KvLayout, blocks: int, device: torch.device, allocate: Allocate | None
+    ) -> KvMemory:
         size, channels = self.own.grid.tensor, [one.channel for one in self._followers]
         for channel in channels:
             channel.send_facts(blocks=blocks)
-            channel.bound(self._timeout_s)
-        self.own.bound(self._timeout_s)
         if device.type == "cuda":
             return map_parts(PoolMap(layout=layout, blocks=blocks, ranks=size), device, channels)
         memory = KvMemory(layout, blocks, device, allocate or memfd.allocate, ranks=size)
         for channel in channels:
             channel.send_memory(self._lend(memory.flat))
         return memory
+
+    def wait_ready(self) -> None:
+        """All ranks can run steps: from now on none waits long for another. Raises ModelError or
+        PeerError."""
+        for one in self._followers:
+            one.wait_done()
+            one.channel.bound(self._timeout_s)
+        self.own.bound(self._timeout_s)
 
     def _lend(self, memory: torch.Tensor) -> memfd.Loan:
         """Kept, with its memory, until the others have ended."""
@@ -124,9 +141,11 @@ class Leader:
         self._lost.add_done_callback(lambda lost_one: lost(lost_one.result()))
 
     def last_words(self) -> str | None:
-        """The error with which a follower has ended, if one has."""
-        found = (one.last_words() for one in self._followers)
-        return next((words for words in found if words), None)
+        """The error with which a follower has ended, if one has: rather one of its own than one
+        that followed from another's end."""
+        found = [words for one in self._followers if (words := one.last_words())]
+        own = [words for words in found if not words.follows]
+        return next((words.error for words in [*own, *found]), None)
 
     def close(self) -> None:
         """Ends the other ranks; idempotent."""
@@ -151,6 +170,14 @@ class Leader:
         self._lost.set_result(PeerError(one.obituary()))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Words:
+    """`follows`: it ended because another rank had."""
+
+    error: str
+    follows: bool
+
+
 class _Follower:
     def __init__(self, rank: int, device: str, threads: int) -> None:
         self.rank = rank
@@ -171,18 +198,21 @@ class _Follower:
             )
             unused.pop_all()
         self.channel = Channel(ours)
+        self._words: _Words | None = None
 
     def order(self, orders: dict[str, Any]) -> None:
         """Lets the rank load. Raises ModelError when it is gone."""
         with self._gone():
             self.channel.send_facts(rank=self.rank, device=self._device, **orders)
 
-    def wait_loaded(self) -> None:
-        """Raises ModelError when the rank can't load."""
+    def wait_done(self) -> None:
+        """Returns when the rank has done its part. Raises ModelError when it can't, PeerError when
+        it couldn't because another one has ended."""
         with self._gone():
             facts = self.channel.receive_facts()
         if "error" in facts:
-            raise ModelError(facts["error"])
+            self._words = _Words(**facts)
+            raise (PeerError if self._words.follows else ModelError)(self._words.error)
 
     @contextmanager
     def _gone(self) -> Iterator[None]:
@@ -191,13 +221,15 @@ class _Follower:
         except (OSError, EOFError) as error:
             raise ModelError(f"{self.obituary()} while it loaded the model") from error
 
-    def last_words(self) -> str | None:
+    def last_words(self) -> _Words | None:
+        if self._words is not None:
+            return self._words
         try:
             self.process.wait(_PATIENCE_S)
-            words: str | None = self.channel.receive_facts().get("error")
+            facts = self.channel.receive_facts()
         except (subprocess.TimeoutExpired, OSError, EOFError):
             return None
-        return words
+        return _Words(**facts) if "error" in facts else None
 
     def obituary(self) -> str:
         try:

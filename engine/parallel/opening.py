@@ -36,9 +36,12 @@ class OwnRank:
             self.line.connect()
 
     def bound(self, timeout_s: float) -> None:
-        for one in (self.group, self.line):
-            if one is not None:
-                one.bound(timeout_s)
+        """A stage waits for all the work of those before it, a rank of its group for a
+        difference."""
+        if self.group is not None:
+            self.group.bound(timeout_s)
+        if self.line is not None:
+            self.line.bound(timeout_s * self.grid.stages)
 
     def give_up(self) -> None:
         """Another rank is gone: nobody waits for its sums any more."""

@@ -80,7 +80,9 @@ REFUSED = {
     "workers.0={role: prefill, device: cuda, parallel: {pipeline: 2}}": "workers.0.parallel: "
     "expected pipeline: 1 on device cuda: stages need device cpu so far",
     "workers.0={role: prefill, cpu_threads: 6, parallel: {tensor: 2, pipeline: 2}}": ""
-    "workers.0.parallel: expected pipeline: a degree that divides the 6 cpu_threads",
+    "workers.0.parallel: expected tensor x pipeline: a product that divides the 6 cpu_threads",
+    "workers.0={role: prefill, resources: {GPU: 1}, parallel: {pipeline: 2}}": ""
+    "workers.0.parallel: expected pipeline: 1 beside resources.GPU: stages need device cpu so far",
     "router.replicas=0": "router.replicas: got 0, expected greater than or equal to 1",
     "router.http_port=50051": "router: expected different ports for http_port and "
     "grpc_port: HTTP on 50051, gRPC on 50051 share 50051",

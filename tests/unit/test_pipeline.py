@@ -19,13 +19,16 @@ from engine.core.step import StepBatch
 from engine.device.layer_marks import LayerMarks
 from engine.load import load_engine
 from engine.model.checkpoint import open_checkpoint
+from engine.model.model import Model, bare_model
 from engine.parallel.grid import Grid
+from engine.parallel.host_line import HostLine
 from engine.parallel.leader import Leader
 from engine.parallel.stages import check_stages
 from engine.runner import Engine
+from engine.split_check import check_stages_of_copy
 from kvrelay.errors import ModelError, PeerError
 from tests.drive import run_forced, run_mixed, start
-from tests.models import random_checkpoint
+from tests.models import random_checkpoint, save_tokenizer
 from tests.reference import Reference, assert_close_logits, assert_same_tokens
 from tests.unit.test_parallel import (
     CHUNK_TOKENS,
@@ -264,20 +267,75 @@ def test_stages_on_gpus_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_family_that_changes_what_a_stage_hands_on_is_refused(
+def test_a_stage_that_gets_other_hidden_states_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if it scaled hidden states once more behind the embeddings of each stage."""
-    from engine.device.stage import Stage
+    receive = HostLine.receive
 
-    receive = Stage.receive
+    def others(self: HostLine, *given: Any) -> torch.Tensor:
+        return receive(self, *given).flip(1)
 
-    def scaled(self: Stage, *given: Any) -> torch.Tensor:
-        return 2 * receive(self, *given)
-
-    monkeypatch.setattr(Stage, "receive", scaled)
+    monkeypatch.setattr(HostLine, "receive", others)
     folder = random_checkpoint(tmp_path, "llama")
     refused(folder, r"llama family can't be served \(split check\)", 1, stages=2)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"embedding_multiplier": 12.0}, {}], ids=["scaled", "not scaled"]
+)
+def test_a_family_that_changes_hidden_states_outside_its_layers_is_refused(
+    changes: dict[str, float], tmp_path: Path
+) -> None:
+    """Granite scales embeddings in the model itself, so each stage would do so once more."""
+    bare = bare_granite(tmp_path, changes)
+    if not changes:
+        check_stages_of_copy(bare)
+        return
+    with pytest.raises(ModelError, match=r"granite family .* \(stages check\): in stages"):
+        check_stages_of_copy(bare)
+
+
+def bare_granite(folder: Path, changes: dict[str, float]) -> Model:
+    config = AutoConfig.for_model(
+        "granite",
+        num_hidden_layers=4,
+        hidden_size=32,
+        intermediate_size=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        **changes,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    save_tokenizer(folder, 64)
+    return bare_model(open_checkpoint(str(folder)), device="cpu", dtype="float32")
+
+
+@pytest.mark.processes
+def test_the_reason_is_the_rank_s_that_had_one(tmp_path: Path) -> None:
+    """The neighbour of a stage that can't be only notices its end."""
+    kinds = ["sliding_attention"] * 3 + ["full_attention", "sliding_attention", "full_attention"]
+    folder = random_checkpoint(tmp_path, "gemma2", num_hidden_layers=6, layer_types=kinds)
+    refused(folder, "stage 0 .* no layer like layer 3", 1, stages=3)
+
+
+@pytest.mark.processes
+def test_a_stage_that_fails_late_ends_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When rank 0 has its KV pool already."""
+    memory = Leader._memory
+
+    def spoil(self: Leader, *given: Any) -> Any:
+        made = memory(self, *given)
+        for one in self._followers:
+            one.process.kill()
+            one.process.wait()
+        return made
+
+    monkeypatch.setattr(Leader, "_memory", spoil)
+    folder = random_checkpoint(tmp_path, "llama")
+    refused(folder, "rank 1 has ended with exit code -9 while it loaded", 1, stages=2)
 
 
 # --- the grid -----------------------------------------------------------------------------------
