@@ -294,6 +294,14 @@ def test_it_waits_no_longer_than_they_share_blocks() -> None:
     assert chunks(behind(scheduler)) == [("b", 8, 12)]
 
 
+def test_a_prompt_with_the_rest_of_a_step_holds_nobody_up() -> None:
+    """It could have a little of each step for ever, behind others."""
+    scheduler = asked(prefill_scheduler(chunk=12, blocks=40), other("c", 8), spec("a", 20))
+    assert chunks(wanted(scheduler)) == [("c", 0, 8), ("a", 0, 4)]
+    asked(scheduler, spec("b", 9))
+    assert chunks(behind(scheduler))[0] == ("b", 0, 9)
+
+
 def test_a_half_filled_block_holds_nobody_up() -> None:
     scheduler = asked(prefill_scheduler(chunk=3, blocks=40), spec("a", 20))
     wanted(scheduler)
