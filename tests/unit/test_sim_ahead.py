@@ -200,6 +200,8 @@ def test_two_stages_compute_long_prompts_in_little_more_than_half_the_time() -> 
     )
     assert device == pytest.approx(plain, rel=1e-3), "one device is never idle in the simulator"
     assert pipeline / plain == pytest.approx((8 * 16 + 1) / (2 * 8 * 16), rel=0.01)
+    of_file = run(ClusterSimulation, long_prompts(8), *LONG, "workers.0.parallel.pipeline=2")
+    assert max(first_tokens_s(of_file)) == pipeline
     (alone,) = first_tokens_s(run(ClusterSimulation, long_prompts(1, 1024), *LONG))
     (staged,) = first_tokens_s(run(Pipeline, long_prompts(1, 1024), *LONG))
     assert staged == pytest.approx(alone, rel=1e-6), "one chunk gains nothing"
