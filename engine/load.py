@@ -139,7 +139,7 @@ def record_decode(engine: Engine, most: int) -> None:
 def _unfit(engine: Engine) -> str | None:
     if engine.model.longrope is not None:
         return "the model treats short and long sequences differently"
-    if engine.model.group is not None or engine.model.stage is not None:
+    if engine.model.group is not None:
         return "parallel.tensor: NCCL's sums would have to be recorded on all ranks alike"
     from engine.attention.triton.backend import TritonBackend
 

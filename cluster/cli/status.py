@@ -40,7 +40,6 @@ from kvrelay.v1.worker_pb2 import DebugKvResponse
 if TYPE_CHECKING:
     from cluster.on_ray.reports import ClusterStatus
 
-
 FAST_FACTOR, SLOW_FACTOR, BAD_FACTOR = 0.8, 1.25, 2.0
 """Limits for actual by measured step times. On shared CPUs these vary by 12 to 15 %, and the fit
 itself is off by some percent."""

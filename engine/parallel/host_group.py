@@ -87,7 +87,7 @@ class Board:
             time.sleep(_NAP_S)
 
 
-LOOPBACK = "127.0.0.1"
+_LOOPBACK = "127.0.0.1"
 
 
 class HostGroup:
@@ -106,12 +106,7 @@ class HostGroup:
         return board_bytes(self.size)
 
     def connect(self, memory: torch.Tensor) -> None:
-        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=MEETING_TIMEOUT_S)
-        options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-        store = FileStore(str(self._meeting), self.size)
-        with peer_errors():
-            self._gloo = ProcessGroupGloo(store, self.rank, self.size, options)
+        self._gloo = open_gloo(self._meeting, self.rank, self.size)
         self._board = Board(memory, self.rank, self.size, LOADING_TIMEOUT_S)
 
     def bound(self, timeout_s: float) -> None:
@@ -145,6 +140,15 @@ class HostGroup:
 
     def close(self) -> None:
         self._board = self._gloo = None
+
+
+def open_gloo(meeting: Path, rank: int, size: int) -> Any:
+    """Returns once all ranks have called it. Raises PeerError when one doesn't come."""
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=MEETING_TIMEOUT_S)
+    options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+    with peer_errors():
+        return ProcessGroupGloo(FileStore(str(meeting), size), rank, size, options)
 
 
 @contextmanager

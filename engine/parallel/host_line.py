@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
-from engine.device.group import LOADING_TIMEOUT_S, MEETING_TIMEOUT_S
+from engine.device.group import LOADING_TIMEOUT_S
 from engine.parallel.grid import Grid
-from engine.parallel.host_group import LOOPBACK, peer_errors
+from engine.parallel.host_group import open_gloo, peer_errors
 
 _TAG = 0
 
@@ -27,12 +26,8 @@ class HostLine:
         self._sending: tuple[Any, torch.Tensor] | None = None
 
     def connect(self) -> None:
-        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=MEETING_TIMEOUT_S)
-        options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-        store = FileStore(str(self._meeting), self._grid.size)
+        self._gloo = open_gloo(self._meeting, self._rank, self._grid.size)
         with peer_errors():
-            self._gloo = ProcessGroupGloo(store, self._rank, self._grid.size, options)
             self._gloo.allreduce([torch.zeros(1)]).wait()  # all have read the file
 
     def bound(self, timeout_s: float) -> None:

@@ -120,16 +120,24 @@ def test_each_rank_has_its_heads_of_the_pool(case: Case) -> None:
 
 
 def test_logits_are_those_of_one_rank(case: Case) -> None:
-    for reference in case.references:
-        (one,) = start(case.engine, [reference.prompt], max_tokens=TOKENS)
-        logits = run_forced(case.engine, one, reference.tokens, chunk_tokens=CHUNK_TOKENS)
+    assert_logits(case.engine, case.references)
+
+
+def assert_logits(engine: Engine, expected: list[Reference]) -> None:
+    for reference in expected:
+        (one,) = start(engine, [reference.prompt], max_tokens=TOKENS)
+        logits = run_forced(engine, one, reference.tokens, chunk_tokens=CHUNK_TOKENS)
         assert_close_logits(reference, logits)
 
 
 def test_tokens_in_mixed_batches(case: Case) -> None:
-    sequences = start(case.engine, [r.prompt for r in case.references], max_tokens=TOKENS)
-    run_mixed(case.engine, sequences, chunk_tokens=CHUNK_TOKENS)
-    for reference, one in zip(case.references, sequences, strict=True):
+    assert_tokens_in_mixed_batches(case.engine, case.references)
+
+
+def assert_tokens_in_mixed_batches(engine: Engine, expected: list[Reference]) -> None:
+    sequences = start(engine, [r.prompt for r in expected], max_tokens=TOKENS)
+    run_mixed(engine, sequences, chunk_tokens=CHUNK_TOKENS)
+    for reference, one in zip(expected, sequences, strict=True):
         assert_same_tokens(reference, one.emitted)
 
 

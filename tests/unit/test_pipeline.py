@@ -27,13 +27,15 @@ from engine.parallel.stages import check_stages
 from engine.runner import Engine
 from engine.split_check import check_stages_of_copy
 from kvrelay.errors import ModelError, PeerError
-from tests.drive import run_forced, run_mixed, start
+from tests.drive import run_mixed, start
 from tests.models import random_checkpoint, save_tokenizer
-from tests.reference import Reference, assert_close_logits, assert_same_tokens
+from tests.reference import Reference, assert_same_tokens
 from tests.unit.test_parallel import (
     CHUNK_TOKENS,
     LIMITS,
     TOKENS,
+    assert_logits,
+    assert_tokens_in_mixed_batches,
     handed_over,
     ranks,
     references,
@@ -94,17 +96,11 @@ def test_this_process_has_the_last_layers_and_sees_all_kv(case: Case) -> None:
 
 
 def test_logits_are_those_of_one_process(case: Case) -> None:
-    for reference in case.references:
-        (one,) = start(case.engine, [reference.prompt], max_tokens=TOKENS)
-        logits = run_forced(case.engine, one, reference.tokens, chunk_tokens=CHUNK_TOKENS)
-        assert_close_logits(reference, logits)
+    assert_logits(case.engine, case.references)
 
 
 def test_tokens_in_mixed_batches(case: Case) -> None:
-    sequences = start(case.engine, [r.prompt for r in case.references], max_tokens=TOKENS)
-    run_mixed(case.engine, sequences, chunk_tokens=CHUNK_TOKENS)
-    for reference, one in zip(case.references, sequences, strict=True):
-        assert_same_tokens(reference, one.emitted)
+    assert_tokens_in_mixed_batches(case.engine, case.references)
 
 
 def test_chunks_are_launched_behind_one_another(case: Case) -> None:

@@ -91,8 +91,8 @@ def shape_of(model: str, folder: Path) -> ModelShape:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareProfile:
     """Of the `devices` that share one copy of the model, whose `stages` can work on different steps
-    of prompts. Prices, power and memory are theirs
-    together; None: neither the file nor its device says."""
+    of prompts. Prices, power and memory are theirs together; None: neither the file nor its device
+    says."""
 
     name: str
     times: StepTimes
