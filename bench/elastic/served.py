@@ -1,9 +1,8 @@
 """Controllers that look at what is served, to compare with: latencies, and how busy workers are.
 
-`FlipsByLatency`: one more worker for the role whose p90 is further above its objective, as xLLM and
-Arrow change roles. `ScalesByLatency`: each role gets its number times p90 over objective, as
-llm-d's autoscaler does. `ScalesByUse`: each role gets its number times use over 70 %, the law of
-Kubernetes' HPA. Both have HPA's tolerance, and its window of five minutes before workers leave.
+`ScalesByLatency`: each role gets its number times p90 over objective, as llm-d's autoscaler does.
+`ScalesByUse`: each role gets its number times use over 70 %, the law of Kubernetes' HPA. Both have
+HPA's tolerance, and its window of five minutes before workers leave.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from kvpool.core.blocks.pool import BlockState
 from kvrelay.types import Role
 from router.core.load.offered import OfferedWork
 
-WINDOW_S, DWELL_S = 20.0, 15.0
+WINDOW_S = 20.0
 EVERY_S, TOLERANCE, STABLE_S = 15.0, 0.1, 300.0
 USE = 0.7
 
@@ -51,24 +50,6 @@ class ServedLatency:
             if one.last_token_s is not None and one.last_token_s >= since_s:
                 recent.append(one)
         return recent
-
-
-@dataclass(slots=True)
-class FlipsByLatency:
-    """Implements ElasticPolicy."""
-
-    served: ServedLatency
-    _changed_s: float = -inf
-
-    def look(self, offered: OfferedWork, fleet: Fleet, now_s: float) -> Decision:
-        ttft, tpot = self.served.pressures(now_s)
-        if now_s - self._changed_s < DWELL_S or max(ttft, tpot) <= 1.0:
-            return NOTHING
-        wanted = fleet.prefill + (1 if ttft > tpot else -1)
-        if not 1 <= wanted < fleet.workers:
-            return NOTHING
-        self._changed_s = now_s
-        return Decision(prefill=wanted)
 
 
 @dataclass(slots=True, kw_only=True)

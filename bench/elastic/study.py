@@ -8,8 +8,8 @@
 
 For each cell: the share of offered requests that met their objectives, goodput, flips, and hours of
 workers, over those of the whole fleet. `roles` begins with an even split, and flips; `elastic` also
-adds and removes workers, of which it has `--begin` at first. bench/elastic/served.py says what the
-other ways do.
+adds and removes workers, of which it has `--begin` at first. bench/elastic/served.py and
+bench/elastic/published.py say what the other ways do.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from statistics import fmean
 
 from bench.elastic import loads
 from bench.elastic.loads import H200_70B, SEEDS, START_UP, TPOT, TTFT, Fleet
+from bench.elastic.published import FlipsByPrediction, as_arrow, as_xllm
 from bench.elastic.served import (
-    FlipsByLatency,
     ScalesByLatency,
     ScalesByUse,
     Scaling,
@@ -42,7 +42,7 @@ from cluster.sim.trace import Outcome, TraceRequest
 LOADS = ("swing", "conversation", "step", "day", "steady")
 NUMBERS = ("elastic", "use", "latency")
 """Ways that change the number of workers."""
-WAYS = ("static", "roles", *NUMBERS, "flips", "flips, no admission")
+WAYS = ("static", "roles", *NUMBERS, "xllm", "arrow", "xllm, no admission", "arrow, no admission")
 COOLDOWN = "120s"
 MINUTE = 6
 """In tens of seconds."""
@@ -158,8 +158,10 @@ def policy_of(cell: Cell, simulation: ClusterSimulation) -> ElasticPolicy | None
             return ScalesByUse(simulation, Scaling(most=cell.workers))
         case "latency":
             return ScalesByLatency(served, Scaling(most=cell.workers))
-        case "flips":
-            return FlipsByLatency(served)
+        case "xllm":
+            return FlipsByPrediction(simulation, as_xllm)
+        case "arrow":
+            return FlipsByPrediction(simulation, as_arrow)
         case _:
             return None
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
 from bench.elastic.loads import H200_70B
-from bench.elastic.study import MINUTE, Cell, calm_s, config_of
+from bench.elastic.published import Predictions, as_arrow, as_xllm, fewest_decode_workers
+from bench.elastic.study import MINUTE, Cell, calm_s, config_of, policy_of
 from cluster.config.schema import Config
+from cluster.core.elastic.fleet import Fleet
 from cluster.sim.simulation import ClusterSimulation
 from cluster.sim.trace import Outcome, TraceRequest
 from kvrelay.types import Role
@@ -41,3 +48,52 @@ def test_a_burst_is_no_minute_of_refusals() -> None:
     assert calm_s(outcomes, MINUTE) == 50.0
     assert calm_s(outcomes, 1) == 130.0
     assert calm_s([outcome(1.0, refused=False)], MINUTE) == 0.0
+
+
+def seen(**changes: Any) -> Predictions:
+    calm = Predictions(first_token_late=False, decode_full=False, prefill_s=0.5, decode_workers=4)
+    return replace(calm, **changes)
+
+
+FLEET = Fleet(prefill=4, decode=4, running=100)
+
+
+def test_xllm_gives_a_worker_that_would_be_empty_to_prefill_and_takes_one_that_it_can_spare() -> (
+    None
+):
+    assert as_xllm(seen(), FLEET, 2.0) == 0
+    assert as_xllm(seen(first_token_late=True), FLEET, 2.0) == 0  # all its decode workers run
+    assert as_xllm(seen(decode_workers=3), FLEET, 2.0) == 1
+    assert as_xllm(seen(decode_full=True), FLEET, 2.0) == -1
+    assert as_xllm(seen(decode_full=True, prefill_s=1.6), FLEET, 2.0) == 0  # 3/4 of two seconds
+    fewer = replace(FLEET, decode=3)
+    assert as_xllm(seen(decode_full=True, prefill_s=1.6), fewer, 2.0) == -1
+
+
+def test_arrow_gives_a_worker_to_prefill_when_first_tokens_are_late_and_decode_can_spare_it() -> (
+    None
+):
+    assert as_arrow(seen(decode_workers=3), FLEET, 2.0) == 0
+    assert as_arrow(seen(decode_workers=3, first_token_late=True), FLEET, 2.0) == 1
+    assert as_arrow(seen(decode_workers=4, first_token_late=True), FLEET, 2.0) == 0
+    assert as_arrow(seen(decode_full=True, first_token_late=True), FLEET, 2.0) == -1
+
+
+@pytest.mark.parametrize("way", ["xllm", "arrow"])
+def test_published_rules_flip_workers_for_long_prompts(way: str) -> None:
+    """Four of sixteen workers prefill: too few."""
+    cell = Cell(load="swing", way=way, prefill=4, rate=12.0, minutes=0.5)
+    simulation = ClusterSimulation(config_of(cell, H200_70B), cell.requests(), cell.scale())
+    simulation.elastic.policy = policy_of(cell, simulation)
+    flips = simulation.run().flips
+    assert flips
+    assert flips[0].role is Role.PREFILL
+
+
+def test_the_fewest_decode_workers_are_those_whose_blocks_hold_what_runs() -> None:
+    """Two of three have nothing: one is enough, and with no time for a step not even all are."""
+    cell = Cell(load="swing", way="static", prefill=2, workers=5, rate=1.0, minutes=0.1)
+    simulation = ClusterSimulation(config_of(cell, H200_70B), cell.requests(), cell.scale())
+    decode = [w for w in simulation.fleet.workers.values() if w.core.role is Role.DECODE]
+    assert fewest_decode_workers(decode, 0.05) == 1
+    assert fewest_decode_workers(decode, 0.0) == 4
