@@ -25,7 +25,7 @@ from engine.load import load_engine
 from engine.model.checkpoint import open_checkpoint
 from engine.parallel.channel import Channel
 from engine.parallel.grid import Grid
-from engine.parallel.message import StepHearer
+from engine.parallel.message import StepHearer, StepKind
 from engine.parallel.opening import OwnRank, open_rank
 from engine.parallel.ranks import offer_part
 from engine.runner import Engine
@@ -63,7 +63,7 @@ class Following:
             return offer_part(pool.parts[rank], device, self._channel)
         return KvMemory.over(pool, self._channel.receive_memory()).parts[grid.tensor_rank(rank)]
 
-    def tell(self, slices: Sequence[SequenceSlice], is_long: bool) -> None:
+    def tell(self, slices: Sequence[SequenceSlice], kind: StepKind) -> None:
         pass
 
     def watch(self, lost: Callable[[PeerError], None]) -> None:

@@ -132,6 +132,11 @@ def record_decode(engine: Engine, most: int) -> None:
     reason = _unfit(engine)
     if reason is None:
         reason = _record(engine, most)
+        if reason is not None and engine.model.group is not None:
+            raise ModelError(
+                f"decode steps can't be recorded on all ranks ({reason}): set engine.cuda_graphs "
+                "to off"
+            )
     if reason is not None:
         log.warning("engine.cuda_graphs: decode steps are not recorded: %s", reason)
 
@@ -139,8 +144,8 @@ def record_decode(engine: Engine, most: int) -> None:
 def _unfit(engine: Engine) -> str | None:
     if engine.model.longrope is not None:
         return "the model treats short and long sequences differently"
-    if engine.model.group is not None:
-        return "parallel.tensor: NCCL's sums would have to be recorded on all ranks alike"
+    if engine.model.group is not None and not engine.model.group.can_record:
+        return "the sums of ranks go through the host"
     from engine.attention.triton.backend import TritonBackend
 
     if not isinstance(engine.backend, TritonBackend):

@@ -19,6 +19,7 @@ from engine.flight import Flight, Launched, ToldStep, next_tokens
 from engine.model.families import LongRope
 from engine.model.kv_layout import layer_places
 from engine.model.model import Model
+from engine.parallel.message import StepKind
 from engine.parallel.ranks import ALONE, Ranks
 from engine.sampling.grammars import Grammars, Masks
 from engine.sampling.sampler import Scored, draw, score
@@ -90,7 +91,7 @@ class Engine:
     @property
     def can_follow(self) -> bool:
         """True if a step can be launched before the tokens of the one before are known."""
-        return self.model.longrope is None and self._ranks.own is None
+        return self.model.longrope is None and self.stages == 1
 
     @property
     def stages(self) -> int:
@@ -103,7 +104,7 @@ class Engine:
         """Like `run`, but on a GPU or in a pipeline not done on return. `before` is the step
         launched last, which slices may follow, but not in a pipeline."""
         if self.stages > 1:
-            self._ranks.tell(batch.slices, is_long=False)
+            self._ranks.tell(batch.slices, StepKind())
             return ToldStep(batch, lambda told: self._launch(told.batch, marks, None).collect())
         assert not isinstance(before, ToldStep)
         return self._launch(batch, marks, before)
@@ -152,19 +153,35 @@ class Engine:
     ) -> torch.Tensor:
         """Runs the step; fp32 `[rows, vocab]`, in the order of `engine.core.step`. `token_ids`
         `[slices]`, on the device, replace the tokens of slices with one token each."""
-        if self.graphs is not None and marks is None:
-            found = self.graphs.logits(batch.slices, token_ids)
-            if found is not None:
-                return found.to(torch.float32, copy=True)
+        if self.graphs is not None and marks is None and self.graphs.has(batch.slices):
+            kind = StepKind(follows=token_ids is not None, is_recorded=True)
+            self._ranks.tell(batch.slices, kind)
+            found = self.graphs.logits(batch.slices, self._given(token_ids))
+            return found.to(torch.float32, copy=True)
         if self.model.longrope is None:
             return self._forward(batch.slices, marks, token_ids)
         return self._forward_apart(self.model.longrope, batch.slices)
 
-    def follow(self, slices: Sequence[SequenceSlice], is_long: bool) -> None:
+    @torch.inference_mode()
+    def follow(self, slices: Sequence[SequenceSlice], kind: StepKind) -> None:
         """This rank's part of a step of rank 0."""
-        rope = self.model.longrope
-        with nullcontext() if rope is None else rope.long(is_long):
-            self._pass(slices)
+        rope, token_ids = self.model.longrope, None
+        if kind.follows:
+            nothing = torch.zeros(len(slices), dtype=torch.long, device=self.model.device)
+            token_ids = self._given(nothing)
+        if kind.is_recorded:
+            assert self.graphs is not None, "all ranks have recorded the same steps"
+            self.graphs.logits(slices, token_ids)
+            return
+        with nullcontext() if rope is None else rope.long(kind.is_long):
+            self._pass(slices, None, token_ids)
+
+    def _given(self, token_ids: torch.Tensor | None) -> torch.Tensor | None:
+        """On all ranks those of rank 0; the others bring zeros."""
+        own = self._ranks.own
+        if token_ids is None or own is None or own.group is None:
+            return token_ids
+        return own.group.sum(token_ids.clone())
 
     def close(self) -> None:
         if self._watch is not None:
@@ -227,8 +244,8 @@ class Engine:
         *,
         is_long: bool = False,
     ) -> torch.Tensor:
-        self._ranks.tell(slices, is_long)
-        return self._pass(slices, marks, token_ids)
+        self._ranks.tell(slices, StepKind(is_long=is_long, follows=token_ids is not None))
+        return self._pass(slices, marks, self._given(token_ids))
 
     def _pass(
         self,

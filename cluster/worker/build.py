@@ -249,7 +249,7 @@ def _launches_ahead(settings: WorkerSettings, engine: Engine) -> bool:
     if settings.launch_ahead == "auto":
         return engine.model.device.type == "cuda" and engine.can_follow
     if settings.launch_ahead == "on" and not engine.can_follow:
-        log.warning("engine.launch_ahead: on: not with several ranks or LongRoPE")
+        log.warning("engine.launch_ahead: on: not with several stages or LongRoPE")
     return settings.launch_ahead == "on" and engine.can_follow
 
 

@@ -34,11 +34,14 @@ class Backend(Protocol):
 class Replays(Protocol):
     """Runs recorded steps."""
 
+    def has(self, slices: Sequence[SequenceSlice]) -> bool:
+        """This step is a recorded one."""
+
     def logits(
         self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        """`[slices that sample, vocab]`, overwritten by the next step; None: this step is not
-        recorded. `token_ids` `[slices]`, on the device, replace the slices' own tokens."""
+    ) -> torch.Tensor:
+        """Of a recorded step: `[slices that sample, vocab]`, overwritten by the next step.
+        `token_ids` `[slices]`, on the device, replace the slices' own tokens."""
 
     def replay(self, sequences: int) -> torch.Tensor:
         """Runs the last requested step, of this many sequences, again."""

@@ -20,6 +20,8 @@ class Group(Protocol):
 
     rank: int
     size: int
+    can_record: bool
+    """Its calls may be part of a recorded CUDA graph."""
 
     @property
     def shared_bytes(self) -> int:

@@ -21,7 +21,7 @@ import torch
 from engine.core.step import SequenceSlice
 from engine.parallel.channel import Channel
 from engine.parallel.grid import Grid
-from engine.parallel.message import StepTeller
+from engine.parallel.message import StepKind, StepTeller
 from engine.parallel.opening import open_rank
 from engine.parallel.ranks import map_parts
 from kvpool.core.layout.layout import KvLayout
@@ -127,9 +127,9 @@ class Leader:
         self._loans.append(memfd.lend(memory))
         return self._loans[-1]
 
-    def tell(self, slices: Sequence[SequenceSlice], is_long: bool) -> None:
+    def tell(self, slices: Sequence[SequenceSlice], kind: StepKind) -> None:
         """Raises PeerError when a rank is gone."""
-        message = self._teller.encode(slices, is_long)
+        message = self._teller.encode(slices, kind)
         for one in self._followers:
             try:
                 one.channel.send(message)

@@ -1,6 +1,6 @@
 """The message that tells a rank one step: whole numbers in one buffer. Pure.
 
-[slices, groups, is_long, changed | for each slice: row, tokens, start, flags, scored | for each
+[slices, groups, kind, changed | for each slice: row, tokens, start, flags, scored | for each
 slice whose tables changed, for each group: blocks kept, new blocks | all tokens | all new blocks)
 
 A *row* is a place where both sides keep the block tables of one sequence. So only new blocks are
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +30,25 @@ _SAMPLE = SampleRequest(
     sampling=Sampling(max_tokens=1, seed=0), choice=0, index=0, prompt_ids=(), emitted_ids=()
 )
 
+_LONG, _FOLLOWS, _RECORDED = 1, 2, 4  # of a step's kind
 _Name = tuple[RequestKey, int]
 _Int32s = NDArray[np.int32]
+
+
+class StepKind(NamedTuple):
+    """`is_long`: of LongRoPE. `follows`: its slices have the tokens that the step before draws,
+    which rank 0 gives to the others. `is_recorded`: all ranks replay it."""
+
+    is_long: bool = False
+    follows: bool = False
+    is_recorded: bool = False
+
+    def packed(self) -> int:
+        return _LONG * self.is_long | _FOLLOWS * self.follows | _RECORDED * self.is_recorded
+
+    @staticmethod
+    def of(packed: int) -> StepKind:
+        return StepKind(bool(packed & _LONG), bool(packed & _FOLLOWS), bool(packed & _RECORDED))
 
 
 class StepTeller:
@@ -41,7 +59,7 @@ class StepTeller:
         self._free: list[int] = []
         self._rows = 0
 
-    def encode(self, slices: Sequence[SequenceSlice], is_long: bool) -> bytes:
+    def encode(self, slices: Sequence[SequenceSlice], kind: StepKind) -> bytes:
         """The input of the forward pass, without sampling and owners."""
         facts: list[int] = []
         changes: list[int] = []
@@ -61,7 +79,7 @@ class StepTeller:
             tokens += piece.token_ids
         self._forget(len(slices))
         groups = len(slices[0].tables)
-        head = (len(slices), groups, is_long, len(changes) // (2 * groups))
+        head = (len(slices), groups, kind.packed(), len(changes) // (2 * groups))
         return np.array([*head, *facts, *changes, *tokens, *blocks], dtype=np.int32).tobytes()
 
     def _row(self, piece: SequenceSlice) -> tuple[int, Tables | None]:
@@ -123,9 +141,9 @@ class StepHearer:
     def __init__(self) -> None:
         self._rows: list[_Row] = []
 
-    def decode(self, payload: bytes) -> tuple[list[SequenceSlice], bool]:
+    def decode(self, payload: bytes) -> tuple[list[SequenceSlice], StepKind]:
         numbers = np.frombuffer(payload, dtype=np.int32)
-        count, groups, is_long, changed = (int(n) for n in numbers[:_HEAD])
+        count, groups, kind, changed = (int(n) for n in numbers[:_HEAD])
         middle = _HEAD + count * _FACTS
         body = middle + changed * 2 * groups
         facts = numbers[_HEAD:middle].reshape(count, _FACTS)
@@ -141,7 +159,7 @@ class StepHearer:
                 held.change(*next(news))
             samples = bool(flags & _SAMPLES)
             slices.append(held.slice(start, token_ids, samples=samples, scored=scored))
-        return slices, bool(is_long)
+        return slices, StepKind.of(kind)
 
     def _row(self, row: int) -> _Row:
         while len(self._rows) <= row:

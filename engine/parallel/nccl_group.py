@@ -1,8 +1,9 @@
 """Collectives between ranks on GPUs of one host, each with its own. Never run so far: no machine
 with two GPUs was available.
 
-They are queued on the caller's stream, so no call waits for another rank. NCCL's watchdog finds a
-rank that hangs, and ends the process.
+They are queued on the caller's stream, so no call waits for another rank, and a CUDA graph may
+have them, if all ranks record and replay it. NCCL's watchdog finds a rank that hangs, and ends the
+process.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvrelay.errors import PeerError
 
 class NcclGroup:
     shared_bytes = 0
+    can_record = True
 
     def __init__(self, device: torch.device, rank: int, size: int, meeting: Path) -> None:
         self.rank = rank

@@ -15,6 +15,7 @@ import torch
 from engine.core.step import SequenceSlice
 from engine.parallel.channel import Channel
 from engine.parallel.grid import Grid
+from engine.parallel.message import StepKind
 from engine.parallel.opening import OwnRank
 from kvpool.core.layout.layout import KvLayout
 from kvpool.core.layout.shards import ShardLayout
@@ -41,7 +42,7 @@ class Ranks(Protocol):
         """The KV pool as this rank sees it: the whole on rank 0, on the others their own part. Only
         rank 0's `blocks` counts."""
 
-    def tell(self, slices: Sequence[SequenceSlice], is_long: bool) -> None:
+    def tell(self, slices: Sequence[SequenceSlice], kind: StepKind) -> None:
         """Lets the other ranks run this step too."""
 
     def watch(self, lost: Callable[[PeerError], None]) -> None:
@@ -61,7 +62,7 @@ class Alone:
     ) -> KvMemory:
         return KvMemory(layout, blocks, device, allocate)
 
-    def tell(self, slices: Sequence[SequenceSlice], is_long: bool) -> None:
+    def tell(self, slices: Sequence[SequenceSlice], kind: StepKind) -> None:
         pass
 
     def watch(self, lost: Callable[[PeerError], None]) -> None:

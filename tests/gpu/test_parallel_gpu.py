@@ -13,6 +13,7 @@ from engine.model.checkpoint import open_checkpoint
 from tests.drive import run_mixed, start
 from tests.models import random_checkpoint
 from tests.reference import assert_same_tokens
+from tests.unit.test_launch_ahead import requests, run
 from tests.unit.test_parallel import (
     CHUNK_TOKENS,
     LIMITS,
@@ -23,6 +24,7 @@ from tests.unit.test_parallel import (
     ranks,
     references,
 )
+from tests.unit.test_resuming import SAMPLINGS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -69,5 +71,13 @@ def test_a_prompt_goes_to_one_rank_and_back(case: Case) -> None:
             assert_same_tokens(reference, handed.emitted)
 
 
-def test_steps_of_several_ranks_are_not_recorded(case: Case) -> None:
-    assert case.engine.graphs is None
+def test_steps_of_several_ranks_are_recorded(case: Case) -> None:
+    assert case.engine.graphs is not None
+
+
+def test_steps_launched_ahead_give_the_same_tokens(case: Case) -> None:
+    asked = requests([SAMPLINGS["greedy"], SAMPLINGS["seeded"]] * 2)
+    plain, ahead = (run(case.engine, asked, ahead=flag) for flag in (False, True))
+    assert ahead.behind > ahead.launched / 3
+    for name, told in plain.told.items():
+        assert ahead.told[name].ids == told.ids

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -16,7 +16,8 @@ from engine.runner import Engine
 from kvpool.core.blocks.holding import Holder
 from kvrelay.messages import Generate, Tokens
 from kvrelay.types import RequestKey, RequestSpec, Sampling, TokenLogprobs
-from tests.models import VOCAB_SIZE
+from tests.models import VOCAB_SIZE, random_checkpoint
+from tests.unit.test_parallel import ranks
 from tests.unit.test_resuming import SAMPLINGS, STOPS, decoder, engine_of
 
 TOKENS = 24
@@ -24,9 +25,18 @@ AHEAD = ("greedy", "seeded", "min_tokens", "logprobs", "grammar")
 """Those whose model pass needs no earlier tokens on the host."""
 
 
-@pytest.fixture(scope="module", params=["native", "sdpa"])
-def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    return engine_of(tmp_path_factory, "llama", attention=request.param)
+@pytest.fixture(scope="module", params=["native", "sdpa", "two ranks"])
+def loaded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    if request.param == "two ranks":
+        folder = tmp_path_factory.mktemp("model")
+        random_checkpoint(folder, "llama")
+        engine = ranks(folder, 2, blocks=256, compiled=True)
+    else:
+        engine = engine_of(tmp_path_factory, "llama", attention=request.param)
+    yield engine
+    engine.close()
 
 
 @dataclass

@@ -6,7 +6,7 @@ import os
 import random
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,16 +17,18 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine import load
 from engine.core.sizing import EngineLimits
-from engine.core.step import StepBatch
+from engine.core.step import SequenceSlice, StepBatch
 from engine.device.layer_marks import LayerMarks
-from engine.load import load_engine
+from engine.load import load_engine, record_decode
 from engine.load_ranks import load_split
 from engine.model.checkpoint import open_checkpoint
 from engine.model.model import bare_model, fill, load_model
 from engine.parallel import leader
 from engine.parallel.grid import Grid
 from engine.parallel.leader import Leader
+from engine.parallel.message import StepKind
 from engine.parallel.split import _Cutter, check_plan
 from engine.runner import Engine
 from engine.split_check import check_split, first_layers
@@ -35,7 +37,7 @@ from kvpool.core.transfer.plan import cut
 from kvpool.core.transfer.write import Side, TokenSpan
 from kvpool.memory.collate import gather_write, scatter_write
 from kvrelay.errors import ModelError, PeerError
-from tests.drive import Running, run_forced, run_mixed, start
+from tests.drive import Running, run_forced, run_mixed, start, step_forced
 from tests.models import VOCAB_SIZE, random_checkpoint
 from tests.reference import Reference, assert_close_logits, assert_same_tokens, generate_reference
 from tests.unit.test_prompt_logprobs import check_scores
@@ -46,7 +48,13 @@ LIMITS = EngineLimits(max_model_len=None, prefill_chunk_tokens=CHUNK_TOKENS, max
 
 
 def ranks(
-    folder: Path, size: int, *, stages: int = 1, device: str = "cpu", compiled: bool = False
+    folder: Path,
+    size: int,
+    *,
+    stages: int = 1,
+    device: str = "cpu",
+    compiled: bool = False,
+    blocks: int = 48,
 ) -> Engine:
     return load_split(
         open_checkpoint(str(folder)),
@@ -55,7 +63,7 @@ def ranks(
         device=device,
         dtype="float32",
         block_size=16,
-        blocks=48,
+        blocks=blocks,
         limits=LIMITS,
         compiled=compiled,
     )
@@ -295,6 +303,59 @@ def test_ranks_score_a_prompt_alike(pair: Engine, tmp_path: Path) -> None:
     )
     check_scores(pair, references=one)
     one.close()
+
+
+class _Replays:
+    """Implements engine.attention.backend.Replays: it only notes what it is given."""
+
+    def __init__(self) -> None:
+        self.given: list[torch.Tensor | None] = []
+
+    def has(self, slices: Sequence[SequenceSlice]) -> bool:
+        return all(len(one.token_ids) == 1 for one in slices)
+
+    def logits(
+        self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        self.given.append(token_ids)
+        return torch.zeros(len(slices), VOCAB_SIZE)
+
+    def replay(self, sequences: int) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def test_all_ranks_replay_what_rank_0_replays(
+    pair: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 tells which steps these are. Other ranks get the tokens that it alone has drawn."""
+    told: list[StepKind] = []
+    replays, (one,) = _Replays(), start(pair, [[3, 5]], max_tokens=4)
+    step_forced(pair, one, [7], chunk_tokens=CHUNK_TOKENS)
+    monkeypatch.setattr(pair, "graphs", replays)
+    monkeypatch.setattr(pair._ranks, "tell", lambda slices, kind: told.append(kind))
+    assert pair._ranks.own is not None and pair._ranks.own.group is not None
+    monkeypatch.setattr(pair._ranks.own.group, "sum", lambda part: part + 7)
+    batch = StepBatch(slices=(one.next_slice(1),))
+    pair.logits(batch)
+    pair.logits(batch, None, torch.tensor([4]))
+    assert told == [StepKind(is_recorded=True), StepKind(is_recorded=True, follows=True)]
+    for kind in told:
+        pair.follow(batch.slices, kind)
+    first, second, third, fourth = replays.given
+    assert first is None and third is None
+    assert second is not None and second.tolist() == [11]
+    assert fourth is not None and fourth.tolist() == [7], "it brings nothing itself"
+
+
+def test_ranks_that_can_not_record_alike_do_not_start(
+    pair: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that goes on without its graphs would wait for the others' sums for ever."""
+    monkeypatch.setattr(pair, "model", replace(pair.model, device=torch.device("cuda")))
+    monkeypatch.setattr(load, "_unfit", lambda engine: None)
+    monkeypatch.setattr(load, "_record", lambda engine, most: "no memory")
+    with pytest.raises(ModelError, match=r"no memory.*set engine.cuda_graphs to off"):
+        record_decode(pair, 4)
 
 
 def test_a_rank_that_dies_is_told_of_and_ends_the_step(pair: Engine) -> None:

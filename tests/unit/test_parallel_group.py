@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TypeVar
@@ -23,7 +24,7 @@ from engine.parallel import message, nccl_group, ranks
 from engine.parallel.channel import Channel
 from engine.parallel.grid import Grid
 from engine.parallel.host_group import PLACE_BYTES
-from engine.parallel.message import StepHearer, StepTeller
+from engine.parallel.message import StepHearer, StepKind, StepTeller
 from engine.parallel.nccl_group import NcclGroup, side_by_side
 from engine.parallel.opening import OwnRank, open_rank
 from engine.parallel.ranks import check_gpus, rank_devices
@@ -149,15 +150,15 @@ def assert_told(slices: list[SequenceSlice], told: list[SequenceSlice]) -> None:
         assert bool(theirs.samples) == bool(ours.samples)
 
 
-@pytest.mark.parametrize("is_long", [False, True])
-def test_a_step_is_told_as_it_is(is_long: bool) -> None:
+@pytest.mark.parametrize("kind", [StepKind(*flags) for flags in product((False, True), repeat=3)])
+def test_a_step_is_told_as_it_is(kind: StepKind) -> None:
     table = (NO_BLOCK, BlockId(7), BlockId(2**30))
     slices = [
         piece((5,), 40, (table, table[:0]), 2),
         piece((9, 8, 7), 0, (blocks(3), blocks(4)), 0, name="b"),
     ]
-    told, told_long = StepHearer().decode(StepTeller().encode(slices, is_long))
-    assert told_long is is_long
+    told, told_kind = StepHearer().decode(StepTeller().encode(slices, kind))
+    assert told_kind == kind
     assert_told(slices, told)
 
 
@@ -165,14 +166,14 @@ def test_only_what_is_new_of_a_table_is_told() -> None:
     teller, hearer = StepTeller(), StepHearer()
     table = blocks(*range(100))
     first = [piece((5,), 1599, (table,), 1)]
-    whole = teller.encode(first, False)
+    whole = teller.encode(first, StepKind())
     (told,), _ = hearer.decode(whole)
-    again = teller.encode(first, False)
+    again = teller.encode(first, StepKind())
     assert len(whole) - len(again) == 4 * (2 + 100)
     (same,), _ = hearer.decode(again)
     assert same.tables is told.tables, "what others cache by it is found"
     grown = [piece((6,), 1600, ((*table, BlockId(7)),), 1)]
-    message = teller.encode(grown, False)
+    message = teller.encode(grown, StepKind())
     assert len(message) == len(again) + 4 * (2 + 1)
     assert_told(grown, hearer.decode(message)[0])
 
@@ -182,8 +183,8 @@ def test_those_that_run_are_remembered_whoever_came_first(monkeypatch: pytest.Mo
     teller, table = StepTeller(), blocks(*range(50))
     told = []
     for number in range(5):
-        told.append(len(teller.encode([piece((5,), 799, (table,), 1)], False)))
-        teller.encode([piece((5,), 15, (blocks(99),), 1, name=f"other {number}")], False)
+        told.append(len(teller.encode([piece((5,), 799, (table,), 1)], StepKind())))
+        teller.encode([piece((5,), 15, (blocks(99),), 1, name=f"other {number}")], StepKind())
     assert set(told[1:]) == {told[0] - 4 * (2 + 50)}
 
 
@@ -208,7 +209,7 @@ def test_tables_are_right_however_they_change_and_whoever_comes_and_goes(
             held[name] = random_tables(letters, held[name])
         slices = [piece((1, 2), 0, held[name], 1, name=name) for name in names]
         slices.append(piece((3,), 2, random_tables(letters, held[names[0]]), 1, name=names[0]))
-        assert_told(slices, hearer.decode(teller.encode(slices, False))[0])
+        assert_told(slices, hearer.decode(teller.encode(slices, StepKind()))[0])
     assert len(hearer._rows) <= 7 + 3 + 7, "rows are used again"
 
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 from bench.report import Row
 from engine.attention.inputs import TableCache, step_arrays
 from engine.core.step import SampleRequest, SequenceSlice
-from engine.parallel.message import StepHearer, StepTeller
+from engine.parallel.message import StepHearer, StepKind, StepTeller
 from kvpool.core.layout.layout import BlockId, KvLayout, LayerGroup, Plane
 from kvrelay.types import RequestKey, Sampling
 
@@ -38,7 +38,7 @@ def measure(context: int) -> Row:
     ours, theirs = [], []
     for step in range(_STEPS):
         batch = [_slice(ids, context, row, step) for row in range(SEQUENCES)]
-        seconds, message = _timed(partial(teller.encode, batch, False))
+        seconds, message = _timed(partial(teller.encode, batch, StepKind()))
         ours.append(seconds)
         seconds, _ = _timed(partial(_hear, hearer, cache, message))
         theirs.append(seconds)

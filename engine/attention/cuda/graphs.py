@@ -104,13 +104,14 @@ class DecodeGraphs:
         for size in reversed(self._sizes):  # the largest first: the others fit into its memory
             self._replays[size] = record(self._forward(model, size))
 
+    def has(self, slices: Sequence[SequenceSlice]) -> bool:
+        fits = len(slices) <= self._sizes[-1]
+        return fits and not any(len(s.token_ids) > 1 or s.scoring for s in slices)
+
     def logits(
         self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        """Logits of the slices that sample; None if the step is not a recorded one. Overwritten by
-        the next step. `token_ids`: see Replays."""
-        if len(slices) > self._sizes[-1] or any(len(s.token_ids) > 1 or s.scoring for s in slices):
-            return None
+    ) -> torch.Tensor:
+        """See Replays."""
         self._inputs.load(slices, token_ids)
         rows = self.replay(len(slices))[: len(slices)]
         if all(s.samples for s in slices):
