@@ -48,10 +48,22 @@ class Link:
 
     @property
     def kind(self) -> str:
-        """All links of a kind cost the same: of shm, and of each transport to one host."""
-        scheme, _, rest = self.connection.peer_address.partition(":")
-        host = rest.rpartition("/")[0].rpartition(":")[0]
-        return scheme if scheme in ("shm", "loopback", "cuda_ipc") else f"{scheme}:{host}"
+        """All links of a kind cost the same: of shm, of cuda_ipc to one GPU, and of each transport
+        to one host."""
+        place = _place(self.connection.peer_address)
+        host = place if self.transport == "cuda_ipc" else place.rpartition(":")[0]
+        return f"{self.transport}:{host}" if host else self.transport
+
+    def is_apart(self, own_address: str) -> bool:
+        """Of cuda_ipc, and to another GPU than that of the own end."""
+        peer = self.connection.peer_address
+        return self.transport == "cuda_ipc" and _place(peer) != _place(own_address)
+
+
+def _place(address: str) -> str:
+    """What stands between transport and worker: host and port, of cuda_ipc the GPU; empty for shm
+    and loopback."""
+    return address.partition(":")[2].rpartition("/")[0]
 
 
 @dataclass(slots=True)
@@ -86,6 +98,7 @@ class Prober:
         measured: Callable[[Link, LinkCost], None],
     ) -> None:
         self._copies = copies
+        self._own = {scheme_of(address): address for address in endpoints.addresses}
         self._slab_bytes = slab_bytes
         self._measured = measured
         self._region = endpoints.register(probe.PROBE_BYTES)
@@ -222,8 +235,13 @@ class Prober:
         )
         mapped = connection.window(region) is not None
         copies = self._copies[own.device.type]
-        at_once = mapped and own.is_cuda
-        return fit(link.transport, [*samples, *copies], mapped=mapped, at_once=at_once)
+        return fit(
+            link.transport,
+            [*samples, *copies],
+            mapped=mapped,
+            at_once=mapped and own.is_cuda,
+            apart=link.is_apart(self._own[link.transport]),
+        )
 
     def _ping(self, connection: Connection) -> None:
         connection.notify(encode(Ping()))

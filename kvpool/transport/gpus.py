@@ -48,6 +48,12 @@ def _why_none() -> str:
     return "PyTorch finds no CUDA device: check the driver with nvidia-smi"
 
 
+def gpu_name(device: torch.device) -> str:
+    """The same in all processes of this host, whatever devices they see."""
+    uuid: object = torch.cuda.get_device_properties(device).uuid
+    return str(uuid)[:8]
+
+
 def gpu_facts() -> GpuFacts:
     counted = count_gpus()
     count = counted.count

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from kvpool.transport.gpus import gpu_name
 from kvpool.transport.loopback import LoopbackEndpoint
 from kvpool.transport.mapped.cuda_ipc import CudaIpcExposure
 from kvpool.transport.mapped.shm import ShmExposure
@@ -58,7 +59,8 @@ def _ucx(options: _Options) -> Endpoint:
 
 def _cuda_ipc(options: _Options) -> Endpoint:
     exposure = CudaIpcExposure(options.device)
-    return _endpoint(options, exposure, SameHost("cuda_ipc", options.incarnation))
+    name = f"{gpu_name(exposure.device)}/{options.incarnation}"
+    return _endpoint(options, exposure, SameHost("cuda_ipc", name))
 
 
 _OPENERS: dict[str, Callable[[_Options], Endpoint]] = {

@@ -149,6 +149,21 @@ def test_what_is_gathered_into_mapped_memory_takes_twice_as_long():
     assert SHM.seconds(TransferWay.COLLATED, shape.times(4)) == pytest.approx(9 * 20e-6 + 4 * each)
 
 
+def test_two_devices_copy_at_once_as_fast_as_the_link_between_them():
+    """A gather reads its own memory while it writes to the other's."""
+    shape = TransferShape(nbytes=1_000_000, descriptors=100, source_runs=10, target_runs=20)
+    apart = replace(SHM, transport="cuda_ipc", apart=True, bytes_per_s=4e9)
+    sent, scattered = 10 * 3e-6 + 1e6 / 4e9, 20 * 3e-6 + 1e6 / 9e9
+    assert sent > scattered
+    expected = 9 * 20e-6 + 4 * sent + scattered
+    assert apart.seconds(TransferWay.COLLATED, shape.times(4)) == pytest.approx(expected)
+    fast = replace(apart, bytes_per_s=400e9)
+    bound_by_reads = 3 * 20e-6 + 10 * 3e-6 + 1e6 / 9e9 + scattered
+    assert fast.seconds(TransferWay.COLLATED, shape) == pytest.approx(bound_by_reads)
+    found = fit("cuda_ipc", samples_of(apart, 0.0, random.Random(1)), mapped=True, apart=True)
+    assert found.apart and found.bytes_per_s == pytest.approx(4e9, rel=1e-3)
+
+
 def test_what_is_too_small_to_be_seen_is_zero_not_negative():
     samples = samples_of(SHM, 0.3, random.Random(7))
     found = fit("shm", samples, mapped=True)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 from uuid import uuid4
 
 import pytest
@@ -18,6 +20,7 @@ import torch
 
 from cluster.worker import peers, prober
 from cluster.worker.peers import PeerLinks
+from cluster.worker.prober import Link
 from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
 from kvpool.core.transfer.commands import DropLink, FromPeer, LinkMeasured, PeerLost, SendPeer
 from kvpool.core.transfer.link_cost import Sample, TimedStep
@@ -241,6 +244,32 @@ def test_a_link_of_a_known_kind_keeps_the_figures(side) -> None:
     assert isinstance(first, LinkMeasured) and isinstance(second, LinkMeasured)
     assert second.peer == c.incarnation
     assert second.cost is first.cost
+
+
+@pytest.mark.parametrize(
+    ("address", "kind"),
+    [
+        ("shm:decode-0.1", "shm"),
+        ("nixl:10.0.0.7:4711/decode-0.1", "nixl:10.0.0.7"),
+        ("nixl:[fd00::7]:4711/decode-0.1", "nixl:[fd00::7]"),
+        ("cuda_ipc:3f1c9a2e/decode-0.1", "cuda_ipc:3f1c9a2e"),
+    ],
+)
+def test_links_to_one_host_or_gpu_are_of_one_kind(address: str, kind: str) -> None:
+    assert link_to(address).kind == kind
+
+
+def test_only_another_gpu_is_a_device_apart() -> None:
+    own = "cuda_ipc:3f1c9a2e/prefill-0.1"
+    assert not link_to("cuda_ipc:3f1c9a2e/decode-0.1").is_apart(own)
+    assert link_to("cuda_ipc:77aa0b1c/decode-0.1").is_apart(own)
+    assert not link_to("shm:decode-0.1").is_apart("shm:prefill-0.1")
+
+
+def link_to(address: str) -> Link:
+    connection = cast(Connection, SimpleNamespace(peer_address=address))
+    peer = Incarnation(address.rpartition("/")[2])
+    return Link(peer=peer, name="decode-0", connection=connection, probe_region="", opened=True)
 
 
 def test_messages_pass_while_a_link_is_measured(side) -> None:

@@ -18,8 +18,10 @@ computed, read, and only then the commit. The time to handle a message is part o
 
 On a `mapped` link gathering goes straight into the peer's slab, and nothing is written. It takes
 about twice the measured time of a gather into own memory. Both ends copy in the same memory there
-and gain nothing by copying at once: the time is sent + scattered for each piece. Between devices a
-direct read copies all its runs in one launch, so that descriptors cost nothing.
+and gain nothing by copying at once: the time is sent + scattered for each piece. Where each end
+copies on a device of its own (`apart`), they do so at once, and a gather takes as long as its reads
+or as the link for its bytes, whichever is longer. Between devices a direct read copies all its runs
+in one launch, so that descriptors cost nothing.
 """
 
 from __future__ import annotations
@@ -87,7 +89,8 @@ class TransferShape:
 class LinkCost:
     """One link as this end measured it. `latency_s`: one message, one way; `read_s` and `write_s`:
     fixed cost of a batch of reads and of a write; `descriptor_s` and `run_s`: added by each
-    descriptor and each copied run."""
+    descriptor and each copied run. `mapped`: the peer's memory is seen here; `apart`: it is that of
+    another device."""
 
     transport: str
     latency_s: float
@@ -100,6 +103,7 @@ class LinkCost:
     read_s: float = 0.0
     write_s: float = 0.0
     mapped: bool = False
+    apart: bool = False
 
     def renewed(self, newer: LinkCost) -> LinkCost:
         """Merges a later measurement of the same link. Disturbances make a link slower, never
@@ -134,25 +138,33 @@ class LinkCost:
     def _collated_s(self, shape: TransferShape) -> float:
         pieces = max(1, shape.pieces)
         piece_bytes = shape.nbytes / pieces
-        sent_s = shape.source_runs / pieces * self.run_s + piece_bytes / self.gather_bytes_per_s
-        if self.mapped:
-            sent_s += piece_bytes / self.gather_bytes_per_s
-        else:
-            sent_s += self.write_s + piece_bytes / self.bytes_per_s
+        sent_s = shape.source_runs / pieces * self.run_s + self._sent_s(piece_bytes)
         runs_s = shape.target_runs / pieces * self.run_s
         scattered_s = runs_s + piece_bytes / self.scatter_bytes_per_s
         both_s = sent_s + scattered_s
-        each_s = both_s if self.mapped else max(sent_s, scattered_s)
+        each_s = both_s if self.mapped and not self.apart else max(sent_s, scattered_s)
         moved_s = both_s + (pieces - 1) * each_s
         return (1 + 2 * pieces) * self.latency_s + moved_s
 
+    def _sent_s(self, nbytes: float) -> float:
+        gathered_s, carried_s = nbytes / self.gather_bytes_per_s, nbytes / self.bytes_per_s
+        if self.apart:
+            return max(gathered_s, carried_s)
+        return 2 * gathered_s if self.mapped else gathered_s + self.write_s + carried_s
+
 
 def fit(
-    transport: str, samples: Iterable[Sample], *, mapped: bool = False, at_once: bool = False
+    transport: str,
+    samples: Iterable[Sample],
+    *,
+    mapped: bool = False,
+    at_once: bool = False,
+    apart: bool = False,
 ) -> LinkCost:
     """Least squares of relative errors, no coefficient below zero. Over a `mapped` link no list of
     descriptors is made; with `at_once` direct reads are one copy, and only the reads with the
-    fewest descriptors tell. Raises ValueError that names the steps without a sample."""
+    fewest descriptors tell; `apart`: the ends are on two devices. Raises ValueError that names the
+    steps without a sample."""
     by_step: dict[TimedStep, list[Sample]] = {step: [] for step in TimedStep}
     for sample in samples:
         by_step[sample.step].append(sample)
@@ -183,6 +195,7 @@ def fit(
         read_s=read_s,
         write_s=write_s,
         mapped=mapped,
+        apart=apart,
     )
 
 

@@ -152,18 +152,18 @@ class CudaIpcExposure:
     def __init__(self, device: str) -> None:
         """`device` is PyTorch's name. Raises ConfigError if there is no such device, or its memory
         can't be shared."""
-        self._device = _cuda_device(device)
+        self.device = _cuda_device(device)
         self._regions: dict[RegionName, torch.Tensor] = {}
         self._given: list[_Given] = []
         release(share(self.allocate(1, RegionName("probe"))))
 
     def allocate(self, nbytes: int, name: RegionName) -> torch.Tensor:
-        return torch.zeros(max(nbytes, 1), dtype=torch.uint8, device=self._device)[:nbytes]
+        return torch.zeros(max(nbytes, 1), dtype=torch.uint8, device=self.device)[:nbytes]
 
     def expose(self, name: RegionName, memory: torch.Tensor) -> None:
-        if memory.device != self._device:
+        if memory.device != self.device:
             raise ConfigError(
-                f"transport 'cuda_ipc' reaches memory of {self._device} only, not {memory.device}"
+                f"transport 'cuda_ipc' reaches memory of {self.device} only, not {memory.device}"
             )
         self._regions[name] = _exposed[name] = memory
 
@@ -185,7 +185,7 @@ class CudaIpcExposure:
         self._settle()
 
     def peer(self, address: str, fetch: FetchGrant) -> CudaIpcPeer:
-        return CudaIpcPeer(address, fetch, self._device)
+        return CudaIpcPeer(address, fetch, self.device)
 
     def give_up(self) -> None:
         pass  # copies of mapped memory end by themselves
