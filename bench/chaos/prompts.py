@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from kvrelay.client.requests import GenerateOptions
+from kvrelay.client.options import GenerateOptions
 
 VOCABULARY = 3072
 """Of the bundled model; the first ids are special tokens."""

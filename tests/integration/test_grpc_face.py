@@ -24,7 +24,7 @@ from kvrelay import (
     RequestFailedError,
     Slo,
 )
-from kvrelay.client.requests import GenerateOptions
+from kvrelay.client.options import GenerateOptions
 from kvrelay.qos import QosTier, QosTiers
 from kvrelay.results import Generated
 from kvrelay.types import FinishReason, Objectives

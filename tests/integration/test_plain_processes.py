@@ -12,7 +12,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from kvrelay import Client, Stream
-from kvrelay.client.requests import GenerateOptions
+from kvrelay.client.options import GenerateOptions
 from tests.integration.plain_kit import (
     KVRELAY,
     ROLES,

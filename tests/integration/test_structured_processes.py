@@ -10,7 +10,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from kvrelay import Client, InvalidRequest
-from kvrelay.client.requests import GenerateOptions
+from kvrelay.client.options import GenerateOptions
 from tests.integration.plain_kit import (
     KVRELAY,
     ChunkList,

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from kvrelay.client.requests import SoFar, generate_request
+from kvrelay.client.going_on import SoFar
+from kvrelay.client.requests import generate_request
 from kvrelay.errors import KvrelayError, Refused, RequestFailedError
 from kvrelay.types import NO_OBJECTIVES, FinishReason, Objectives, RequestSpec
 from kvrelay.v1 import inference_pb2 as pb

@@ -336,7 +336,7 @@ def test_keys_of_the_command_line_become_hashes() -> None:
 
 
 def test_the_environment_is_read_by_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvrelay.client.requests import api_key_of
+    from kvrelay.client.routers import api_key_of
 
     monkeypatch.setenv("KVRELAY_API_KEY", "from there")
     assert api_key_of(None) == "from there" and api_key_of("mine") == "mine"

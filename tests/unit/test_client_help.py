@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvrelay import AsyncClient, Client
-from kvrelay.client.requests import HELP, GenerateOptions, SamplingOptions
+from kvrelay.client.options import HELP, GenerateOptions, SamplingOptions
 
 OPTIONS = SamplingOptions.__annotations__ | GenerateOptions.__annotations__
 METHODS = [Client.generate, Client.stream, AsyncClient.generate, AsyncClient.stream]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.client.requests import Routers
+from kvrelay.client.routers import Routers
 from kvrelay.errors import KvrelayError, Refused, RequestFailedError
 
 GONE = RequestFailedError("unavailable", "connection refused")

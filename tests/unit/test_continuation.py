@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.client.requests import NO_WORKER_FOR_S, RECONNECT_EVERY_S, RECONNECT_FOR_S, SoFar
+from kvrelay.client.going_on import NO_WORKER_FOR_S, RECONNECT_EVERY_S, RECONNECT_FOR_S, SoFar
 from kvrelay.errors import InvalidRequest, Refused, RequestFailedError
 from kvrelay.v1 import inference_pb2 as pb
 from router.carried.continuation import Continuation, Delivered, Ticket

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from kvrelay.client.requests import Routers, addresses_of, is_gone
+from kvrelay.client.routers import Routers, addresses_of, is_gone
 from kvrelay.errors import InvalidRequest, KvrelayError, Refused, RequestFailedError
 from kvrelay.status import error_of
 

@@ -12,27 +12,28 @@ import grpc
 
 from kvrelay.access.tls import aio_channel
 from kvrelay.access.values import Tls
+from kvrelay.client.going_on import SoFar
+from kvrelay.client.options import GenerateOptions, with_options
 from kvrelay.client.parts import AsyncParts, TextOrIds
 from kvrelay.client.requests import (
-    CHANNEL_OPTIONS,
-    GenerateOptions,
     Prompt,
-    Routers,
-    SoFar,
-    Tour,
-    addresses_of,
-    api_key_of,
     chunk_of,
     generate_request,
     generated_of,
-    is_gone,
     ledger_of,
     model_info_of,
     renew,
     retries_of,
     server_info_of,
+)
+from kvrelay.client.routers import (
+    CHANNEL_OPTIONS,
+    Routers,
+    Tour,
+    addresses_of,
+    api_key_of,
+    is_gone,
     with_key,
-    with_options,
 )
 from kvrelay.errors import KvrelayError, RequestFailedError
 from kvrelay.results import Chunk, Generated, ModelInfo, ServerInfo
