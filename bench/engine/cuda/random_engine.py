@@ -13,10 +13,10 @@ from engine.attention.choosing.choice import choose_backend
 from engine.compiled.build import compile_model
 from engine.core.sizing import KvSizing
 from engine.core.step import SampleRequest, SequenceSlice, StepBatch
-from engine.load import record_decode
 from engine.model import interface
 from engine.model.kv_layout import derive_layout, probe
 from engine.model.model import Model
+from engine.recording import record_decode
 from engine.runner import Engine, EngineFacts
 from kvpool.core.layout.layout import BlockId, KvLayout
 from kvpool.memory.kv_memory import KvMemory

@@ -1,0 +1,57 @@
+"""Whether an engine's decode steps can be recorded as CUDA graphs, and recording them."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from engine.runner import Engine
+
+log = logging.getLogger(__name__)
+
+
+def record_decode(engine: Engine, most: int) -> None:
+    """From now on steps of up to `most` sequences are replayed. If they can't be recorded, the log
+    says why, and they run as before."""
+    if engine.model.device.type != "cuda":
+        return
+    reason = unfit(engine) or _record(engine, most)
+    if reason is not None:
+        log.warning("engine.cuda_graphs: decode steps are not recorded: %s", reason)
+
+
+def rehearse_recording(engine: Engine, most: int) -> Engine:
+    """Records, if that can be done, for as long as the engine is kept, and says nothing: what the
+    graphs take can be measured before the rest of the memory is filled with KV."""
+    if engine.model.device.type == "cuda" and unfit(engine) is None:
+        _record(engine, most)
+    return engine
+
+
+def unfit(engine: Engine) -> str | None:
+    if engine.model.longrope is not None:
+        return "the model treats short and long sequences differently"
+    if engine.model.group is not None:
+        return "parallel.tensor: NCCL's sums would have to be recorded on all ranks alike"
+    from engine.attention.triton.backend import TritonBackend
+
+    if not isinstance(engine.backend, TritonBackend):
+        return "only attention.backend triton reads its work from fixed memory"
+    return None
+
+
+def _record(engine: Engine, most: int) -> str | None:
+    from engine.attention.cuda.graphs import CudaRecorder, DecodeGraphs, StaticDecode
+    from engine.attention.triton.backend import TritonBackend
+
+    assert isinstance(engine.backend, TritonBackend)
+    inputs = StaticDecode(engine.backend, most, engine.facts.max_model_len)
+    try:
+        engine.graphs = DecodeGraphs(engine.model, inputs, most, CudaRecorder(engine.model.device))
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        torch.cuda.synchronize(engine.model.device)
+        return " ".join(str(error).split())[:300]
+    return None
