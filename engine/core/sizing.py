@@ -3,7 +3,7 @@ measures."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvpool.core.layout.layout import KvLayout
 from kvrelay.errors import ModelError
@@ -77,8 +77,9 @@ class MemoryProfile:
 
     def times(self, ranks: int) -> MemoryProfile:
         """Of as many ranks alike, each on a device of its own."""
-        found = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return MemoryProfile(**{n: None if v is None else ranks * v for n, v in found.items()})
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        known = {name: ranks * nbytes for name, nbytes in own.items() if nbytes is not None}
+        return replace(self, **known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
