@@ -6,7 +6,6 @@ recorded as CUDA graphs if its backend and its model allow it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from engine.model.model import Model
 from engine.model.packed_linear import sizes
 from engine.parallel.opening import OwnRank
 from engine.parallel.ranks import ALONE, Ranks, block_bytes, own_layout, own_memory
+from engine.recording import record_decode, rehearse_recording
 from engine.runner import Engine, EngineFacts
 from engine.sampling.grammars import Grammars, open_grammars
 from engine.sampling.sampler import prepare_draws
@@ -36,15 +36,13 @@ from kvpool.core.layout.layout import KvLayout
 from kvpool.memory.kv_memory import Allocate, KvMemory
 from kvrelay.errors import ModelError
 
-log = logging.getLogger(__name__)
-
-
 _NOTHING = MemoryProfile(total_bytes=0, weight_bytes=0, activation_bytes=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembly:
-    """`layout` is the whole model's, `own` this rank's."""
+    """`layout` is the whole model's, `own` this rank's. `records`: decode steps are to be recorded
+    as CUDA graphs."""
 
     model: Model
     facts: EngineFacts
@@ -54,6 +52,7 @@ class Assembly:
     limits: EngineLimits
     needs_masks: bool
     goes_first: bool
+    records: bool
     ranks: Ranks
 
     def check(self, reference: Reference) -> None:
@@ -90,6 +89,7 @@ class Assembly:
             self.facts.max_model_len,
             self._run_draft,
             copies_kv=self.backend.copies_kv,
+            record=self._record_draft if self.records else None,
         )
         return profile_of_all(alone, self.ranks.own, on_cpu=self.model.on_cpu)
 
@@ -98,6 +98,10 @@ class Assembly:
 
     def _run_draft(self, memory: KvMemory, batch: StepBatch) -> object:
         return self._engine(memory, self._no_blocks()).run(batch)
+
+    def _record_draft(self, memory: KvMemory) -> object:
+        engine = self._engine(memory, self._no_blocks())
+        return rehearse_recording(engine, self.limits.max_running_requests)
 
     def _no_blocks(self) -> KvSizing:
         longest = self.facts.max_model_len
@@ -122,51 +126,6 @@ class Assembly:
             goes_first=self.goes_first,
             ranks=ranks,
         )
-
-
-def record_decode(engine: Engine, most: int) -> None:
-    """From now on steps of up to `most` sequences are replayed. If they can't be recorded, the log
-    says why, and they run as before."""
-    if engine.model.device.type != "cuda":
-        return
-    reason = _unfit(engine)
-    if reason is None:
-        reason = _record(engine, most)
-        if reason is not None and engine.model.group is not None:
-            raise ModelError(
-                f"decode steps can't be recorded on all ranks ({reason}): set engine.cuda_graphs "
-                "to off"
-            )
-    if reason is not None:
-        log.warning("engine.cuda_graphs: decode steps are not recorded: %s", reason)
-
-
-def _unfit(engine: Engine) -> str | None:
-    if engine.model.longrope is not None:
-        return "the model treats short and long sequences differently"
-    if engine.model.group is not None and not engine.model.group.can_record:
-        return "the sums of ranks go through the host"
-    from engine.attention.triton.backend import TritonBackend
-
-    if not isinstance(engine.backend, TritonBackend):
-        return "only attention.backend triton reads its work from fixed memory"
-    return None
-
-
-def _record(engine: Engine, most: int) -> str | None:
-    from engine.attention.cuda.graphs import CudaRecorder, DecodeGraphs, StaticDecode
-    from engine.attention.triton.backend import TritonBackend
-
-    assert isinstance(engine.backend, TritonBackend)
-    inputs = StaticDecode(engine.backend, most, engine.facts.max_model_len)
-    try:
-        engine.graphs = DecodeGraphs(engine.model, inputs, most, CudaRecorder(engine.model.device))
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        torch.cuda.synchronize(engine.model.device)
-        return " ".join(str(error).split())[:300]
-    return None
 
 
 def load_engine(
@@ -219,6 +178,7 @@ def load_engine(
         limits=limits,
         needs_masks=loaded.needs_masks,
         goes_first=cuda.goes_first,
+        records=cuda.graphs,
         ranks=ranks,
     )
     report(StartActivity(stage=Stage.CHECKS))

@@ -1,5 +1,10 @@
-"""Measures the memory that a step needs beside weights and KV: one pass at the largest chunk and
-batch, with the largest number of scored tokens."""
+"""Measures the memory that an engine needs beside KV, before the rest of it is filled with KV.
+
+A step's need is that of one pass at the largest chunk and batch, with the largest number of scored
+tokens. On CUDA everything else is asked of the device when it is there: context, weights and
+workspaces, and the decode steps' graphs, which are recorded for this over a few blocks, and
+dropped.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,7 @@ import torch
 from engine.attention.torch_plan import GATHER_BYTES, layer_block_bytes
 from engine.core.sizing import EngineLimits, MemoryProfile
 from engine.core.step import MOST_SCORED_TOKENS, SampleRequest, Scoring, SequenceSlice, StepBatch
+from engine.device.cuda_memory import STEP_BYTES, CudaMemory, in_steps
 from engine.device.host_memory import available_bytes
 from engine.model.model import Model
 from kvpool.core.layout.layout import BlockId, KvLayout
@@ -20,7 +26,17 @@ from kvpool.core.transfer.slabs import plan_staging
 from kvpool.memory.kv_memory import KvMemory
 from kvrelay.types import RequestKey, Sampling
 
-_GPU_SLABS = 2
+_GPU_COPIES = 2
+"""Slabs on the host are copied: one gathered and one received at a time."""
+
+MOST_CONTEXT_BYTES = 3 << 29
+"""A process alone on its device is charged what it takes outside torch's allocator. Where others
+are on the device too, it is at most this. Measured on H100 elsewhere (vLLM's logs in
+llm-d-benchmark, config_explorer): 0.61 GiB before the weights, up to 0.55 more with NCCL."""
+
+Run = Callable[[KvMemory, StepBatch], object]
+Record = Callable[[KvMemory], object]
+"""Records the decode steps; they are there as long as the result is."""
 
 
 def profile_memory(
@@ -28,28 +44,70 @@ def profile_memory(
     layout: KvLayout,
     limits: EngineLimits,
     max_model_len: int,
-    run: Callable[[KvMemory, StepBatch], object],
+    run: Run,
     *,
     copies_kv: bool = True,
+    record: Record | None = None,
 ) -> MemoryProfile:
     """`run` executes a step in the given memory. Contexts are short here; the needs of long ones
-    are computed: gathered KV and masks, with `copies_kv`."""
+    are computed: gathered KV and masks, with `copies_kv`. `record`: see there; only on CUDA."""
     chunk = min(limits.prefill_chunk_tokens, max_model_len)
-    memory = KvMemory(layout, layout.blocks_for(chunk), model.device)
-    batch = _largest_batch(layout, chunk, limits.max_running_requests)
-    peak = _peak_bytes(model.device, lambda: run(memory, batch))
-    long = _long_bytes(layout, chunk, max_model_len) if copies_kv else 0
-    return MemoryProfile(
-        total_bytes=_total_bytes(model),
-        weight_bytes=model.weight_bytes,
-        activation_bytes=peak + long,
+
+    def measured() -> MemoryProfile:
+        memory = KvMemory(layout, layout.blocks_for(chunk), model.device)
+        batch = _largest_batch(layout, chunk, limits.max_running_requests)
+        if model.device.type == "cuda":
+            return _on_cuda(model, memory, lambda: run(memory, batch), record)
+        return _on_cpu(model, lambda: run(memory, batch))
+
+    found = measured()
+    if model.device.type == "cuda":
+        CudaMemory(model.device).release()  # with the blocks that were measured in
+    return replace(
+        found,
+        activation_bytes=found.activation_bytes
+        + (_long_bytes(layout, chunk, max_model_len) if copies_kv else 0),
         staging_bytes=_staging_bytes(model.device, layout, limits),
     )
 
 
+def _on_cuda(
+    model: Model, memory: KvMemory, step: Callable[[], object], record: Record | None
+) -> MemoryProfile:
+    device, blocks = CudaMemory(model.device), in_steps(memory.flat.numel())
+    rounding = STEP_BYTES  # of the KV pool
+    device.release()
+    peak = device.peak_bytes(step)
+    device.release()
+    before = device.reading()
+    recorded = record(memory) if record is not None else None
+    device.trim()
+    now = device.reading()
+    del recorded
+    return MemoryProfile(
+        total_bytes=now.total_bytes,
+        weight_bytes=model.weight_bytes,
+        activation_bytes=peak,
+        context_bytes=min(now.outside_bytes, MOST_CONTEXT_BYTES),
+        kept_bytes=max(0, before.reserved_bytes - blocks - model.weight_bytes) + rounding,
+        graph_bytes=max(0, now.reserved_bytes - before.reserved_bytes),
+        free_bytes=now.free_bytes + blocks - rounding,
+    )
+
+
+def _on_cpu(model: Model, step: Callable[[], object]) -> MemoryProfile:
+    """The memory that was available before the weights were loaded."""
+    peak = _peak_rss(step)
+    return MemoryProfile(
+        total_bytes=available_bytes() + model.weight_bytes,
+        weight_bytes=model.weight_bytes,
+        activation_bytes=peak,
+    )
+
+
 def _staging_bytes(device: torch.device, layout: KvLayout, limits: EngineLimits) -> int:
-    """On a CPU all slabs take memory from the KV. A GPU holds two copies of slabs, one of gathered
-    and one of received tokens; the slabs themselves are in the host's memory."""
+    """On a CPU all slabs take memory from the KV. On a GPU those do which a link reaches there;
+    slabs on the host are copied."""
     if not limits.staging_slabs:
         return 0
     staging = plan_staging(
@@ -59,8 +117,11 @@ def _staging_bytes(device: torch.device, layout: KvLayout, limits: EngineLimits)
         total_bytes=limits.staging_bytes,
         on_cpu=device.type == "cpu",
     )
-    on_host = limits.staging_slabs + limits.sending_slabs
-    return staging.slab_bytes * (on_host if device.type == "cpu" else _GPU_SLABS)
+    slabs = limits.staging_slabs + limits.sending_slabs
+    if device.type == "cpu":
+        return staging.slab_bytes * slabs
+    on_device = slabs if limits.slabs_on_device else 0
+    return in_steps(staging.slab_bytes) * (on_device + _GPU_COPIES)
 
 
 def _long_bytes(layout: KvLayout, chunk: int, max_model_len: int) -> int:
@@ -94,14 +155,7 @@ def _piece(layout: KvLayout, blocks: tuple[BlockId, ...], tokens: int) -> Sequen
     )
 
 
-def _peak_bytes(device: torch.device, step: Callable[[], object]) -> int:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        step()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
+def _peak_rss(step: Callable[[], object]) -> int:
     before = psutil.Process().memory_info().rss
     _reset_peak_rss()
     step()
@@ -120,11 +174,3 @@ def _peak_rss_bytes() -> int:
     lines = status.read_text().splitlines() if status.exists() else []
     found = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
     return int(found[0]) * 1024 if found else 0
-
-
-def _total_bytes(model: Model) -> int:
-    """The GPU's whole memory; on a CPU the memory available before the weights were loaded."""
-    if model.device.type == "cuda":
-        _, total = torch.cuda.mem_get_info(model.device)
-        return total
-    return available_bytes() + model.weight_bytes

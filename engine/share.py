@@ -120,13 +120,8 @@ def profile_of_all(
         return profile
     ranks = own.grid.size
     taken = (ranks - 1) * profile.weight_bytes
-    return replace(
-        profile,
-        total_bytes=profile.total_bytes + taken if on_cpu else ranks * profile.total_bytes,
-        weight_bytes=ranks * profile.weight_bytes,
-        activation_bytes=ranks * profile.activation_bytes,
-        staging_bytes=ranks * profile.staging_bytes,
-    )
+    whole = profile.times(ranks)
+    return replace(whole, total_bytes=profile.total_bytes + taken) if on_cpu else whole
 
 
 def _whole_shapes(bare: Model) -> dict[int, LayerShape]:

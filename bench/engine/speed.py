@@ -200,6 +200,7 @@ def main() -> None:
     parser.add_argument("--no-graphs", action="store_true", help="no CUDA graphs")
     parser.add_argument("--quantization", choices=["none", "fp8"], default="none", help="on CUDA")
     parser.add_argument("--no-peers", action="store_true", help="measure kvrelay alone")
+    parser.add_argument("--rehearse", action="store_true", help="the device's shares, tiny")
     parser.add_argument("--peer", choices=["transformers", "vllm"], default="transformers")
     args = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -207,6 +208,10 @@ def main() -> None:
         from bench.peer_vllm.engines import versus_vllm
 
         rows = versus_vllm(args.threads, args.repeats)
+    elif args.rehearse:
+        from bench.engine.cuda.speed import rehearse
+
+        rows = rehearse(args.device)
     else:
         rows = _on_cuda(args) if args.device.startswith("cuda") else []
         if args.quantization == "none":

@@ -1,8 +1,8 @@
 """All that must be seen on a CUDA device: each part with its own time limit, and a page of results
 that is written as they come. It needs no Ray.
 
-A part that fails or takes too long is noted, and the next one begins. With --rehearse those parts
-that can do so run on the CPU with small sizes, so that nothing but the numbers is new on a device.
+A part that fails or takes too long is noted, and the next one begins. With --rehearse all parts run
+on the CPU with small sizes, so that nothing but the numbers is new on a device.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,16 +37,24 @@ def main() -> None:
     end_s = time.monotonic() + 60 * args.minutes
     for part in PARTS:
         line = part.line(rehearses=args.rehearse)
-        if part.name in args.only and line is not None:
+        if part.name in args.only:
             limit_s = min(part.limit_s, end_s - time.monotonic())
-            _run(part.name, line, args.out, page, limit_s)
+            added = part.environment(rehearses=args.rehearse)
+            _run(part.name, line, added, args.out, page, limit_s)
 
 
-def _run(name: str, line: Sequence[str], folder: Path, page: Path, limit_s: float) -> None:
+def _run(
+    name: str,
+    line: Sequence[str],
+    added: Mapping[str, str],
+    folder: Path,
+    page: Path,
+    limit_s: float,
+) -> None:
     """Into a log of its own; the end of it onto the page."""
     log, begin_s = folder / f"{name}.log", time.monotonic()
     print(f"{name}: {' '.join(line[2:])}", flush=True)
-    ended = _watched(line, log, limit_s) if limit_s > 0 else "no time left"
+    ended = _watched(line, added, log, limit_s) if limit_s > 0 else "no time left"
     took_s = time.monotonic() - begin_s
     print(f"{name}: {ended} after {took_s:.0f} s", flush=True)
     lines = log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:] if log.exists() else []
@@ -55,15 +63,15 @@ def _run(name: str, line: Sequence[str], folder: Path, page: Path, limit_s: floa
         written.write("\n".join(lines) + "\n```\n")
 
 
-def _watched(line: Sequence[str], log: Path, limit_s: float) -> str:
-    """How it ended. Nothing of it is left."""
+def _watched(line: Sequence[str], added: Mapping[str, str], log: Path, limit_s: float) -> str:
+    """How it ended. `added` to its environment. Nothing of it is left."""
     with log.open("wb") as kept:
         process = subprocess.Popen(
             line,
             stdout=kept,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **added},
         )
         try:
             return f"exit {process.wait(timeout=limit_s)}"

@@ -18,25 +18,31 @@ GPU_TESTS = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """`command` is run by this Python, and ended after `limit_s`. `rehearsal` is the same on a CPU
-    with small sizes; None: it makes no sense without a device."""
+    with small sizes, its Triton kernels interpreted with `interprets`."""
 
     name: str
     command: tuple[str, ...]
     limit_s: float
-    rehearsal: tuple[str, ...] | None = None
+    rehearsal: tuple[str, ...]
+    interprets: bool = False
 
-    def line(self, *, rehearses: bool) -> tuple[str, ...] | None:
-        command = self.rehearsal if rehearses else self.command
-        return None if command is None else (sys.executable, "-m", *command)
+    def line(self, *, rehearses: bool) -> tuple[str, ...]:
+        return (sys.executable, "-m", *(self.rehearsal if rehearses else self.command))
+
+    def environment(self, *, rehearses: bool) -> dict[str, str]:
+        return {"TRITON_INTERPRET": "1"} if rehearses and self.interprets else {}
 
 
-def _on_cuda(name: str, limit_s: float, *command: str, small: str | None = None) -> Part:
+def _on_cuda(
+    name: str, limit_s: float, *command: str, small: str = "--rehearse", interprets: bool = False
+) -> Part:
     """`small`: further options of its rehearsal."""
     return Part(
         name=name,
         command=(*command, "--device=cuda"),
         limit_s=limit_s,
-        rehearsal=None if small is None else (*command, "--device=cpu", *small.split()),
+        rehearsal=(*command, "--device=cpu", *small.split()),
+        interprets=interprets,
     )
 
 
@@ -55,7 +61,7 @@ _COLLECTED = ("pytest", "-p", "no:benchmark", "-m", "gpu", "--collect-only", "-q
 
 PARTS = (
     Part(name="tests", command=_TESTS, limit_s=300, rehearsal=_COLLECTED),
-    Part(name="kernels", command=("bench.engine.cuda.kernel_list",), limit_s=90),
+    _on_cuda("kernels", 90, "bench.engine.cuda.kernel_list", small="--rehearse --attention=auto"),
     _on_cuda("engine", 240, "bench.engine.speed", "--no-peers"),
     _on_cuda("collate", 60, "bench.kvpool.collate", small="--tokens=64 --layers=1 --repeats=2"),
     _on_cuda(
@@ -68,7 +74,9 @@ PARTS = (
         small="--repeats=1 --only shm",
     ),
     _on_cuda("pull", 120, "bench.kvpool.pull", small="--tokens 64 256 --layers=2 --repeats=2"),
-    Part(name="mixed", command=("bench.engine.cuda.mixed_launches",), limit_s=60),
-    Part(name="fp8", command=("bench.engine.cuda.fp8_products",), limit_s=60),
-    Part(name="tilings", command=("bench.engine.cuda.attention_tilings",), limit_s=300),
+    _on_cuda("mixed", 60, "bench.engine.cuda.mixed_launches", interprets=True),
+    _on_cuda("fp8", 60, "bench.engine.cuda.fp8_products", small="--rehearse --tokens 32"),
+    _on_cuda("fp8-kv", 60, "bench.engine.cuda.fp8_kv", interprets=True),
+    _on_cuda("vllm", 90, "bench.peer_vllm.on_device"),
+    _on_cuda("tilings", 180, "bench.engine.cuda.attention_tilings", interprets=True),
 )

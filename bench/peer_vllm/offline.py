@@ -1,4 +1,4 @@
-"""Runs in vLLM's environment: `python offline.py MODEL MAX_MODEL_LEN REQUESTS`.
+"""Runs in vLLM's environment: `python offline.py MODEL MAX_MODEL_LEN REQUESTS [FRACTION]`.
 
 Reads a JSON object a line, {"prompts": [[ids]], "tokens": n}, and answers each with one:
 {"seconds": s, "ids": [[ids]]}, after a first {} when the model is loaded. One process, no prefix
@@ -16,7 +16,7 @@ import time
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed
-    model, max_model_len, requests = sys.argv[1:]
+    model, max_model_len, requests, *fraction = sys.argv[1:]
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
     from vllm import LLM, SamplingParams
@@ -28,6 +28,7 @@ def main() -> None:
         max_num_seqs=int(requests),
         enable_prefix_caching=False,
         disable_log_stats=True,
+        **({"gpu_memory_utilization": float(fraction[0])} if fraction else {}),
     )
 
     def answer(fields: dict[str, object]) -> None:

@@ -82,7 +82,7 @@ class EngineSection(Section):
     """How CUDA multiplies fp32 matrices. highest: as fp32; high: as TF32, which is faster and has
     ten bits of fraction instead of 23."""
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of the device's memory for weights, staging and KV together."""
+    """Share of the device's memory for all that a worker has there: weights, KV and the rest."""
     kv_memory: AutoBytes = None
     """Size of one worker's KV pool; auto: the memory that memory_fraction leaves for it."""
     prefix_caching: bool = True

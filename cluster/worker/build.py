@@ -19,6 +19,7 @@ from cluster.worker.build_engine import (
     FindCheckpoint,
     block_names,
     codec_offer,
+    endpoint_options,
     open_engine,
     step_times,
 )
@@ -41,9 +42,7 @@ from kvpool.core.transfer.messages import HandoffMode, PeerHello
 from kvpool.core.transfer.pool_map import KvFacts
 from kvpool.core.transfer.slabs import Staging, plan_staging
 from kvpool.memory.probe import measure_copies
-from kvpool.transport.endpoints import EndpointOptions
 from kvpool.transport.link_kind import LinkKind
-from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvrelay.messages import WorkerHello
 from kvrelay.types import WIRE_VERSION, Incarnation, Role
 
@@ -83,16 +82,6 @@ def open_links(
             engine.layout, engine.memory.device, staging.payload_bytes, engine.memory.map.ranks
         ),
         crashed=lambda error: inbox.put(Crashed(error)),
-    )
-
-
-def endpoint_options(settings: WorkerSettings) -> EndpointOptions:
-    return EndpointOptions(
-        host=settings.host,
-        port_range=settings.port_range,
-        secret=settings.access.token,
-        ucx=UcxOptions(**dict(settings.ucx)),  # type: ignore[arg-type]
-        device=settings.device,
     )
 
 

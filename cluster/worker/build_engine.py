@@ -35,7 +35,9 @@ from kvpool.core.layout.block_names import BlockNames, named_format
 from kvpool.core.layout.codec import Codec
 from kvpool.core.transfer.codec_choice import CodecOffer, CodecSpeed
 from kvpool.memory.probe import measure_codecs
+from kvpool.transport.endpoints import EndpointOptions
 from kvpool.transport.mapped import memfd
+from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -75,6 +77,16 @@ UNMAPPED = ("nixl", "ucx")
 """Transports between hosts, which send from memory of their own."""
 
 
+def endpoint_options(settings: WorkerSettings) -> EndpointOptions:
+    return EndpointOptions(
+        host=settings.host,
+        port_range=settings.port_range,
+        secret=settings.access.token,
+        ucx=UcxOptions(**dict(settings.ucx)),  # type: ignore[arg-type]
+        device=settings.device,
+    )
+
+
 FindCheckpoint = Callable[[ReportActivity], Checkpoint]
 
 
@@ -94,6 +106,7 @@ def open_engine(
         staging_slabs=settings.staging_slabs,
         staging_bytes=settings.staging_bytes,
         sending_slabs=int(any(scheme in UNMAPPED for scheme in settings.transports)),
+        slabs_on_device=endpoint_options(settings).on_device(settings.transports),
     )
     if find is None:
         find = partial(open_checkpoint, settings.model, settings.revision)

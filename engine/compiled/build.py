@@ -21,6 +21,7 @@ from engine.compiled.fusing import (
     fuse_gates,
     fuse_norms,
     fuse_rotary,
+    widen_softmax,
 )
 from engine.compiled.graph import Captured, call_group, call_stage, fold_constants
 from engine.compiled.library import DTYPES, Fused, open_fused
@@ -112,14 +113,14 @@ def _on_device(model: Model) -> _Compiled | None:
     said = _fuse(made, operations)
     if operations is not None:
         said += f", {fuse_attention(made, operations)} rotating attentions"
+        said += f", {widen_softmax(made)} softmaxes with their conversion"
     flat = replace(model, flat=write_forward(made))
     return _Compiled(flat, made, f"{made.calls} operations, {merged} merged products, {said}")
 
 
 def _device_operations(model: Model) -> Operations | None:
-    """None: the model's own forward pass is kept. Experts run in a kernel of their own there, and
-    LongRoPE's modules are not captured."""
-    if has_experts(model.config) or model.longrope is not None or find_spec("triton") is None:
+    """None: the model's own forward pass is kept. LongRoPE's modules are not captured."""
+    if model.longrope is not None or find_spec("triton") is None:
         return None
     from engine.compiled.triton.operations import TritonOperations, runs_on
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from engine.compiled.graph import Captured, is_call, kind, only_user, other_operand
+from engine.compiled.graph import Captured, TensorKind, is_call, kind, only_user, other_operand
 from engine.compiled.operations import Operations
 from engine.model.interface import OPERATOR, AttentionState
 
@@ -148,16 +148,61 @@ def _gate(made: Captured, activated: Node, fused: Operations) -> bool:
     if not (isinstance(gate, Node) and isinstance(up, Node) and _are_alike(gate, up)):
         return False
     with made.graph.inserting_before(product):
-        new = made.graph.call_function(function, (gate, up))
+        if len(kind(gate).shape) == 3:
+            new = made.graph.call_function(function, (gate, up))
+        else:
+            new = _of_rows(made, function, gate, up)
     new.meta["kind"] = kind(product)
     product.replace_all_uses_with(new)
     return True
 
 
+def _of_rows(made: Captured, function: Any, *rows: Node) -> Node:
+    """`[rows, width]`, such as experts have, as tokens of one step and back: views only."""
+    parts = [made.graph.call_function(aten.unsqueeze.default, (one, 0)) for one in rows]
+    for part, one in zip(parts, rows, strict=True):
+        own = kind(one)
+        part.meta["kind"] = TensorKind(own.dtype, (1, *own.shape), (own.strides[0], *own.strides))
+    gated = made.graph.call_function(function, tuple(parts))
+    gated.meta["kind"] = kind(parts[0])
+    return made.graph.call_function(aten.squeeze.dim, (gated, 0))
+
+
 def _are_alike(gate: Node, up: Node) -> bool:
     a, b = kind(gate), kind(up)
-    is_same = len(a.shape) == 3 and a.shape == b.shape and a.dtype == b.dtype
-    return is_same and a.is_step and b.is_step
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if len(a.shape) == 2:
+        return a.strides[-1] == b.strides[-1] == 1
+    return len(a.shape) == 3 and a.is_step and b.is_step
+
+
+def _is_16_bit(node: Node) -> bool:
+    return kind(node).dtype in (torch.bfloat16, torch.float16)
+
+
+def widen_softmax(made: Captured) -> int:
+    """A softmax in fp32 of 16-bit numbers, such as a router's: on a GPU it reads these itself, and
+    the conversion is no kernel of its own. Returns their number."""
+    found = made.graph.find_nodes(op="call_function", target=aten._softmax.default)
+    count = sum(_softmax(made, node) for node in found)
+    made.graph.eliminate_dead_code()
+    return count
+
+
+def _softmax(made: Captured, node: Node) -> bool:
+    wide: Any = node.args[0] if is_call(node, aten._softmax.default) else None
+    if not is_call(wide, aten._to_copy.default, 1) or wide.kwargs.get("dtype") != torch.float32:
+        return False
+    if not wide.kwargs.keys() <= {"dtype", "layout", "device"} or not _is_16_bit(wide.args[0]):
+        return False
+    with made.graph.inserting_before(node):
+        new = made.graph.call_function(
+            torch.softmax, (wide.args[0], node.args[1]), {"dtype": torch.float32}
+        )
+    new.meta["kind"] = kind(node)
+    node.replace_all_uses_with(new)
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@ measures."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvpool.core.layout.layout import KvLayout
 from kvrelay.errors import ModelError
@@ -19,6 +19,7 @@ class EngineLimits:
     `share` workers divide the device's memory; `kv_memory_bytes` replaces the computed size.
     `staging_slabs` slabs of `staging_bytes` together (None: a chunk each) are lent to peers.
     `sending_slabs` more hold pieces that are sent over links which can't map the peer's memory.
+    `slabs_on_device`: a GPU's slabs lie on it, not on the host.
     """
 
     max_model_len: int | None
@@ -30,16 +31,55 @@ class EngineLimits:
     staging_slabs: int = 0
     staging_bytes: int | None = None
     sending_slabs: int = 0
+    slabs_on_device: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryProfile:
-    """`total_bytes` may be divided among workers; the others are this worker's own needs."""
+    """`total_bytes` may be divided among workers; the others are this worker's own needs.
+
+    Of CUDA only: `context_bytes` lie outside torch's allocator, `kept_bytes` in it beside the
+    weights (workspaces, tables, rounding), `graph_bytes` are those of recorded decode steps.
+    `free_bytes` were free on the device, whoever uses the rest, when all of this was there but a
+    step's activations and staging.
+    """
 
     total_bytes: int
     weight_bytes: int
     activation_bytes: int
     staging_bytes: int = 0
+    context_bytes: int = 0
+    kept_bytes: int = 0
+    graph_bytes: int = 0
+    free_bytes: int | None = None
+
+    @property
+    def needs(self) -> dict[str, int]:
+        """# what for |-> bytes"""
+        cuda = {
+            "context": self.context_bytes,
+            "workspaces": self.kept_bytes,
+            "CUDA graphs": self.graph_bytes,
+        }
+        return {
+            "weights": self.weight_bytes,
+            "activations": self.activation_bytes,
+            "staging": self.staging_bytes,
+            **{name: nbytes for name, nbytes in cuda.items() if nbytes},
+        }
+
+    @property
+    def left_bytes(self) -> int | None:
+        """For KV, on a device that others may use too; None: unknown."""
+        if self.free_bytes is None:
+            return None
+        return max(0, self.free_bytes - self.activation_bytes - self.staging_bytes)
+
+    def times(self, ranks: int) -> MemoryProfile:
+        """Of as many ranks alike, each on a device of its own."""
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        known = {name: ranks * nbytes for name, nbytes in own.items() if nbytes is not None}
+        return replace(self, **known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +98,8 @@ def kv_budget_bytes(profile: MemoryProfile, limits: EngineLimits) -> int:
     if limits.kv_memory_bytes is not None:
         return limits.kv_memory_bytes
     share = int(limits.memory_fraction * profile.total_bytes / limits.share)
-    used = profile.weight_bytes + profile.activation_bytes + profile.staging_bytes
-    return max(0, share - used)
+    rest = max(0, share - sum(profile.needs.values()))
+    return rest if profile.left_bytes is None else min(rest, profile.left_bytes)
 
 
 def size_kv(
@@ -88,10 +128,12 @@ def size_kv(
             f"only {tokens} tokens of KV fit: {_account(token_bytes, limits, profile)}; raise "
             "memory_fraction, use a smaller dtype or lower prefill_chunk_tokens"
         )
+    _check_left(count * block_bytes, profile)
     if blocks is not None:
         why = "as configured"
     elif needed <= fitting:
-        why = f"all that {limits.max_running_requests} requests can need"
+        enough = f"all that {limits.max_running_requests} requests can need"
+        why = f"{enough}, of {_account(token_bytes, limits, profile)}"
     else:
         why = _account(token_bytes, limits, profile)
     served = min(max_model_len, tokens)
@@ -113,17 +155,35 @@ def _lowered(served: int, wanted: int) -> str:
     return f"; max_model_len is lowered from {wanted} to {served}" if served < wanted else ""
 
 
+def _check_left(kv_bytes: int, profile: MemoryProfile) -> None:
+    """Only a configured size can be too large."""
+    if profile.left_bytes is not None and kv_bytes > profile.left_bytes:
+        raise ModelError(
+            f"kv_memory takes {_human(kv_bytes)} and the device has {_human(profile.left_bytes)} "
+            f"left for it: {_human(profile.total_bytes)}{_needs(profile)}, less what other "
+            "processes use; lower kv_memory"
+        )
+
+
 def _account(token_bytes: float, limits: EngineLimits, profile: MemoryProfile) -> str:
     per_token = _human(token_bytes)
     if limits.kv_memory_bytes is not None:
         return f"kv_memory_bytes is {_human(limits.kv_memory_bytes)} at {per_token} per token"
     share = f" / {limits.share} workers" if limits.share > 1 else ""
-    return (
-        f"{limits.memory_fraction:g} x {_human(profile.total_bytes)}{share}"
-        f" - weights {_human(profile.weight_bytes)}"
-        f" - activations {_human(profile.activation_bytes)}"
-        f" - staging {_human(profile.staging_bytes)}, at {per_token} per token"
-    )
+    whole = f"{limits.memory_fraction:g} x {_human(profile.total_bytes)}{share}"
+    return f"{whole}{_needs(profile)}{_taken(limits, profile)}, at {per_token} per token"
+
+
+def _needs(profile: MemoryProfile) -> str:
+    return "".join(f" - {name} {_human(nbytes)}" for name, nbytes in profile.needs.items())
+
+
+def _taken(limits: EngineLimits, profile: MemoryProfile) -> str:
+    """Where other processes leave less than this worker's part."""
+    budget = kv_budget_bytes(profile, limits)
+    if profile.left_bytes is None or budget < profile.left_bytes:
+        return ""
+    return f" (the device has only {_human(profile.left_bytes)} left for KV)"
 
 
 def _human(count: float) -> str:

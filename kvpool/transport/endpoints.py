@@ -75,6 +75,11 @@ class EndpointOptions:
         place = SlabPlace.DEVICE if is_direct else SlabPlace.PINNED
         return SlabMemory(place=place, device=self.device)
 
+    def on_device(self, schemes: Iterable[str]) -> bool:
+        """Whether slabs that are registered over these are on the device."""
+        places = {scheme: self.slabs(scheme).place for scheme in schemes}
+        return self.on_gpu and ("cuda_ipc" in places or SlabPlace.DEVICE in places.values())
+
     def open(self, scheme: str, incarnation: Incarnation, callbacks: Callbacks) -> Endpoint:
         return open_endpoint(
             scheme,

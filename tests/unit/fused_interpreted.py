@@ -28,7 +28,7 @@ def fused() -> TritonOperations:
     return TritonOperations()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "mixtral"])
 def test_a_device_s_graph_is_the_model(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

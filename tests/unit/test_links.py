@@ -499,6 +499,17 @@ def test_slabs_lie_where_the_network_reaches_them(monkeypatch, lacks: str | None
     assert why == (no_rdma_here or no_direct)
 
 
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_gpu_has_slabs_where_cuda_ipc_or_gpudirect_reaches_them(monkeypatch, direct) -> None:
+    monkeypatch.setattr(link_kind, "rdma_obstacle", lambda scheme, ucx: None)
+    monkeypatch.setattr(gpudirect, "no_gpudirect", lambda device: None if direct else "no module")
+    on_gpu = EndpointOptions(device="cuda:0")
+    assert on_gpu.on_device(["cuda_ipc", "shm"])
+    assert on_gpu.on_device(["shm", "nixl"]) is direct
+    assert not on_gpu.on_device(["shm", "tcp"])
+    assert not EndpointOptions(device="cpu").on_device(["nixl"])
+
+
 def test_gpudirect_is_a_kind_of_rdma() -> None:
     assert LinkKind.GPUDIRECT.meets(["rdma"])
     assert LinkKind.GPUDIRECT.meets([])

@@ -17,11 +17,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine import load
 from engine.core.sizing import EngineLimits
 from engine.core.step import SequenceSlice, StepBatch
 from engine.device.layer_marks import LayerMarks
-from engine.load import load_engine, record_decode
+from engine.load import load_engine
 from engine.load_ranks import load_split
 from engine.model.checkpoint import open_checkpoint
 from engine.model.model import bare_model, fill, load_model
@@ -345,17 +344,6 @@ def test_all_ranks_replay_what_rank_0_replays(
     assert first is None and third is None
     assert second is not None and second.tolist() == [11]
     assert fourth is not None and fourth.tolist() == [7], "it brings nothing itself"
-
-
-def test_ranks_that_can_not_record_alike_do_not_start(
-    pair: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that goes on without its graphs would wait for the others' sums for ever."""
-    monkeypatch.setattr(pair, "model", replace(pair.model, device=torch.device("cuda")))
-    monkeypatch.setattr(load, "_unfit", lambda engine: None)
-    monkeypatch.setattr(load, "_record", lambda engine, most: "no memory")
-    with pytest.raises(ModelError, match=r"no memory.*set engine.cuda_graphs to off"):
-        record_decode(pair, 4)
 
 
 def test_a_rank_that_dies_is_told_of_and_ends_the_step(pair: Engine) -> None:

@@ -34,6 +34,7 @@ def _run(arguments: list[str], **environment: str) -> None:
         "triton_engine_interpreted",
         "draw_interpreted",
         "fused_interpreted",
+        "kernels_interpreted",
     ],
 )
 def test_kernels_interpreted_on_the_cpu(tests: str) -> None:

@@ -24,11 +24,11 @@ _DECODES = {"64 x 8192": (64, 1, 8191), "64 x 2048": (64, 1, 2047), "1 x 2048": 
 _CHUNKS = {"8192 alone": (1, 8192, 0), "512 after 7680": (1, 512, 7680)}
 
 
-def _wanted(dtype: str) -> Wanted:
+def wanted_of(dtype: str, device: str) -> Wanted:
     planes = tuple(Plane(name=name, heads=8, dim=128) for name in "kv")
     group = LayerGroup(layers=(0,), planes=planes)
     return Wanted(
-        device=torch.device("cuda"),
+        device=torch.device(device),
         dtype=torch.bfloat16,
         layout=KvLayout(groups=(group,), dtype=dtype, block_size=16),
         groups=(GroupShape(query_heads=32, kv_heads=8, dim=128, value_dim=128, window=None),),
@@ -48,8 +48,10 @@ def _chunk_tilings() -> Iterator[Tiling]:
             )
 
 
-def _show(kind: str, tiling: Tiling, works: dict[str, tuple[int, int, int]], dtype: str) -> None:
-    wanted, open_backend = _wanted(dtype), partial(TritonBackend, **{kind: tiling})
+def _show(
+    kind: str, tiling: Tiling, works: dict[str, tuple[int, int, int]], wanted: Wanted
+) -> None:
+    open_backend = partial(TritonBackend, **{kind: tiling})
     try:
         times = [1e6 * measure_work(open_backend, wanted, *work) for work in works.values()]
     except Exception as error:  # too much shared memory, or registers
@@ -63,12 +65,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kv", default="bfloat16", help="bfloat16 or float8_e4m3fn")
     parser.add_argument("--kind", choices=("decode", "chunk"), action="append")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rehearse", action="store_true", help="one tiling and short contexts")
     args = parser.parse_args()
-    kinds = args.kind or ["decode", "chunk"]
+    kinds, wanted = args.kind or ["decode", "chunk"], wanted_of(args.kv, args.device)
+    if args.rehearse:
+        _show("decode", DECODE, {"2 x 32": (2, 1, 31)}, wanted)
+        _show("chunk", CHUNK, {"16 alone": (1, 16, 0)}, wanted)
+        return
     for tiling in _decode_tilings() if "decode" in kinds else ():
-        _show("decode", tiling, _DECODES, args.kv)
+        _show("decode", tiling, _DECODES, wanted)
     for tiling in _chunk_tilings() if "chunk" in kinds else ():
-        _show("chunk", tiling, _CHUNKS, args.kv)
+        _show("chunk", tiling, _CHUNKS, wanted)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -72,7 +73,9 @@ def time_layer(state: AttentionState, shape: GroupShape, wanted: Wanted, tokens:
 
 def time_device(run: Callable[[], object]) -> float:
     """Median seconds on the device, after some runs to warm up. The device is kept busy before, so
-    that it gets the whole run at once."""
+    that it gets the whole run at once. Without one: of a rehearsal, on the CPU."""
+    if not torch.cuda.is_available():
+        return _time_here(run)
     for _ in range(_WARM):
         run()
     times = []
@@ -85,6 +88,12 @@ def time_device(run: Callable[[], object]) -> float:
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3)
     return statistics.median(times)
+
+
+def _time_here(run: Callable[[], object]) -> float:
+    begun_s = time.perf_counter()
+    run()
+    return time.perf_counter() - begun_s
 
 
 def _one_layer(layout: KvLayout, group: int) -> KvLayout:

@@ -33,11 +33,11 @@ def _scaled(
     )
 
 
-def _product_s(tokens: int, inputs: int, outputs: int) -> tuple[float, float, float]:
+def _product_s(device: str, tokens: int, inputs: int, outputs: int) -> tuple[float, float, float]:
     """Seconds in bf16; in FP8; in FP8 with the conversion of activations."""
-    convert = torch.compile(to_fp8)
-    x = torch.randn(tokens, inputs, dtype=torch.bfloat16, device="cuda")
-    weight = torch.randn(outputs, inputs, dtype=torch.bfloat16, device="cuda")
+    convert = torch.compile(to_fp8) if device.startswith("cuda") else to_fp8
+    x = torch.randn(tokens, inputs, dtype=torch.bfloat16, device=device)
+    weight = torch.randn(outputs, inputs, dtype=torch.bfloat16, device=device)
     weight_fp8, channels = to_fp8(weight)
     x_fp8 = to_fp8(x)
     return (
@@ -47,14 +47,15 @@ def _product_s(tokens: int, inputs: int, outputs: int) -> tuple[float, float, fl
     )
 
 
-def times_s(tokens: int) -> dict[str, float]:
-    """Of all products of a layer."""
-    each = zip(*(_product_s(tokens, *shape) for shape in SHAPES), strict=True)
+def times_s(device: str, tokens: int, smaller: int) -> dict[str, float]:
+    """Of all products of a layer, whose sides are divided by `smaller`."""
+    shapes = [(inputs // smaller, outputs // smaller) for inputs, outputs in SHAPES]
+    each = zip(*(_product_s(device, tokens, *shape) for shape in shapes), strict=True)
     return dict(zip(("bf16", "fp8", "converted"), map(sum, each), strict=True))
 
 
-def rows(tokens: int) -> list[Row]:
-    found = times_s(tokens)
+def rows(device: str, tokens: int, smaller: int) -> list[Row]:
+    found = times_s(device, tokens, smaller)
     return [
         Row(
             name=f"products of a layer, {tokens} tokens: {name}",
@@ -73,7 +74,12 @@ def rows(tokens: int) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 8192])
-    print_table("FP8 products", [row for n in parser.parse_args().tokens for row in rows(n)])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rehearse", action="store_true", help="sides of a 64th")
+    args = parser.parse_args()
+    smaller = 64 if args.rehearse else 1
+    found = [row for tokens in args.tokens for row in rows(args.device, tokens, smaller)]
+    print_table("FP8 products", found)
 
 
 if __name__ == "__main__":

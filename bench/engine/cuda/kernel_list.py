@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from operator import attrgetter
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.engine.cuda.random_engine import LLAMA_8B, decode_batch, random_engine, whole_slice
+from bench.engine.cuda.random_engine import (
+    LLAMA_8B,
+    TINY,
+    decode_batch,
+    device_name,
+    random_engine,
+    whole_slice,
+)
 from engine.core.step import StepBatch
 from engine.runner import Engine
 
@@ -21,49 +29,57 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--attention", default="triton")
     parser.add_argument("--quantization", choices=["none", "fp8"], default="none")
+    parser.add_argument("--rehearse", action="store_true", help="a tiny model and short contexts")
     args = parser.parse_args()
+    context, chunks = (32, (16, 24)) if args.rehearse else (2048, (512, 2048))
     engine, chosen = random_engine(
         args.device,
-        tokens=64 * 2048 + 256,
+        tokens=64 * context + 256,
         batch=64,
         backend=args.attention,
         graphs=True,
         fp8=args.quantization == "fp8",
+        config=TINY if args.rehearse else LLAMA_8B,
     )
-    print(torch.cuda.get_device_name(args.device), "torch", torch.__version__, "attention", chosen)
+    print(device_name(args.device), "torch", torch.__version__, "attention", chosen)
     steps = {
-        "decode step of 1 x 2,048 tokens": decode_batch(engine.layout, (2048,)),
-        "decode step of 64 x 2,048 tokens": decode_batch(engine.layout, (2048,) * 64),
-        "prefill chunk of 512 tokens": _chunk(engine, 512),
-        "prefill chunk of 2,048 tokens": _chunk(engine, 2048),
+        f"decode step of {count} x {context:,} tokens": decode_batch(
+            engine.layout, (context,) * count
+        )
+        for count in (1, 64)
     }
+    steps |= {f"prefill chunk of {tokens:,} tokens": _chunk(engine, tokens) for tokens in chunks}
     for name, batch in steps.items():
         print(f"\n{name}\n{_kernels(lambda b=batch: engine.run(b))}", flush=True)
 
 
 def _chunk(engine: Engine, tokens: int) -> StepBatch:
-    ids = torch.randint(2, LLAMA_8B.vocab_size, (tokens,)).tolist()
+    ids = torch.randint(2, engine.facts.vocab_size, (tokens,)).tolist()
     blocks = range(engine.layout.blocks_for(tokens))
     return StepBatch(slices=(whole_slice(0, tuple(ids), 0, blocks),))
 
 
 def _kernels(run: Callable[[], object]) -> str:
-    """Of one run, the longest first."""
+    """Of one run, the longest first; in a rehearsal the CPU's operations."""
+    on_cuda = torch.cuda.is_available()
+    time_of = attrgetter("self_device_time_total" if on_cuda else "self_cpu_time_total")
     for _ in range(_WARM):
         run()
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
+    kind = ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU
+    with profile(activities=[kind]) as found:
         for _ in range(_STEPS):
             run()
-        torch.cuda.synchronize()
-    each = sorted(found.key_averages(), key=lambda k: -k.self_device_time_total)
-    each = [kernel for kernel in each if kernel.self_device_time_total > 0]
-    total = sum(kernel.self_device_time_total for kernel in each) / _STEPS
+        if on_cuda:
+            torch.cuda.synchronize()
+    each = sorted(found.key_averages(), key=time_of, reverse=True)
+    each = [kernel for kernel in each if time_of(kernel) > 0]
+    total = sum(map(time_of, each)) / _STEPS
     count = sum(kernel.count for kernel in each) / _STEPS
     lines = [f"{count:.0f} kernels, {total / 1e3:.2f} ms on the device"]
     for kernel in each[:_SHOWN]:
         lines.append(
-            f"{kernel.self_device_time_total / _STEPS:9.0f} us {kernel.count / _STEPS:6.0f} x "
-            f"{kernel.self_device_time_total / kernel.count:7.1f} us  {kernel.key[:110]}"
+            f"{time_of(kernel) / _STEPS:9.0f} us {kernel.count / _STEPS:6.0f} x "
+            f"{time_of(kernel) / kernel.count:7.1f} us  {kernel.key[:110]}"
         )
     return "\n".join(lines)
 

@@ -12,7 +12,7 @@ import argparse
 
 import torch
 
-from bench.engine.cuda.attention_tilings import _wanted
+from bench.engine.cuda.attention_tilings import wanted_of
 from bench.engine.cuda.attention_times import piece, time_device
 from bench.report import Row, print_table
 from engine.attention.triton.backend import TritonBackend
@@ -30,8 +30,8 @@ MIXES = (
 class Attention:
     """Of one layer, for sequences of one kind."""
 
-    def __init__(self, sequences: int, tokens: int, cached: int) -> None:
-        wanted = _wanted("bfloat16")
+    def __init__(self, device: str, sequences: int, tokens: int, cached: int) -> None:
+        wanted = wanted_of("bfloat16", device)
         shape, layout = wanted.groups[0], wanted.layout
         blocks = layout.blocks_for(tokens + cached)
         memory = KvMemory(layout, sequences * blocks, wanted.device)
@@ -44,7 +44,7 @@ class Attention:
         count = sequences * tokens
         heads = (shape.query_heads, shape.kv_heads, shape.kv_heads)
         self._qkv = [
-            torch.randn(1, count, h, shape.dim, dtype=wanted.dtype, device="cuda").transpose(1, 2)
+            torch.randn(1, count, h, shape.dim, dtype=wanted.dtype, device=device).transpose(1, 2)
             for h in heads
         ]
 
@@ -52,7 +52,12 @@ class Attention:
         self._state.attend(0, *self._qkv, self._scores)
 
 
-def _at_once(first: Attention, second: Attention, side: torch.cuda.Stream) -> None:
+def _at_once(first: Attention, second: Attention, side: torch.cuda.Stream | None) -> None:
+    """Without a stream, in a rehearsal: one after another."""
+    if side is None:
+        second()
+        first()
+        return
     main = torch.cuda.current_stream()
     side.wait_stream(main)
     with torch.cuda.stream(side):
@@ -62,8 +67,9 @@ def _at_once(first: Attention, second: Attention, side: torch.cuda.Stream) -> No
 
 
 @torch.inference_mode()
-def rows(decodes: tuple[int, int, int], chunk: tuple[int, int, int]) -> list[Row]:
-    one, other, side = Attention(*decodes), Attention(*chunk), torch.cuda.Stream()
+def rows(device: str, decodes: tuple[int, int, int], chunk: tuple[int, int, int]) -> list[Row]:
+    one, other = Attention(device, *decodes), Attention(device, *chunk)
+    side = torch.cuda.Stream() if device.startswith("cuda") else None
     serial_ms = 1000 * time_device(lambda: (one(), other()))
     times = {
         "decodes alone": time_device(one),
@@ -87,8 +93,12 @@ def rows(decodes: tuple[int, int, int], chunk: tuple[int, int, int]) -> list[Row
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    print_table("Mixed batches", [row for mix in MIXES for row in rows(*mix)])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rehearse", action="store_true", help="one short mix")
+    args = parser.parse_args()
+    mixes = (((2, 1, 31), (1, 16, 0)),) if args.rehearse else MIXES
+    print_table("Mixed batches", [row for mix in mixes for row in rows(args.device, *mix)])
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ from engine.attention.choosing.choice import choose_backend
 from engine.compiled.build import compile_model
 from engine.core.sizing import KvSizing
 from engine.core.step import SampleRequest, SequenceSlice, StepBatch
-from engine.load import record_decode
 from engine.model import interface
 from engine.model.kv_layout import derive_layout, probe
 from engine.model.model import Model
+from engine.recording import record_decode
 from engine.runner import Engine, EngineFacts
 from kvpool.core.layout.layout import BlockId, KvLayout
 from kvpool.memory.kv_memory import KvMemory
@@ -33,6 +33,16 @@ LLAMA_8B = LlamaConfig(
     rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
     tie_word_embeddings=False,
 )
+TINY = LlamaConfig(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=4096,
+)
+"""For rehearsals on a CPU."""
 _BLOCK_SIZE = 16
 _SAMPLING = Sampling(max_tokens=1, seed=0)
 
@@ -47,9 +57,11 @@ def random_engine(
     fp8: bool = False,
     config: LlamaConfig = LLAMA_8B,
     layers: int | None = None,
+    kv_dtype: str | None = None,
 ) -> tuple[Engine, str]:
     """Room for `tokens` tokens of KV together; decode steps of up to `batch` are recorded. `fp8`:
-    linear layers multiply in FP8. `layers` None: all of them. And the attention backend's name."""
+    linear layers multiply in FP8. `layers` None: all of them. `kv_dtype` None: the model's; else
+    KV begins as zeros. And the attention backend's name."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = layers or config.num_hidden_layers
     interface.register()
@@ -61,10 +73,10 @@ def random_engine(
     module = module.eval().requires_grad_(False)
     model = compile_model(Model(module, config, torch.device(device), torch.bfloat16), fp8=fp8)
     shapes = probe(model)
-    layout = derive_layout(shapes, dtype=model.dtype_name, block_size=_BLOCK_SIZE)
+    layout = derive_layout(shapes, dtype=kv_dtype or model.dtype_name, block_size=_BLOCK_SIZE)
     chosen = choose_backend(backend, model, layout, shapes)
     memory = KvMemory(layout, layout.blocks_for(tokens) + batch, device)
-    for plane in memory.planes[0]:
+    for plane in memory.planes[0] if kv_dtype is None else ():
         plane.normal_()  # zeros take less power, and so less time
     longest = config.max_position_embeddings
     sizing = KvSizing(
@@ -82,6 +94,10 @@ def random_engine(
     if graphs:
         record_decode(engine, batch)
     return engine, chosen.name
+
+
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
 
 
 def decode_batch(layout: KvLayout, contexts: Sequence[int]) -> StepBatch:

@@ -9,14 +9,21 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
+from transformers import LlamaConfig
 
 from bench.engine.cuda.ahead import ahead_row
 from bench.engine.cuda.attention_times import GRID, measure, time_device, time_layer
 from bench.engine.cuda.batch import batch_row
-from bench.engine.cuda.random_engine import LLAMA_8B, decode_batch, random_engine, whole_slice
+from bench.engine.cuda.random_engine import (
+    LLAMA_8B,
+    TINY,
+    decode_batch,
+    random_engine,
+    whole_slice,
+)
 from bench.engine.cuda.shared import shared_rows
 from bench.report import Reading, Row
 from engine.attention.choosing.choice import group_shapes, opener
@@ -39,14 +46,28 @@ class Device:
     matmul_flops: float
 
 
-def measure_device(device: str) -> Device:
-    nbytes = 2 << 30
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Of what is measured; smaller in a rehearsal."""
+
+    config: LlamaConfig = field(default_factory=lambda: LLAMA_8B)
+    context: int = 2048
+    prompt: int = 8192
+    copied_bytes: int = 2 << 30
+    side: int = 8192
+
+
+SMALL = Sizes(config=TINY, context=32, prompt=64, copied_bytes=1 << 20, side=64)
+
+
+def measure_device(device: str, sizes: Sizes) -> Device:
+    nbytes, side = sizes.copied_bytes, sizes.side
     source, target = (torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     source.random_()
     copied = time_device(lambda: target.copy_(source))
-    left, right = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2))
+    left, right = (torch.randn(side, side, dtype=torch.bfloat16, device=device) for _ in range(2))
     multiplied = time_device(lambda: left @ right)
-    return Device(copy_bytes_per_s=2 * nbytes / copied, matmul_flops=2 * 8192**3 / multiplied)
+    return Device(copy_bytes_per_s=2 * nbytes / copied, matmul_flops=2 * side**3 / multiplied)
 
 
 def _time_steps(engine: Engine, batch: StepBatch) -> Reading:
@@ -70,14 +91,14 @@ def _read_bytes(engine: Engine, contexts: Sequence[int]) -> int:
     )
 
 
-def decode_rows(engine: Engine, device: Device, method: str) -> list[Row]:
+def decode_rows(engine: Engine, device: Device, sizes: Sizes, method: str) -> list[Row]:
     rows = []
     for count in (1, 64):
-        contexts = (2048,) * count
+        contexts = (sizes.context,) * count
         found = _time_steps(engine, decode_batch(engine.layout, contexts))
         rows.append(
             Row(
-                name=f"decode step, {count} x 2,048 tokens",
+                name=f"decode step, {count} x {sizes.context:,} tokens",
                 value=_read_bytes(engine, contexts) / found.median / 1e9,
                 unit="GB/s",
                 against="copy on the device, read and written",
@@ -126,16 +147,16 @@ def _logits(engine: Engine, batch: StepBatch) -> torch.Tensor:
     return graphs.replay(len(batch.slices)) if graphs is not None else engine.logits(batch)
 
 
-def prefill_row(engine: Engine, device: Device, method: str) -> Row:
-    tokens = 8192
-    ids = torch.randint(2, LLAMA_8B.vocab_size, (tokens,)).tolist()
+def prefill_row(engine: Engine, device: Device, sizes: Sizes, method: str) -> Row:
+    tokens, side = sizes.prompt, sizes.side
+    ids = torch.randint(2, sizes.config.vocab_size, (tokens,)).tolist()
     whole = whole_slice(0, tuple(ids), 0, range(engine.layout.blocks_for(tokens)))
     found = _time_steps(engine, StepBatch(slices=(whole,)))
     return Row(
-        name="prefill of 8,192 tokens",
-        value=prefill_flops(tokens) / found.median / 1e12,
+        name=f"prefill of {tokens:,} tokens",
+        value=prefill_flops(tokens, sizes.config) / found.median / 1e12,
         unit="TFLOP/s",
-        against="matrix product of 8,192 x 8,192 x 8,192",
+        against=f"matrix product of {side:,} x {side:,} x {side:,}",
         against_value=device.matmul_flops / 1e12,
         goal=0.7,
         method=method,
@@ -143,9 +164,8 @@ def prefill_row(engine: Engine, device: Device, method: str) -> Row:
     )
 
 
-def prefill_flops(tokens: int) -> float:
+def prefill_flops(tokens: int, config: LlamaConfig = LLAMA_8B) -> float:
     """Of the layers; only the last token's logits are computed."""
-    config = LLAMA_8B
     width, kv_width = config.hidden_size, config.num_key_value_heads * config.head_dim
     weights = width * (2 * width + 2 * kv_width + 3 * config.intermediate_size)
     layers = config.num_hidden_layers * weights
@@ -229,7 +249,8 @@ def measure_engine(
     device: str, backend: str, *, graphs: bool = True, fp8: bool = False
 ) -> list[Row]:
     """`fp8`: of an engine whose linear layers multiply in FP8, steps alone."""
-    limits = measure_device(device)
+    sizes = Sizes()
+    limits = measure_device(device, sizes)
     engine, chosen = random_engine(
         device, tokens=64 * 2048 + 256, batch=256, backend=backend, graphs=graphs, fp8=fp8
     )
@@ -240,9 +261,9 @@ def measure_engine(
         f"CUDA graphs {'on' if engine.graphs is not None else 'off'}"
     )
     steps: tuple[Callable[[], list[Row]], ...] = (
-        lambda: decode_rows(engine, limits, method),
+        lambda: decode_rows(engine, limits, sizes, method),
         lambda: ahead_rows(engine, method),
-        lambda: [prefill_row(engine, limits, method)],
+        lambda: [prefill_row(engine, limits, sizes, method)],
     )
     others: tuple[Callable[[], list[Row]], ...] = (
         lambda: [python_row(engine, method)],
@@ -253,6 +274,20 @@ def measure_engine(
     )
     parts = steps if fp8 else (*steps, *others)
     return [row for part in parts for row in _tried(part)]
+
+
+def rehearse(device: str) -> list[Row]:
+    """Shares of the memory's rate and of a product's, of a tiny model, on any device."""
+    limits = measure_device(device, SMALL)
+    tokens = 64 * SMALL.context + SMALL.prompt
+    engine, chosen = random_engine(
+        device, tokens=tokens, batch=64, backend="auto", graphs=True, config=SMALL.config
+    )
+    method = f"rehearsal on {device}, attention {chosen}"
+    return [
+        *decode_rows(engine, limits, SMALL, method),
+        prefill_row(engine, limits, SMALL, method),
+    ]
 
 
 def _tried(part: Callable[[], list[Row]]) -> list[Row]:
