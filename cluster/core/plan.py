@@ -21,7 +21,7 @@ from cluster.core.elastic.rules import ElasticRules
 from cluster.core.qos import qos_tiers, router_tiers, tier_match
 from cluster.core.resolve import ROUTERS, device_share, router_names
 from cluster.core.revision import pool_node_revision, router_revision, worker_revision
-from cluster.core.settings import PoolNodeSettings, RouterSettings, WorkerSettings
+from cluster.core.settings import NODE_HOST, PoolNodeSettings, RouterSettings, WorkerSettings
 from cluster.core.supervision import DesiredPool, ProcessKind
 from engine.core.options import CudaOptions
 from kvrelay.access.values import NO_ACCESS, NO_SECRETS, Access, Secrets, Tls, TlsFiles
@@ -41,10 +41,6 @@ def pool_name(cluster: str) -> str:
 def host_pool_address(cluster: str) -> str:
     """The address of this host's pool node for the cluster, if there is one."""
     return f"shm:{pool_name(cluster)}"
-
-
-NODE_HOST = "auto"
-"""Stands for the address of the node where Ray places the process."""
 
 
 ROUNDING = 1e-6

@@ -21,6 +21,9 @@ from router.core.state.waiting import FAILOVER_PATIENCE_S
 from router.text.preload import PreloadText
 from router.text.request_fields import NO_MATCH, TierMatch
 
+NODE_HOST = "auto"
+"""Stands for the address of the node where Ray places the process."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:

@@ -16,7 +16,8 @@ from uuid import uuid4
 
 import httpx
 
-from cluster.config.load import Override, load_config
+from cluster.config.load import load_config
+from cluster.config.overrides import Override
 from cluster.config.schema import Config
 from cluster.core.plan import host_pool_address
 from cluster.sim.readers import recorded_requests
