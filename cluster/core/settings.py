@@ -25,6 +25,16 @@ NODE_HOST = "auto"
 """Stands for the address of the node where Ray places the process."""
 
 
+def pool_name(cluster: str) -> str:
+    """The shared memory address at which a host's pool node listens."""
+    return f"pool-{cluster}"
+
+
+def host_pool_address(cluster: str) -> str:
+    """The address of this host's pool node for the cluster, if there is one."""
+    return f"shm:{pool_name(cluster)}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
     """`host` is the address to listen on and to publish; `dtype` "auto" is the checkpoint's own.

@@ -490,10 +490,10 @@ def test_a_plain_router_imports_no_torch() -> None:
 
 
 @pytest.mark.processes
-def test_a_router_on_ray_and_commands_before_they_run_load_no_cluster_files_schema() -> None:
+def test_actors_but_workers_and_commands_before_they_run_load_no_schema_of_cluster_files() -> None:
     done = python(
         "import sys, cluster.cli.main, cluster.on_ray.actor, cluster.on_ray.forward\n"
-        "import cluster.router.process\n"
+        "import cluster.pool_node.node, cluster.router.process\n"
         "print('cluster.config.schema' in sys.modules)"
     )
     assert done.stdout == "False\n", done.stderr
