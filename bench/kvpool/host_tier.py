@@ -27,7 +27,7 @@ from bench.access import ACCESS
 from bench.engine.speed import EngineRun, Load
 from bench.models import SMOLLM_135M, write_random_llama
 from bench.report import Reading, Row, print_table, write_json
-from cluster.core.plan import host_pool_address
+from cluster.core.settings import host_pool_address
 from cluster.worker.pool.links import PoolLinks
 from engine.core.sizing import EngineLimits
 from engine.load import load_engine

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from cluster.config.load import Override, load_config
+from cluster.config.load import load_config
+from cluster.config.overrides import Override
 from cluster.sim.readers import read_trace
 from cluster.sim.results.output import simulate
 from cluster.sim.results.report import Report

@@ -20,7 +20,8 @@ from math import log
 from random import Random
 from statistics import mean, median
 
-from cluster.config.load import Override, load_config
+from cluster.config.load import load_config
+from cluster.config.overrides import Override
 from cluster.sim.results.output import simulate
 from cluster.sim.results.report import Report, is_good
 from cluster.sim.simulation import Scale

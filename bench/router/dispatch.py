@@ -20,7 +20,8 @@ from random import Random
 
 import yaml
 
-from cluster.config.load import Override, load_config
+from cluster.config.load import load_config
+from cluster.config.overrides import Override
 from cluster.sim.profiles.load import BUILT_IN, read_profile
 from cluster.sim.readers import read_trace
 from cluster.sim.results.output import simulate

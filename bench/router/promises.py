@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from itertools import product
 from math import inf
 
-from cluster.config.load import Override, load_config
+from cluster.config.load import load_config
+from cluster.config.overrides import Override
 from cluster.sim.simulation import ClusterSimulation, Scale
 from cluster.sim.trace import TraceRequest
 from kvrelay.types import value

@@ -23,7 +23,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 from bench.report import Row, print_table, write_json
-from cluster.config.load import Override, load_config
+from cluster.config.load import load_config
+from cluster.config.overrides import Override
 from cluster.sim.simulation import ClusterSimulation, Scale
 from cluster.sim.trace import TracePrompt, TraceRequest
 from kvrelay.counters import Counters

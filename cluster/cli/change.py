@@ -139,7 +139,7 @@ def scale(
         _wait_at(address, access, no_wait=no_wait)
         return
     with _on_ray(ray_address) as say:
-        from cluster.on_ray.wishes import Scale
+        from cluster.on_ray.asked import Scale
 
         driver = _found(name, say)
         for pool, count in wanted:
@@ -184,7 +184,7 @@ def drain(
         print("\n".join([*told, f"{process} {'leaves' if no_wait else 'has left'}"]))
         return
     with _on_ray(ray_address) as say:
-        from cluster.on_ray.wishes import Drain
+        from cluster.on_ray.asked import Drain
 
         driver = _found(name, say)
         _print(driver.wish(Drain(name=process, replace=not remove)))
@@ -209,7 +209,7 @@ def flip(
         _at(address, caller(name, token_file, set_), flip={"name": worker, "role": role})
     else:
         with _on_ray(ray_address) as say:
-            from cluster.on_ray.wishes import Flip
+            from cluster.on_ray.asked import Flip
 
             _found(name, say).wish(Flip(worker, role))
     print(f"{worker} is a {role} worker" if role is not Role.BOTH else f"{worker} does both")

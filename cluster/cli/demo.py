@@ -12,7 +12,8 @@ from urllib.request import Request, urlopen
 from rich.console import Console
 from rich.table import Table
 
-from cluster.config.load import Override, load_config
+from cluster.config.load import load_config
+from cluster.config.overrides import Override
 from cluster.config.schema import Config
 from cluster.on_ray.connect import connected
 from kvrelay import Client

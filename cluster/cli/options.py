@@ -11,10 +11,11 @@ import typer
 
 from cluster.cli.for_users.formats import Format as Format
 from cluster.cli.for_users.formats import FormatOption as FormatOption
-from cluster.config.load import Override, load_config
+from cluster.config.overrides import Override
 from kvrelay.errors import ConfigError
 
 if TYPE_CHECKING:
+    from cluster.config.workers import WorkerPool
     from kvrelay.access.values import Access
 
 
@@ -143,7 +144,7 @@ def devices(path: Path | None, device: str | None) -> list[Override]:
     device."""
     if device is None:
         return []
-    pools = load_config(path).workers
+    pools = _pools_of(path)
     for index, pool in enumerate(pools):
         if "device" in pool.model_fields_set and pool.device != device:
             raise ConfigError(
@@ -156,7 +157,7 @@ def replicas(path: Path | None, role: str, count: int | None) -> list[Override]:
     """`--prefill N`: the replicas of the only pool with this role."""
     if count is None:
         return []
-    pools = load_config(path).workers
+    pools = _pools_of(path)
     matching = [index for index, pool in enumerate(pools) if pool.role == role]
     if len(matching) != 1:
         raise ConfigError(
@@ -164,6 +165,12 @@ def replicas(path: Path | None, role: str, count: int | None) -> list[Override]:
             "use --set workers.INDEX.replicas=N"
         )
     return [Override(("workers", str(matching[0]), "replicas"), count)]
+
+
+def _pools_of(path: Path | None) -> tuple[WorkerPool, ...]:
+    from cluster.config.load import load_config
+
+    return load_config(path).workers
 
 
 CALLER_KEYS = ("network.token_file", "network.tls.internal")
@@ -174,6 +181,7 @@ def caller(
 ) -> Access:
     """Of a command that calls a router by its address. Raises ConfigError."""
     from cluster.access.chosen import caller_access
+    from cluster.config.load import load_config
 
     overrides = given(name=cluster, network__token_file=token_file)
     return caller_access(load_config(None, overrides + only(parsed(set_), CALLER_KEYS)))

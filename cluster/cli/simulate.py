@@ -72,7 +72,8 @@ def simulate(
     The same seed yields the same report. The cluster file's `simulation` section stands for the
     machines.
     """
-    from cluster.config.load import Override, load_config
+    from cluster.config.load import load_config
+    from cluster.config.overrides import Override
     from cluster.sim.readers import read_trace
     from cluster.sim.results.output import assumed_text, check_can_draw, simulate_rates
 

@@ -4,48 +4,19 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from cluster.config.overrides import Node, Override, parse_yaml
 from cluster.config.schema import DEFAULT_POOLS, Config
 from cluster.config.takes import Takes
 from kvrelay.errors import ConfigError
 from kvrelay.types import PromptRule
-
-Node = Any
-"""A mapping, list or scalar as YAML reads it, not yet checked."""
-
-
-@dataclass(frozen=True, slots=True)
-class Override:
-    """One `--set path.to.key=value`; list items are named by their index."""
-
-    path: tuple[str, ...]
-    value: Node
-
-    @staticmethod
-    def parse(text: str) -> Override:
-        """The value is read as YAML. Raises ConfigError without a "="."""
-        path, equals, value = text.partition("=")
-        if not equals or not path:
-            raise ConfigError(f"--set {text}: expected path.to.key=value")
-        return Override(tuple(path.split(".")), _parse_yaml(value, f"--set {path}"))
-
-    @staticmethod
-    def parse_several(text: str) -> list[Override]:
-        """`path.to.key=A,B`: one override for each value. Raises ConfigError for fewer than two."""
-        path, _, values = text.partition("=")
-        found = _parse_yaml(f"[{values}]", f"--compare {path}")
-        if not path or not isinstance(found, list) or len(found) < 2:
-            raise ConfigError(f"--compare {text}: expected path.to.key=A,B")
-        return [Override(tuple(path.split(".")), value) for value in found]
 
 
 def load_config(path: Path | None, overrides: Iterable[Override] = ()) -> Config:
@@ -71,7 +42,7 @@ def read_json(text: str, where: str = "") -> Config:
 def read_rule(text: str, where: str) -> PromptRule:
     """`takes` of a pool, as YAML. Raises ConfigError."""
     try:
-        return Takes.model_validate_json(json.dumps(_parse_yaml(text, where))).rule
+        return Takes.model_validate_json(json.dumps(parse_yaml(text, where))).rule
     except ValidationError as error:
         raise ConfigError(f"{where}: {describe(error, Takes, 'the rule')}") from None
 
@@ -143,7 +114,7 @@ def _is_section(kind: object) -> bool:
 def read_yaml(path: Path) -> dict[str, Node]:
     """Raises ConfigError for anything but a readable mapping. An empty file is an empty mapping."""
     try:
-        raw = _parse_yaml(path.read_text(encoding="utf-8"), str(path))
+        raw = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"{path}: can't read it: {reason}") from None
@@ -152,30 +123,6 @@ def read_yaml(path: Path) -> dict[str, Node]:
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: got {_shown(raw)}, expected a mapping of keys")
     return raw
-
-
-def _parse_yaml(text: str, where: str) -> Node:
-    try:
-        return yaml.load(text, Loader=_UniqueKeys)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "unreadable"
-        raise ConfigError(f"{where}{line}: not valid YAML: {problem}") from None
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML silently lets the last of two equal keys win; here they are an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Node]:
-        seen: set[Hashable] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and key in seen:
-                problem = f"the key {key} is given twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
 
 
 def _apply(raw: Node, override: Override) -> None:

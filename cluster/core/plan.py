@@ -21,7 +21,13 @@ from cluster.core.elastic.rules import ElasticRules
 from cluster.core.qos import qos_tiers, router_tiers, tier_match
 from cluster.core.resolve import ROUTERS, device_share, router_names
 from cluster.core.revision import pool_node_revision, router_revision, worker_revision
-from cluster.core.settings import PoolNodeSettings, RouterSettings, WorkerSettings
+from cluster.core.settings import (
+    NODE_HOST,
+    PoolNodeSettings,
+    RouterSettings,
+    WorkerSettings,
+    host_pool_address,
+)
 from cluster.core.supervision import DesiredPool, ProcessKind
 from engine.core.options import CudaOptions
 from kvrelay.access.values import NO_ACCESS, NO_SECRETS, Access, Secrets, Tls, TlsFiles
@@ -31,21 +37,6 @@ from router.access.caller import KeySources
 from router.chat.conversations import KeptBounds
 from router.core.policy.choice import Policies
 from router.text.preload import PreloadText
-
-
-def pool_name(cluster: str) -> str:
-    """The shared memory address at which a host's pool node listens."""
-    return f"pool-{cluster}"
-
-
-def host_pool_address(cluster: str) -> str:
-    """The address of this host's pool node for the cluster, if there is one."""
-    return f"shm:{pool_name(cluster)}"
-
-
-NODE_HOST = "auto"
-"""Stands for the address of the node where Ray places the process."""
-
 
 ROUNDING = 1e-6
 ACCELERATOR_MARK = 0.001

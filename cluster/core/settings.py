@@ -21,6 +21,19 @@ from router.core.state.waiting import FAILOVER_PATIENCE_S
 from router.text.preload import PreloadText
 from router.text.request_fields import NO_MATCH, TierMatch
 
+NODE_HOST = "auto"
+"""Stands for the address of the node where Ray places the process."""
+
+
+def pool_name(cluster: str) -> str:
+    """The shared memory address at which a host's pool node listens."""
+    return f"pool-{cluster}"
+
+
+def host_pool_address(cluster: str) -> str:
+    """The address of this host's pool node for the cluster, if there is one."""
+    return f"shm:{pool_name(cluster)}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:

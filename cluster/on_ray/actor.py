@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from cluster.core.plan import NODE_HOST
 from cluster.core.processes import STARTS
-from cluster.core.settings import PoolNodeSettings, RouterSettings, WorkerSettings
+from cluster.core.settings import NODE_HOST, PoolNodeSettings, RouterSettings, WorkerSettings
 from cluster.core.supervision import Home
 from cluster.process.born import ledger_since
 from cluster.process.logs import configure_logging

@@ -53,12 +53,13 @@ from cluster.core.supervision import (
 )
 from cluster.core.supervisor import Limits, Supervisor
 from cluster.on_ray.actor import Doing, RouterAt, StartFailed
+from cluster.on_ray.asked import Denied, Granted
 from cluster.on_ray.driver import DriverAt, DriverState, state_of
 from cluster.on_ray.fleet import Fleet, Handle, draining_nodes, pending_requests
 from cluster.on_ray.record import ClusterRecord, get_record, put_record, remove_record
 from cluster.on_ray.reports import ClusterStatus, ControllerReport, ProcessStatus, waits_for_room
 from cluster.on_ray.roles import Roles
-from cluster.on_ray.wishes import Denied, Granted, Wish, Wishes
+from cluster.on_ray.wishes import Wish, Wishes
 from cluster.process.logs import configure_logging
 from engine.core.activity import Stage, StartActivity
 from engine.core.own_time import OwnTime

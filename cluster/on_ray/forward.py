@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import ray
 from ray.exceptions import RayError
 
-from cluster.on_ray.wishes import ASKED, Asked, Denied, Granted
+from cluster.on_ray.asked import ASKED, Asked, Denied, Granted
 from kvrelay.errors import InvalidRequest, PeerError
 from kvrelay.v1.admin_pb2 import ChangeRequest, ChangeResponse
 from router.grpc_api.changes import ChangeDenied, NobodyAnswers

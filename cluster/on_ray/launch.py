@@ -22,6 +22,7 @@ from cluster.config.schema import Config
 from cluster.core.plan import ClusterPlan, plan_cluster, shortage
 from cluster.core.resolve import pinned, resolve
 from cluster.core.supervision import Phase
+from cluster.on_ray.asked import Denied, Granted
 from cluster.on_ray.connect import Connected
 from cluster.on_ray.controller import Controller
 from cluster.on_ray.driver import this_driver
@@ -35,7 +36,7 @@ from cluster.on_ray.record import (
     remove_records,
 )
 from cluster.on_ray.reports import ControllerReport
-from cluster.on_ray.wishes import Denied, Granted, Wish
+from cluster.on_ray.wishes import Wish
 from cluster.process.bars import DownloadBars
 from kvrelay.errors import ConfigError, KvrelayError
 

@@ -26,11 +26,10 @@ from cluster.core.supervision import (
     SupervisorEvent,
 )
 from cluster.core.supervisor import Supervisor
+from cluster.on_ray.asked import ApplyFile, Asked, Denied, Drain, Flip, Granted, Pending, Scale
 from kvrelay.access.values import Secrets
-from kvrelay.codec import EnvelopeCodec
 from kvrelay.errors import ConfigError
 from kvrelay.types import Role
-from kvrelay.v1.admin_pb2 import ChangeRequest
 
 if TYPE_CHECKING:
     from cluster.on_ray.fleet import Fleet
@@ -47,61 +46,7 @@ class Apply:
     only_tell: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ApplyFile:
-    """The cluster shall be as this file, as JSON: what its controller can have of it, with the
-    secrets that it has."""
-
-    config: str
-    only_tell: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """The pool shall have so many workers."""
-
-    pool: str
-    count: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drain:
-    """This process shall leave. `replace`: another one takes its place, else its pool has one fewer
-    from then on."""
-
-    name: str
-    replace: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Flip:
-    """The worker shall have this role."""
-
-    name: str
-    role: Role
-
-
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """Nothing: which processes are not yet as desired?"""
-
-
-Asked = ApplyFile | Scale | Drain | Flip | Pending
-"""What travels."""
 Wish = Apply | Asked
-ASKED: EnvelopeCodec[Asked, ChangeRequest] = EnvelopeCodec(Asked, ChangeRequest, "a command")
-
-
-@dataclass(frozen=True, slots=True)
-class Granted:
-    """What changes, a line for each pool."""
-
-    lines: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Denied:
-    reason: str
 
 
 ENDS_FLIP = RoleTaken | RoleRefused | Lost | ProcessStopped

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from cluster.core.plan import pool_name
+from cluster.core.settings import pool_name
 from cluster.worker.pool.outbox import Outbox
 from kvpool.core.node.messages import PoolMessage
 from kvpool.transport.endpoints import EndpointOptions

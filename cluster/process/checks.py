@@ -7,8 +7,9 @@ from dataclasses import asdict
 
 from cluster.config.router import PORT_KINDS, RouterSection
 from cluster.config.schema import Config, ModelSection
-from cluster.core.plan import NODE_HOST, internal_host, plan_cluster, shortage
+from cluster.core.plan import internal_host, plan_cluster, shortage
 from cluster.core.resolve import resolve
+from cluster.core.settings import NODE_HOST
 from cluster.process.site import local_gpus, site_with_gpus
 from engine.model.checkpoint import check_model
 from kvrelay.errors import ConfigError, ModelError

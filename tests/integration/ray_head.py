@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from uuid import uuid4
 import psutil
 
 from engine.device.kept_files import cache_folder
+from tests.integration.ray_questions import Questions
 
 BIN = Path(sys.executable).parent
 MARK = "KVRELAY_TEST_MARK"
@@ -89,22 +90,21 @@ class Marked:
 
     def processes(self) -> list[psutil.Process]:
         """All that have the mark, and theirs: Ray's workers overwrite their environment."""
-        found: dict[int, psutil.Process] = {}
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.environ().get(MARK) == self.env[MARK]:
-                    family = [process, *process.children(recursive=True)]
-                    found |= {member.pid: member for member in family}
-        return list(found.values())
+        mark = f"{MARK}={self.env[MARK]}".encode()
+        everyone = {process.pid: process for process in psutil.process_iter(["ppid"])}
+        parents = {pid: process.info["ppid"] for pid, process in everyone.items()}
+        marked = {pid for pid in everyone if mark in _environment(pid)}
+        return [one for pid, one in everyone.items() if marked & {*_line(pid, parents)}]
 
     def left_of_kvrelay(self) -> list[str]:
         """Processes, memfds and UNIX sockets of kvrelay; empty when nothing is left."""
         left: list[str] = []
+        sockets = _abstract_sockets()
         for process in self.processes():
             with suppress(psutil.Error, OSError):
                 title = " ".join(process.cmdline())
                 left += [title] if _is_kvrelay(title) else []
-                left += [link for link in _links(process.pid) if "kvrelay-" in link]
+                left += [link for link in _links(process.pid, sockets) if "kvrelay-" in link]
                 left += [line for line in _mapped(process.pid) if "kvrelay-" in line]
         return left
 
@@ -114,9 +114,22 @@ def _is_kvrelay(title: str) -> bool:
     return title.startswith(hosts) or "bin/kvrelay" in title or "engine.parallel" in title
 
 
-def _links(pid: int) -> Iterator[str]:
-    """What the open files of a process are; abstract sockets by their names."""
-    names = _abstract_sockets()
+def _environment(pid: int) -> bytes:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    return b""
+
+
+def _line(pid: int, parents: Mapping[int, int | None]) -> Iterator[int]:
+    """It, what started it, and so on."""
+    at: int | None = pid
+    while at:
+        yield at
+        at = parents.get(at)
+
+
+def _links(pid: int, names: Mapping[str, str]) -> Iterator[str]:
+    """What the open files of a process are; abstract sockets by their `names`."""
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):
             link = os.readlink(entry)
@@ -173,7 +186,9 @@ def _end(processes: list[psutil.Process]) -> None:
 class Head:
     marked: Marked
     address: str
-    dashboard: str
+    questions: Questions
+    dashboard: str = ""
+    """Its URL, if it has one."""
 
     def joined(self) -> Marked:
         """Commands that find this head, as a job's driver does."""
@@ -181,15 +196,13 @@ class Head:
 
     def status(self, name: str | None = None) -> dict[str, object] | None:
         """What `kvrelay status --format json` prints; None without such a cluster."""
-        named = ["--name", name] if name else []
-        done = subprocess.run(
-            [BIN / "kvrelay", "status", *named, "--format", "json"],
-            env=self.joined().env,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-        )
-        return json.loads(done.stdout) if done.returncode == 0 else None
+        return self.questions.status(*(["--name", name] if name else []))  # type: ignore[return-value]
+
+    def kv(self, name: str) -> dict[str, list[dict[str, object]]]:
+        """What `kvrelay status --kv --format json` prints."""
+        told = self.questions.status("--kv", "--name", name)
+        assert isinstance(told, dict)
+        return told
 
     def internal(self, name: str, port: str) -> str:
         """HOST:PORT of the first router's internal_http_port or internal_grpc_port."""
@@ -200,9 +213,21 @@ class Head:
 
 
 @contextmanager
-def ray_head(resources: dict[str, float], **extra: str) -> Iterator[Head]:
-    """A head with a dashboard, for jobs, with token authentication. `extra`: what is in the
-    environment of its processes besides."""
+def head_at(here: Marked, address: str, dashboard: str = "") -> Iterator[Head]:
+    """Of a Ray that runs there, or will."""
+    questions = Questions(here.env | {"RAY_ADDRESS": address})
+    try:
+        yield Head(marked=here, address=address, questions=questions, dashboard=dashboard)
+    finally:
+        questions.end()
+
+
+@contextmanager
+def ray_head(
+    resources: dict[str, float], *, with_dashboard: bool = False, **extra: str
+) -> Iterator[Head]:
+    """A head with token authentication. A dashboard takes jobs and lists actors. `extra`: what is
+    in the environment of its processes besides."""
     port, dashboard, client, agent = free_ports(4)
     with marked(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=uuid4().hex, **extra) as here:
         here.run(
@@ -210,7 +235,8 @@ def ray_head(resources: dict[str, float], **extra: str) -> Iterator[Head]:
             *("--node-ip-address=127.0.0.1", f"--port={port}", f"--dashboard-port={dashboard}"),
             *(f"--ray-client-server-port={client}", f"--dashboard-agent-listen-port={agent}"),
             *("--object-store-memory=100000000", f"--resources={json.dumps(resources)}"),
+            f"--include-dashboard={str(with_dashboard).lower()}",
         )
-        yield Head(
-            marked=here, address=f"127.0.0.1:{port}", dashboard=f"http://127.0.0.1:{dashboard}"
-        )
+        url = f"http://127.0.0.1:{dashboard}" if with_dashboard else ""
+        with head_at(here, f"127.0.0.1:{port}", url) as head:
+            yield head

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from tests.integration.manifests import base_groups, group_resources
-from tests.integration.ray_head import BIN, NOTHING_BUILT, Head, free_ports, marked, until
+from tests.integration.ray_head import BIN, NOTHING_BUILT, Head, free_ports, head_at, marked, until
 from tests.integration.test_apply_ray import Askers
 from tests.integration.test_serve_ray import (
     KVRELAY,
@@ -97,7 +97,7 @@ def autoscaling(gcs: str) -> dict[str, Any]:
 @contextmanager
 def growing_ray(folder: Path) -> Iterator[Head]:
     """A head with the autoscaler, version 2, and no other node."""
-    port, dashboard, client, agent = free_ports(4)
+    port, client, agent = free_ports(3)
     gcs = f"127.0.0.1:{port}"
     file = folder / "autoscaling.json"
     file.write_text(json.dumps(autoscaling(gcs)))
@@ -114,12 +114,13 @@ def growing_ray(folder: Path) -> Iterator[Head]:
     with marked(**env) as here:
         here.run(
             *(BIN / "ray", "start", "--head", f"--autoscaling-config={file}", "--num-cpus=0"),
-            *("--node-ip-address=127.0.0.1", f"--port={port}", f"--dashboard-port={dashboard}"),
+            *("--node-ip-address=127.0.0.1", f"--port={port}", "--include-dashboard=false"),
             *(f"--ray-client-server-port={client}", f"--dashboard-agent-listen-port={agent}"),
             *("--disable-usage-stats", "--object-store-memory=100000000"),
             f"--resources={json.dumps({'kvrelay-router': 1})}",
         )
-        yield Head(marked=here, address=gcs, dashboard=f"http://127.0.0.1:{dashboard}")
+        with head_at(here, gcs) as head:
+            yield head
 
 
 def nodes(head: Head) -> Counter[str]:

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import pytest
 
-from cluster.core.plan import host_pool_address
+from cluster.core.settings import host_pool_address
 from engine.model.checkpoint import open_checkpoint
 from engine.model.model import load_model
 from kvpool.core.layout.block_names import BlockNames

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.cli import status
 from cluster.cli.main import app
-from cluster.core.plan import host_pool_address
+from cluster.core.settings import host_pool_address
 from kvpool.core.layout.hashes import tenant_label
 from kvrelay.types import Role
 from kvrelay.v1.admin_pb2 import GetKvResponse

@@ -46,7 +46,7 @@ def homes(head: Head) -> dict[str, str]:
 def test_the_workers_of_a_node_that_ends_go_on_elsewhere(tmp_path: Path) -> None:
     with mortal_head(RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="60") as mortal:
         mortal.start()
-        head = Head(marked=mortal.here, address=mortal.address, dashboard="")
+        head = mortal.head
         nodes = [start_node(mortal, tmp_path / "door.log", door=1)]
         ends = start_node(mortal, tmp_path / "ends.log", room=3)
         door = ("--set", "router.resources={door: 1}")
@@ -94,7 +94,7 @@ def test_a_raylet_that_ends_takes_its_worker_but_no_request(tmp_path: Path) -> N
     )
     with mortal_head() as mortal:
         mortal.start()
-        head = Head(marked=mortal.here, address=mortal.address, dashboard="")
+        head = mortal.head
         nodes = [start_node(mortal, tmp_path / "stays.log", door=1, first=1, room=1)]
         ends = start_node(mortal, tmp_path / "ends.log", room=1)
         door = ("--set", "router.resources={door: 1}")

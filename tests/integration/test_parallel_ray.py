@@ -34,7 +34,7 @@ LENGTHS = [3, 40, 100, 200]
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[Head]:
-    with ray_head({}) as started:
+    with ray_head({}, with_dashboard=True) as started:
         yield started
 
 

@@ -16,8 +16,7 @@ from uuid import uuid4
 import pytest
 import torch
 
-from cluster.core.plan import host_pool_address
-from cluster.core.settings import PoolNodeSettings
+from cluster.core.settings import PoolNodeSettings, host_pool_address
 from cluster.pool_node.node import PoolNode
 from kvpool.core.fetch.client_events import OfferConfirmed, OfferSettled
 from kvpool.core.fetch.fetches import Restored

@@ -60,14 +60,9 @@ def samples(head: Head, **labels: str) -> dict[tuple[str, str | None], float]:
         }
 
 
-def kv(head: Head) -> dict[str, list[dict[str, object]]]:
-    command = (KVRELAY, "status", "--kv", "--name", "pooled", "--format", "json")
-    return dict(json.loads(head.joined().run(*command)))
-
-
 def in_host_memory(head: Head) -> int:
     """Blocks that the pool node keeps there."""
-    for node in kv(head)["pool_nodes"]:
+    for node in head.kv("pooled")["pool_nodes"]:
         for tier in node["tiers"]:  # type: ignore[attr-defined]
             if tier["tier"] == "host":
                 return next(int(s["blocks"]) for s in tier["states"] if s["state"] == "cached")

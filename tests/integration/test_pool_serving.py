@@ -15,8 +15,7 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.core.plan import host_pool_address
-from cluster.core.settings import WorkerSettings
+from cluster.core.settings import WorkerSettings, host_pool_address
 from engine.model.checkpoint import open_checkpoint
 from engine.model.model import load_model
 from kvpool.core.layout.block_names import BlockNames

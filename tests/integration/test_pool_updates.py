@@ -17,7 +17,7 @@ from uuid import uuid4
 import grpc
 import pytest
 
-from cluster.core.plan import host_pool_address
+from cluster.core.settings import host_pool_address
 from cluster.pool_node.service import LineOpened, PoolNodeService, RouterLine
 from cluster.process.net import bind_port, grpc_server
 from kvpool.core.blocks.eviction import open_policy

@@ -29,6 +29,7 @@ from tests.integration.ray_head import (
     Head,
     Marked,
     free_ports,
+    head_at,
     marked,
     until,
 )
@@ -62,10 +63,12 @@ class MortalHead:
 
     here: Marked
     ports: list[int]
+    head: Head
+    """As commands find it."""
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.ports[0]}"
+        return self.head.address
 
     def start(self) -> list[psutil.Process]:
         """Returns its processes. Ray gives them 30 s, which is short on a busy machine: then it is
@@ -112,8 +115,9 @@ def kill(processes: list[psutil.Process]) -> None:
 @contextmanager
 def mortal_head(**env: str) -> Iterator[MortalHead]:
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid4().hex}
-    with marked(**token, **env) as here:
-        yield MortalHead(here, free_ports(4))
+    ports = free_ports(4)
+    with marked(**token, **env) as here, head_at(here, f"127.0.0.1:{ports[0]}") as head:
+        yield MortalHead(here, ports, head)
 
 
 def ask(grpc: str, tokens: int = 8) -> int:
@@ -192,7 +196,7 @@ def assert_requests_go_on(env: Environment) -> None:
     with mortal_head(**env) as mortal:
         head_processes = mortal.start()
         mortal.add_node()
-        head = Head(marked=mortal.here, address=mortal.address, dashboard="")
+        head = mortal.head
         grpc = serve_there(head, workers=2)
         with Client(grpc, timeout_s=240) as client:
             stream = client.stream("It was", max_tokens=500, ignore_eos=True)
@@ -221,7 +225,7 @@ def test_without_a_store_everything_ends_with_the_head() -> None:
     with mortal_head(RAY_gcs_rpc_server_reconnect_timeout_s="20") as mortal:
         head_processes = mortal.start()
         mortal.add_node()
-        head = Head(marked=mortal.here, address=mortal.address, dashboard="")
+        head = mortal.head
         grpc = serve_there(head, workers=1)
         kill(head_processes)
         assert ask(grpc) == 8, "the nodes wait for another head"

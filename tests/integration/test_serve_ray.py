@@ -39,7 +39,7 @@ def head() -> Iterator[Head]:
     resources: dict[str, float] = {}
     for spec in base_groups():
         resources |= group_resources(spec)
-    with ray_head(resources) as started:
+    with ray_head(resources, with_dashboard=True) as started:
         yield started
 
 

@@ -16,9 +16,10 @@ from uuid import uuid4
 
 import httpx
 
-from cluster.config.load import Override, load_config
+from cluster.config.load import load_config
+from cluster.config.overrides import Override
 from cluster.config.schema import Config
-from cluster.core.plan import host_pool_address
+from cluster.core.settings import host_pool_address
 from cluster.sim.readers import recorded_requests
 from cluster.sim.simulation import ClusterSimulation, Scale
 from kvrelay.counters import Counters

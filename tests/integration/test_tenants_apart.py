@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from cluster.core.plan import host_pool_address
+from cluster.core.settings import host_pool_address
 from kvrelay import Client
 from kvrelay.types import Role
 from router.access.caller import KeySources

@@ -11,7 +11,8 @@ import pytest
 from cluster.access import chosen
 from cluster.access.files import key_path, read, read_or_make, replace, token_path
 from cluster.cli.main import app
-from cluster.config.load import Override, load_config
+from cluster.config.load import load_config
+from cluster.config.overrides import Override
 from cluster.config.schema import Config
 from kvrelay.errors import ConfigError
 

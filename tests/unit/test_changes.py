@@ -18,18 +18,9 @@ from cluster.core.changes import with_count
 from cluster.core.plan import plan_cluster
 from cluster.core.resolve import resolve
 from cluster.on_ray import connect, forward
+from cluster.on_ray.asked import ApplyFile, Asked, Denied, Drain, Flip, Granted, Pending, Scale
 from cluster.on_ray.forward import ToController
-from cluster.on_ray.wishes import (
-    ApplyFile,
-    Asked,
-    Denied,
-    Drain,
-    Flip,
-    Granted,
-    Pending,
-    Scale,
-    Wishes,
-)
+from cluster.on_ray.wishes import Wishes
 from kvrelay.access.values import Secrets
 from kvrelay.errors import ConfigError, InvalidRequest, PeerError
 from kvrelay.types import Role

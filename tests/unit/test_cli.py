@@ -22,7 +22,8 @@ import cluster
 from cluster.cli import main as cli
 from cluster.cli.options import devices, only, served
 from cluster.config.keys import POOL_KEYS, ROUTER_KEYS, WORKER_KEYS
-from cluster.config.load import Override, load_config
+from cluster.config.load import load_config
+from cluster.config.overrides import Override
 from cluster.config.schema import Config, Section
 from cluster.core.plan import access_of, pool_node_settings, router_settings, worker_settings
 from cluster.core.resolve import Site, resolve
@@ -486,6 +487,16 @@ def test_a_plain_router_imports_no_torch() -> None:
         "except Stop: print([n for n in ('torch', 'transformers', 'ray') if n in sys.modules])"
     )
     assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.processes
+def test_actors_but_workers_and_commands_before_they_run_load_no_schema_of_cluster_files() -> None:
+    done = python(
+        "import sys, cluster.cli.main, cluster.on_ray.actor, cluster.on_ray.forward\n"
+        "import cluster.pool_node.node, cluster.router.process\n"
+        "print('cluster.config.schema' in sys.modules)"
+    )
+    assert done.stdout == "False\n", done.stderr
 
 
 WITHOUT_RAY = """

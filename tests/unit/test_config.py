@@ -9,7 +9,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from cluster.config.load import Override, load_config
+from cluster.config.load import load_config
+from cluster.config.overrides import Override
 from cluster.config.schema import Config
 from cluster.config.types import format_duration, format_size, parse_duration_s, parse_size_bytes
 from cluster.config.workers import Replicas

@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from cluster.cli import main as cli
-from cluster.config.load import Override, load_config
+from cluster.config.load import load_config
+from cluster.config.overrides import Override
 from cluster.process import auto, doctor
 from cluster.process.doctor import Diagnosis, examine
 from kvpool.transport.gpus import GpuFacts

@@ -19,7 +19,8 @@ from bench.live.simulated.measured import RouterTime, Stretch, least_squares, me
 from bench.live.simulated.replay import Replay, Window, _with_lengths, replay
 from bench.live.stack import Policy, cluster_file
 from bench.live.told import Told, read_record
-from cluster.config.load import Override, load_config
+from cluster.config.load import load_config
+from cluster.config.overrides import Override
 from cluster.sim.simulation import ClusterSimulation, Scale, _beginning
 from cluster.sim.trace import TraceRequest
 from kvrelay.types import StepCoefficients

@@ -14,7 +14,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import pytest
 from google.protobuf.message import Message
 
-from cluster.on_ray.wishes import ASKED, Asked
+from cluster.on_ray.asked import ASKED, Asked
 from cluster.worker.checkpoint.service import OFFERS
 from engine.core.checkpoint_files import CheckpointOffer
 from kvpool.core.layout.layout import DTYPE_BYTES

@@ -12,7 +12,8 @@ from statistics import mean, stdev
 
 import pytest
 
-from cluster.config.load import Override, load_config
+from cluster.config.load import load_config
+from cluster.config.overrides import Override
 from cluster.sim.device import noisy_ends
 from cluster.sim.machines.clock import Clock, Server
 from cluster.sim.machines.noise import STRETCH_STEPS, DrawnNoise, ReplayedNoise

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.config.load import Override, load_config
+from cluster.config.load import load_config
+from cluster.config.overrides import Override
 from cluster.core.changes import successor, with_count
 from cluster.core.elastic.fleet import Counts
 from cluster.core.plan import ClusterPlan, plan_cluster
@@ -22,8 +23,9 @@ from cluster.core.supervision import (
 )
 from cluster.core.supervisor import Supervisor
 from cluster.on_ray import roles as shell
+from cluster.on_ray.asked import Denied, Flip, Granted, Scale
 from cluster.on_ray.roles import OnRay, Roles
-from cluster.on_ray.wishes import Apply, Denied, Flip, Granted, Scale, Wish, Wishes
+from cluster.on_ray.wishes import Apply, Wish, Wishes
 from cluster.process.admin import NotKnown, NotPossible
 from kvrelay.errors import ConfigError
 from kvrelay.types import Role

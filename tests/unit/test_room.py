@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.config.load import Override, load_config
+from cluster.config.load import load_config
+from cluster.config.overrides import Override
 from cluster.core.plan import ClusterPlan, RayResources, placements, plan_cluster, shortage
 from cluster.core.resolve import Site, resolve
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.config.load import Override, load_config
+from cluster.config.load import load_config
+from cluster.config.overrides import Override
 from cluster.core.worker.events import CoreEvent
 from cluster.sim.device import SimDevice
 from cluster.sim.machines.clock import Clock

@@ -11,7 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.cli.main import app
-from cluster.config.load import Override, load_config
+from cluster.config.load import load_config
+from cluster.config.overrides import Override
 from cluster.config.schema import Config
 from cluster.config.simulation import FabricSection, HostSection
 from cluster.sim.machines.clock import Clock

@@ -18,7 +18,8 @@ import cluster.worker.build
 import router.live.dispatcher
 from bench.router.promises import BOTTLENECKS, SHARES, Became, Offer, offer
 from cluster.cli.main import app
-from cluster.config.load import Override, load_config
+from cluster.config.load import load_config
+from cluster.config.overrides import Override
 from cluster.core.worker.core import WorkerCore
 from cluster.sim.results import output
 from cluster.sim.results.output import Result, as_json, simulate, simulate_rates

@@ -24,7 +24,8 @@ def rotate_key(
 ) -> None:
     """Replace the cluster's key, after telling what that costs."""
     from cluster.access import chosen, files
-    from cluster.config.load import Override, load_config
+    from cluster.config.load import load_config
+    from cluster.config.overrides import Override
 
     given = {("name",): name, ("network", "key_file"): key_file}
     chosen_here = [Override(path, value) for path, value in given.items() if value is not None]

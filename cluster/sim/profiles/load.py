@@ -19,7 +19,8 @@ from typing import assert_never
 import yaml
 from pydantic import ValidationError
 
-from cluster.config.load import Node, describe, read_yaml
+from cluster.config.load import describe, read_yaml
+from cluster.config.overrides import Node
 from cluster.config.simulation import ProfileSource
 from cluster.sim.profiles.measured import silicon_times, table_times
 from cluster.sim.profiles.published import distserve_times, dynamo_times
