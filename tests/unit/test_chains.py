@@ -27,8 +27,9 @@ pytestmark = pytest.mark.skipif(
     reason="without AVX-512 oneDNN orders weights otherwise, and products are left to it",
 )
 not_in_bfloat16 = pytest.mark.skipif(
-    torch.cpu._is_amx_tile_supported(),
-    reason="for AMX oneDNN orders weights of bfloat16 otherwise, and products are left to it",
+    torch.cpu._is_amx_tile_supported() or not torch.cpu._is_avx512_bf16_supported(),
+    reason="for AMX, and without AVX-512's products of bfloat16, oneDNN orders weights of bfloat16 "
+    "otherwise, and products are left to it",
 )
 TYPES = [torch.float32, pytest.param(torch.bfloat16, marks=not_in_bfloat16)]
 SHAPES = [(64, 64), (960, 576), (100, 40), (40, 66), (576, 1536), (32, 2)]
