@@ -90,6 +90,7 @@ class Assembly:
             self._run_draft,
             copies_kv=self.backend.copies_kv,
             record=self._record_draft if self.records else None,
+            staged=self.layout,
         )
         return profile_of_all(alone, self.ranks.own, on_cpu=self.model.on_cpu)
 

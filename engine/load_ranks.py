@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
+from traceback import clear_frames
 
 from engine.core.activity import ReportActivity, unheard
 from engine.core.options import DEFAULT_OPTIONS, CudaOptions
@@ -43,7 +46,8 @@ def load_split(
     orders |= {"attention": attention, "cuda": asdict(cuda), "compiled": compiled}
     leader = Leader(grid, devices, threads, orders, timeout_s)
     try:
-        engine = load_engine(
+        load = partial(
+            load_engine,
             checkpoint,
             device=devices[0],
             dtype=dtype,
@@ -56,11 +60,17 @@ def load_split(
             ranks=leader,
             report=report,
         )
-        leader.wait_ready()
-        return engine
+        return _ready(load, leader)
     except BaseException as error:
         words = leader.last_words() if isinstance(error, PeerError) else None
+        clear_frames(error.__traceback__)  # they hold graphs, for whose end NCCL's would wait
         leader.close()
         if words is not None:  # the sum failed because a rank ended
             raise ModelError(words) from error
         raise
+
+
+def _ready(load: Callable[[], Engine], leader: Leader) -> Engine:
+    engine = load()
+    leader.wait_ready()
+    return engine

@@ -48,9 +48,11 @@ def profile_memory(
     *,
     copies_kv: bool = True,
     record: Record | None = None,
+    staged: KvLayout | None = None,
 ) -> MemoryProfile:
     """`run` executes a step in the given memory. Contexts are short here; the needs of long ones
-    are computed: gathered KV and masks, with `copies_kv`. `record`: see there; only on CUDA."""
+    are computed: gathered KV and masks, with `copies_kv`. `record`: see there; only on CUDA.
+    `staged`: of what slabs hold, if that is more than this rank's `layout`."""
     chunk = min(limits.prefill_chunk_tokens, max_model_len)
 
     def measured() -> MemoryProfile:
@@ -67,7 +69,7 @@ def profile_memory(
         found,
         activation_bytes=found.activation_bytes
         + (_long_bytes(layout, chunk, max_model_len) if copies_kv else 0),
-        staging_bytes=_staging_bytes(model.device, layout, limits),
+        staging_bytes=_staging_bytes(model.device, staged or layout, limits),
     )
 
 

@@ -18,7 +18,7 @@ def record_decode(engine: Engine, most: int) -> None:
     on without, and the others wait for its sums for ever."""
     if engine.model.device.type != "cuda":
         return
-    reason = unfit(engine) or _try_record(engine, most)
+    reason = _unfit(engine) or _try_record(engine, most)
     if reason is not None:
         log.warning("engine.cuda_graphs: decode steps are not recorded: %s", reason)
 
@@ -26,9 +26,24 @@ def record_decode(engine: Engine, most: int) -> None:
 def rehearse_recording(engine: Engine, most: int) -> Engine:
     """Records, if that can be done, for as long as the engine is kept, and says nothing: what the
     graphs take can be measured before the rest of the memory is filled with KV."""
-    if engine.model.device.type == "cuda" and unfit(engine) is None:
+    if engine.model.device.type == "cuda" and _unfit(engine) is None:
         _try_record(engine, most)
     return engine
+
+
+def _unfit(engine: Engine) -> str | None:
+    """Why its steps can't be recorded. All ranks ask at the same time."""
+    reason, group = unfit(engine), engine.model.group
+    if group is None or not group.can_record:
+        return reason
+    fit = int(group.sum(torch.tensor([float(reason is None)])))
+    if fit not in (0, group.size):
+        told = reason or "another rank says why in its log"
+        raise ModelError(
+            f"{fit} of {group.size} ranks can record their decode steps, so all would wait for "
+            f"ever ({told}): set engine.cuda_graphs to off"
+        )
+    return reason
 
 
 def unfit(engine: Engine) -> str | None:

@@ -187,6 +187,7 @@ class Engine:
         if self._watch is not None:
             self._watch.close()
         self.grammars.close()
+        self.graphs = None  # NCCL waits for graphs that have its sums before it ends
         self._ranks.close()
 
     def watch(self, lost: Callable[[PeerError], None]) -> None:
@@ -206,7 +207,7 @@ class Engine:
         if marks is None or self._ranks.own is None:
             return self.logits(batch, marks, token_ids)
         lag = LayerLag(marks)
-        logits = self.logits(batch, lag.before(self._places))
+        logits = self.logits(batch, lag.before(self._places), token_ids)
         lag.end()
         return logits
 

@@ -115,13 +115,20 @@ def profile_of_all(
     profile: MemoryProfile, own: OwnRank | None, *, on_cpu: bool = True
 ) -> MemoryProfile:
     """The profile of all ranks of one host, which are alike, from the measurement of one. On CPUs
-    they share the memory, and the others' weights are loaded already; GPUs have their own."""
+    they share the memory, and the others' weights are loaded already. GPUs have their own, and all
+    get as many blocks as the first one has room for, where the slabs are."""
     if own is None:
         return profile
     ranks = own.grid.size
     taken = (ranks - 1) * profile.weight_bytes
     whole = profile.times(ranks)
-    return replace(whole, total_bytes=profile.total_bytes + taken) if on_cpu else whole
+    if not on_cpu:
+        return whole
+    return replace(
+        whole,
+        total_bytes=profile.total_bytes + taken,
+        staging_bytes=profile.staging_bytes,
+    )
 
 
 def _whole_shapes(bare: Model) -> dict[int, LayerShape]:

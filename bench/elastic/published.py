@@ -1,15 +1,18 @@
 """Rules of others that change roles, to compare with: xLLM's, as its service's source has it
-(https://github.com/xLLM-AI/xllm-service, instance_mgr.cpp), and Arrow's (arXiv:2505.11916).
+(https://github.com/xLLM-AI/xllm-service, instance_mgr.cpp), and one in the manner of Arrow
+(arXiv:2505.11916; of it only the abstract and the introduction were at hand).
 
-Both go by predictions for each request: xLLM looks at the time that a step would take with it,
-Arrow also at what has room. xLLM gives a decode worker to prefill when it runs empty, because
-requests fill one worker after another; a prefill worker to decode when no decode worker keeps the
-time per token, if prefill can spare one. Arrow gives a decode worker to prefill when no prefill
-worker keeps the time to first token, if decode can spare one; and back when decode has no room.
+Both go by predictions for each request. xLLM gives a decode worker to prefill when it runs empty,
+because requests fill one worker after another; a prefill worker to decode when no decode worker
+keeps the time per token, if prefill can spare one or has more workers than decode. Arrow's gives a
+decode worker to prefill when no prefill worker keeps the time to first token, if decode can spare
+one; and back when decode has no room.
 
 Here both are asked once a second, and are told how much room KV leaves, which xLLM does not look
 at: its decode workers would take more than fits. Requests are spread over decode workers, so one
-"runs empty" when the others could hold all that run.
+"runs empty" when the others could hold all that run. xLLM also sends single prompts to decode
+workers without changing their role, which is left out: here admission refuses them. Arrow's is a
+little early: the longest new prompt counts, and may be in a queue already.
 """
 
 from __future__ import annotations

@@ -163,7 +163,8 @@ class Leader:
             if self._closing:
                 return
             self._closing = True
-        self.own.give_up()
+        # On a thread: NCCL may wait there for graphs that have its sums.
+        threading.Thread(target=self.own.give_up, daemon=True).start()
         for other in self._followers:
             if other is not one:
                 other.process.kill()  # ends the waiting of others over gloo

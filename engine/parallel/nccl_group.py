@@ -3,7 +3,8 @@ with two GPUs was available.
 
 They are queued on the caller's stream, so no call waits for another rank, and a CUDA graph may
 have them, if all ranks record and replay it. NCCL's watchdog finds a rank that hangs, and ends the
-process.
+process; but not in a replayed step, of which it does not know. That one the worker's own watchdog
+of steps finds. A group ends only after the graphs that have its sums.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -344,6 +345,16 @@ def test_all_ranks_replay_what_rank_0_replays(
     assert first is None and third is None
     assert second is not None and second.tolist() == [11]
     assert fourth is not None and fourth.tolist() == [7], "it brings nothing itself"
+
+
+def test_graphs_are_gone_before_ranks_end(pair: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL would wait for them."""
+    seen: list[object] = []
+    monkeypatch.setattr(pair, "graphs", _Replays())
+    monkeypatch.setattr(pair, "grammars", SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(pair._ranks, "close", lambda: seen.append(pair.graphs))
+    pair.close()
+    assert seen == [None]
 
 
 def test_a_rank_that_dies_is_told_of_and_ends_the_step(pair: Engine) -> None:

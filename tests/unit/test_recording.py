@@ -26,7 +26,7 @@ LIMITS = EngineLimits(max_model_len=64, prefill_chunk_tokens=16, max_running_req
 
 
 def engine(device: str, *, longrope: object = None, can_record: bool = False) -> Engine:
-    group = SimpleNamespace(can_record=can_record)
+    group = SimpleNamespace(can_record=can_record, size=2, sum=lambda part: 2 * part)
     model = SimpleNamespace(device=torch.device(device), longrope=longrope, group=group)
     return cast(Engine, SimpleNamespace(model=model, backend=None))
 
@@ -91,3 +91,20 @@ def test_ranks_that_can_not_record_alike_do_not_start(
     monkeypatch.setattr(recording, "_record", lambda _, most: "no stream")
     with pytest.raises(ModelError, match=r"no stream.*set engine.cuda_graphs to off"):
         record(engine("cuda:0", can_record=True), 4)
+
+
+@pytest.mark.parametrize("record", [record_decode, rehearse_recording])
+@pytest.mark.parametrize("reason", [None, "only triton reads from fixed memory"])
+def test_ranks_of_which_some_do_not_fit_do_not_start(
+    reason: str | None,
+    record: Callable[[Engine, int], object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They hear of each other before one of them waits for another's first sum."""
+    one = engine("cuda:0", can_record=True)
+    monkeypatch.setattr(one.model.group, "sum", lambda part: part + (reason is not None))
+    monkeypatch.setattr(recording, "unfit", lambda _: reason)
+    monkeypatch.setattr(recording, "_record", lambda _, most: pytest.fail("it waits for ever"))
+    told = reason or "another rank"
+    with pytest.raises(ModelError, match=f"1 of 2 ranks can record.*{told}"):
+        record(one, 4)
