@@ -80,6 +80,8 @@ def test_a_controller_is_killed_in_each_phase(head: Head, tmp_path: Path) -> Non
     assert processes(head, "WorkerHost").keys() == started.keys(), "nothing is started twice"
     ask_both_faces(http, grpc)
 
+    until(lambda: states(head) == ["serving"] * 3)  # it is ready before both workers are
+
     # One worker dies with it and can't come back, which would end a cluster that starts. Its
     # driver is silent meanwhile, which is no wish to stop.
     config = (model / "config.json").rename(tmp_path / "config.json")

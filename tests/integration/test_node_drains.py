@@ -43,8 +43,10 @@ def homes(head: Head) -> dict[str, str]:
     return {one["name"]: one["state"] for one in status["processes"]}  # type: ignore[attr-defined]
 
 
+@pytest.mark.timeout(600)
 def test_the_workers_of_a_node_that_ends_go_on_elsewhere(tmp_path: Path) -> None:
-    with mortal_head(RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="60") as mortal:
+    """The node has more time than two workers take to start, however busy the machine is."""
+    with mortal_head(RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="240") as mortal:
         mortal.start()
         head = mortal.head
         nodes = [start_node(mortal, tmp_path / "door.log", door=1)]
@@ -62,7 +64,7 @@ def test_the_workers_of_a_node_that_ends_go_on_elsewhere(tmp_path: Path) -> None
         with askers.asking():
             askers.more()
             ends.send_signal(signal.SIGTERM)
-            assert ends.wait(100) is not None
+            assert ends.wait(300) is not None
             askers.more()
         assert not askers.errors
         assert len(askers.answers) == 1
