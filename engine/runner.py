@@ -245,8 +245,10 @@ class Engine:
         *,
         is_long: bool = False,
     ) -> torch.Tensor:
-        self._ranks.tell(slices, StepKind(is_long=is_long, follows=token_ids is not None))
-        return self._pass(slices, marks, self._given(token_ids))
+        if self._ranks.own is not None:
+            self._ranks.tell(slices, StepKind(is_long=is_long, follows=token_ids is not None))
+            token_ids = self._given(token_ids)
+        return self._pass(slices, marks, token_ids)
 
     def _pass(
         self,

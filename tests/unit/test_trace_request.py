@@ -21,8 +21,8 @@ COUNTED_BY = (3, 11)
 """Other versions of Python make other calls, for example none for what they inline."""
 SLACK = 1.02
 BUDGET: dict[Callable[[], Calls], Counts] = {
-    plain_request: Counts(files=83, calls=2324, across=1306),
-    hard_request: Counts(files=83, calls=8455, across=4438),
+    plain_request: Counts(files=83, calls=2328, across=1306),
+    hard_request: Counts(files=83, calls=8463, across=4438),
 }
 CALLS_PER_TOKEN = 131.0
 
