@@ -454,11 +454,7 @@ def _new_core(record: ClusterRecord, left: frozenset[str]) -> Supervisor:
         pool_required=nodes is None or nodes.required,
         pool_revision="" if nodes is None else nodes.revision,
         former=Former(
-            phase=record.phase,
-            error=record.error,
-            left=left,
-            kept=record.kept,
-            roles=record.roles,
+            phase=record.phase, error=record.error, left=left, kept=record.kept, roles=record.roles
         ),
     )
 
