@@ -347,6 +347,7 @@ class World:
 def _hello(name: Incarnation, role: Role) -> WorkerHello:
     return WorkerHello(
         name=name,
+        pool=role,
         incarnation=name,
         role=role,
         device="cuda",

@@ -98,6 +98,7 @@ WORKER = Incarnation("bench")
 def _hello(vocab_size: int) -> WorkerHello:
     return WorkerHello(
         name="bench",
+        pool="bench",
         incarnation=WORKER,
         role=Role.BOTH,
         device="cpu",

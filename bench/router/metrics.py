@@ -158,6 +158,7 @@ def fill(dispatcher: WorkerDispatcher, each: int) -> None:
 def _hello(name: Incarnation, role: Role) -> WorkerHello:
     return WorkerHello(
         name=name,
+        pool=role,
         incarnation=name,
         role=role,
         device="cuda",

@@ -84,6 +84,13 @@ def worker(
     name: Annotated[
         str | None, typer.Option(help="Name of the worker. Default: role and pid.")
     ] = None,
+    worker_pool: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The pool of workers that it counts in. Default: its name up to the last -.",
+        ),
+    ] = None,
     cpu_threads: Annotated[
         int | None, typer.Option(help="Compute threads. Default: one per CPU.")
     ] = None,
@@ -145,6 +152,7 @@ def worker(
     access = access_of(config, token_of(config))
     settings = worker_settings(config, config.workers[0], process_name, access)
     settings = replace(settings, role=role, device_share=device_share, gpus=None)
+    settings = replace(settings, pool=worker_pool or settings.pool)
     if takes is not None:
         settings = replace(settings, takes=read_rule(takes, "--takes"))
     configure_logging(process_name)

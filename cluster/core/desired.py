@@ -40,8 +40,8 @@ def process_name(pool: str, number: int) -> str:
 
 
 def pool_of(name: str) -> str:
-    """The pool of the process with this name."""
-    return name.rpartition("-")[0]
+    """A process is named by its pool and a number; one without a number is a pool of its own."""
+    return name.rpartition("-")[0] or name
 
 
 def differs(

@@ -15,7 +15,7 @@ from cluster.config.router import RouterSection
 from cluster.config.schema import Config, PreloadSection, Ucx
 from cluster.config.types import FarTransport
 from cluster.config.workers import WorkerPool, role_at
-from cluster.core.desired import Desired, process_name
+from cluster.core.desired import Desired, pool_of, process_name
 from cluster.core.elastic.of_file import elastic_rules
 from cluster.core.elastic.rules import ElasticRules
 from cluster.core.qos import qos_tiers, router_tiers, tier_match
@@ -229,6 +229,7 @@ def worker_settings(
     assert config.model.path is not None, "resolved"
     return WorkerSettings(
         name=name,
+        pool=pool_of(name),
         role=role_at(pool.role, 0),
         model=config.model.path,
         revision=config.model.revision,

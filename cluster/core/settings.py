@@ -57,6 +57,7 @@ class WorkerSettings:
     """
 
     name: str
+    pool: str
     role: Role
     model: str
     revision: str | None

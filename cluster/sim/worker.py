@@ -249,6 +249,7 @@ class SimWorker:
     def _hello(self, settings: WorkerSettings) -> WorkerHello:
         return WorkerHello(
             name=settings.name,
+            pool=settings.pool,
             incarnation=self.incarnation,
             role=settings.role,
             device="simulated",

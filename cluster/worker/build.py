@@ -284,6 +284,7 @@ def _hello(
     facts = engine.facts
     return WorkerHello(
         name=settings.name,
+        pool=settings.pool,
         incarnation=links.incarnation,
         role=settings.role,
         device=facts.device,

@@ -124,15 +124,17 @@ ToWorker = Reserve | Prefill | Generate | Preload | Abort | Stop | Suspect
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerHello:
-    """`prefill_chunk_tokens`: of a prompt in a step; `mixed_chunk_tokens`: while it is a decode
-    worker. `physical_format` and `rope_border_tokens`, with the fingerprint, name its blocks;
-    `kv_token_bytes` is the KV of one token; `cpus`, such as 0-3, are its own, if it has any.
+    """`pool`: of workers. `prefill_chunk_tokens`: of a prompt in a step; `mixed_chunk_tokens`: as
+    long as it is a decode worker. `physical_format` and `rope_border_tokens`, with the fingerprint,
+    name its blocks; `kv_token_bytes` is the KV of one token; `cpus`, such as 0-3, are its own, if
+    it has any.
     `handoff_by_pool`: prompts that are computed elsewhere come to it through the pool. When it has
     died, the process at `witness` tells how, to those who have the key. `start`: the phases of its
     start; the first router that hears of it (`is_new`) counts them. `takes`: the prompts that it
     computes where others could."""
 
     name: str
+    pool: str
     incarnation: Incarnation
     role: Role
     device: str

@@ -62,7 +62,7 @@ def value(cls: type[T]) -> type[T]:
 Incarnation = NewType("Incarnation", str)
 """Random id of one process life: a restarted worker is a new peer."""
 
-WIRE_VERSION = 25
+WIRE_VERSION = 26
 """1: first. 2: pool nodes have addresses for workers of other hosts. 3: requests are resumed from
 what they have emitted. 4: reservations without a source. 5: pieces of a handoff are cut at
 multiples of 16 tokens. 6: a worker's KV may be shared out among ranks. 7: the pieces of a span are

@@ -98,7 +98,7 @@ class RouterCore:
             case WorkerJoined(hello=hello):
                 state.workers.join(hello)
                 if hello.role is not Role.DECODE:
-                    state.prefilled.join(hello.name)
+                    state.prefilled.join(hello.pool)
                 lifecycle.workers_changed(state, now_s)
                 return preload(hello, hello.role, self.preloads)
             case WorkerSuspected(incarnation=incarnation):
@@ -233,7 +233,7 @@ class RouterCore:
     def _count_prefill(self, request: Request, view: WorkerView, cached: int) -> None:
         if request.placed is not None and request.placed.candidate.computes_prompt:
             tokens = len(request.submitted.prompt_ids) + len(request.emitted_ids)
-            self.state.prefilled.began(view.hello.name, tokens - cached)
+            self.state.prefilled.began(view.hello.pool, tokens - cached)
 
     def _on_worker_lost(self, event: WorkerLost, now_s: float) -> list[Command]:
         state, incarnation = self.state, event.incarnation

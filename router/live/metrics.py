@@ -28,7 +28,6 @@ from kvrelay.gc_pauses import GcPauses
 from kvrelay.types import TAKES_ALL
 from router.core.load import histograms
 from router.core.state.generation import ClusterSnapshot, WorkerStatus
-from router.core.state.offered import pool_of
 from router.core.state.quarantine import Pair
 
 Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
@@ -206,23 +205,26 @@ class ClusterGauges(Collector):
         text = "1 for each pool that takes only some prompts, with its rule."
         rules = GaugeMetricFamily("kvrelay:pool_takes_info", text, labels=(*labels, "takes"))
         ruled = [one for one in self._snapshot.workers if one.takes != TAKES_ALL]
-        for pool, rule in sorted({(pool_of(one.name), str(one.takes)) for one in ruled}):
+        for pool, rule in sorted({(one.pool, str(one.takes)) for one in ruled}):
             rules.add_metric((self._model_name, pool, rule), 1.0)
         yield rules
 
     def _needs(self) -> Iterable[Metric]:
         """By what was offered to this router over the last minute; sums over routers."""
-        gauges = (
-            ("busy", "busy_workers", "Workers that the offered work would keep busy all the time."),
-            ("desired", "desired_workers", "Workers that keep the objectives of that work."),
-            ("saturation", "saturation", "That work over what the workers there can do."),
-        )
-        for attribute, name, text in gauges:
-            labels = ("model_name", "role")
-            gauge = GaugeMetricFamily(f"kvrelay:{name}", text, labels=labels)
-            for role, need in self._snapshot.needs.items():
-                gauge.add_metric((self._model_name, role), getattr(need, attribute))
-            yield gauge
+        labels, needs = ("model_name", "role"), self._snapshot.needs
+        text = "Workers that the offered work would keep busy all the time."
+        busy = GaugeMetricFamily("kvrelay:busy_workers", text, labels=labels)
+        text = "That work over what the workers there can do."
+        saturation = GaugeMetricFamily("kvrelay:saturation", text, labels=labels)
+        text = "Workers that keep the objectives of that work."
+        by_pool = ("model_name", "pool", "role")
+        desired = GaugeMetricFamily("kvrelay:desired_workers", text, labels=by_pool)
+        for role, need in needs.items():
+            busy.add_metric((self._model_name, role), need.busy)
+            saturation.add_metric((self._model_name, role), need.saturation)
+            for pool, workers in need.desired.items():
+                desired.add_metric((self._model_name, pool, role), workers)
+        return busy, saturation, desired
 
     def _starts(self) -> Metric:
         text = "Phases of the starts of workers, each counted by the router that it joined first."

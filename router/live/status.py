@@ -16,8 +16,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -222,6 +222,7 @@ class ClusterViews:
     def __init__(self, core: RouterCore, pools: PoolNodes) -> None:
         self.core = core
         self.offered_rate = OfferedRate(window_s=RATE_S)
+        self._were: dict[Role, Counter[str]] = {}
         self.pools = pools
         self.attached: dict[Incarnation, WorkerLink] = {}
         self.recent: dict[Incarnation, RecentActivity] = {}
@@ -284,12 +285,19 @@ class ClusterViews:
         if first is None:
             return {}
         needs = Needs.of(self.offered_rate.per_second, model_of(first.hello))
-        roles = [view.own_role for view in state.workers.values()]
-        prefill, decode = (max(1, roles.count(role)) for role in (Role.PREFILL, Role.DECODE))
+        prefill, decode = map(self._in_pools, (Role.PREFILL, Role.DECODE))
         return {
-            Role.PREFILL: _need(needs.prefill, needs.prefill_capacity(prefill), prefill),
-            Role.DECODE: _need(needs.decode, needs.decode_capacity(decode), decode),
+            Role.PREFILL: _need(needs.prefill, needs.prefill_capacity, prefill),
+            Role.DECODE: _need(needs.decode, needs.decode_capacity, decode),
         }
+
+    def _in_pools(self, role: Role) -> Counter[str]:
+        """# pool |-> workers of it that have this role; once none is left, as it was before: a pool
+        that starts again needs as many."""
+        views = self.core.state.workers.values()
+        there = Counter(one.hello.pool for one in views if one.own_role in (role, Role.BOTH))
+        self._were[role] = there or self._were.get(role, Counter([str(role)]))
+        return self._were[role]
 
     def _status(self, view: WorkerView, links: tuple[LinkStatus, ...] = ()) -> WorkerStatus:
         return status_of(view, self._seen(view.hello.incarnation), links)
@@ -350,6 +358,9 @@ RATE_S = 60.0
 """`/metrics` tells what was offered in so long, or since the scrape before."""
 
 
-def _need(busy: float, capacity: float, workers: int) -> NeedStatus:
-    saturation = busy / capacity if capacity else 0.0
-    return NeedStatus(busy=busy, desired=saturation * workers, saturation=saturation)
+def _need(busy: float, capacity: Callable[[int], float], there: Mapping[str, int]) -> NeedStatus:
+    """What is desired is spread over the pools as their workers are now."""
+    most = capacity(sum(there.values()))
+    saturation = busy / most if most else 0.0
+    desired = {pool: saturation * workers for pool, workers in there.items()}
+    return NeedStatus(busy=busy, desired=desired, saturation=saturation)

@@ -109,6 +109,7 @@ def status_of(view: WorkerView, seen: Seen, links: tuple[LinkStatus, ...] = ()) 
     hello = view.hello
     return WorkerStatus(
         name=hello.name,
+        pool=hello.pool,
         address=seen.address,
         incarnation=hello.incarnation,
         role=view.own_role,

@@ -14,6 +14,7 @@ from typing import Any, Self, TypeVar
 import httpx
 import uvloop
 
+from cluster.core.desired import pool_of
 from cluster.core.settings import RouterSettings, WorkerSettings
 from cluster.router.process import RouterProcess
 from kvrelay.types import Role
@@ -49,6 +50,7 @@ def worker_settings(name: str, role: Role, model: Path, **changes: Any) -> Worke
     """Small and exact: fp32, 16-token blocks, 64-token chunks."""
     plain = WorkerSettings(
         name=name,
+        pool=pool_of(name),
         role=role,
         model=str(model),
         revision=None,

@@ -205,7 +205,7 @@ async def test_metrics_are_valid_and_count(folder: Path) -> None:
         assert samples["kvrelay:offered_requests_total", model, gold] == 5
         assert samples["kvrelay:offered_prompt_tokens_total", model, gold] == 700
         role = ("role", "decode")
-        assert samples["kvrelay:desired_workers", model, role] == 2.0
+        assert samples["kvrelay:desired_workers", model, ("pool", "both"), role] == 2.0
         assert samples["kvrelay:saturation", model, role] == 0.5
         seen = (("kind", "ttft"), model, ("quantile", "0.99"), gold)
         assert samples["kvrelay:qos_latency_seconds", *seen] == 1.5

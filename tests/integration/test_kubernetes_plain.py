@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import httpx
 import kubernetes_validate
 import pytest
 
@@ -147,8 +148,8 @@ def test_keda_scales_the_pods_of_a_role_by_what_is_offered(role: str) -> None:
     scaled = of_component("keda", "ScaledObject", f"kvrelay-{role}")
     assert scaled["spec"]["scaleTargetRef"]["name"] == deployment(role)["metadata"]["name"]
     (trigger,) = scaled["spec"]["triggers"]
-    asked = re.fullmatch(r'sum\((\S+)\{role="(\w+)"\}\)', trigger["metadata"]["query"])
-    assert asked is not None and asked[2] == role
+    asked = re.fullmatch(r'sum\((\S+)\{pool="([\w-]+)"\}\)', trigger["metadata"]["query"])
+    assert asked is not None and f"--worker-pool={asked[2]}" in container(role)["args"]
     assert asked[1] in told_by_routers()
 
 
@@ -235,6 +236,12 @@ def kept_by_the_pool(here: Marked, tmp_path: Path, port: str) -> int:
     return sum(int(one["blocks"]) for one in states if one["state"] == "cached")
 
 
+def metrics(tmp_path: Path, port: str) -> str:
+    token = (tmp_path / "token").read_text().strip()
+    headers = {"Authorization": f"Bearer {token}"}
+    return httpx.get(f"http://127.0.0.1:{port}/metrics", headers=headers).text
+
+
 def test_the_commands_of_all_containers_serve_and_drain(here: Marked, tmp_path: Path) -> None:
     ours = own_ports()
     made = {role: deployment(role) for role in ROLES} | {"controller": controller()}
@@ -245,6 +252,9 @@ def test_the_commands_of_all_containers_serve_and_drain(here: Marked, tmp_path: 
         until(lambda: client.server_info().ready)
         answer = client.generate("It was", max_tokens=8, ignore_eos=True)
     assert len(answer.token_ids) == 8
+    for role in workers:
+        labels = rf'model_name="[^"]+",pool="kvrelay-{role}",role="{role}"'
+        assert re.search(rf"kvrelay:desired_workers{{{labels}}}", metrics(tmp_path, ours["8900"]))
     until(lambda: "roles follow the offered work" in (tmp_path / "controller.log").read_text())
     for role in ("controller", *workers, "router"):
         started[role].terminate()

@@ -10,6 +10,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from cluster.config.load import load_config
+from cluster.core.desired import pool_of
 from cluster.core.plan import worker_settings
 from cluster.core.resolve import resolve
 from cluster.core.settings import WorkerSettings
@@ -331,6 +332,7 @@ class Worker:
         layout = self.shape.layout
         return WorkerHello(
             name=name,
+            pool=pool_of(name),
             incarnation=self.incarnation,
             role=self.shape.role,
             device="cpu",

@@ -43,6 +43,7 @@ FACTS = ModelFacts(
 
 WORKER = WorkerStatus(
     name="both-0",
+    pool="both",
     address="127.0.0.1:1",
     incarnation="abc",
     role="both",
@@ -250,7 +251,7 @@ class FakeDispatcher:
             pauses=self.pauses,
             offered={"gold": OfferedWork(requests=5, prompt_tokens=700, output_tokens=90)},
             prefilled={"cpu": PrefilledWork(prompts=3, tokens=20_000)},
-            needs={Role.DECODE: NeedStatus(busy=1.5, desired=2.0, saturation=0.5)},
+            needs={Role.DECODE: NeedStatus(busy=1.5, desired={"both": 2.0}, saturation=0.5)},
             starts=self.starts,
             shares=self.shares,
         )

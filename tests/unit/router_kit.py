@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cluster.core.desired import pool_of
 from engine.core.step_times import StepWork
 from kvrelay.counters import Counters
 from kvrelay.messages import (
@@ -57,6 +58,7 @@ def hello(
 ) -> WorkerHello:
     return WorkerHello(
         name=name,
+        pool=pool_of(name),
         incarnation=Incarnation(name),
         role=role,
         device="cpu",

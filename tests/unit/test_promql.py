@@ -83,16 +83,18 @@ def test_the_alert_fires_when_a_pool_gets_nothing(case: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_keda_scales_by_the_sum_over_routers(role: str, tmp_path: Path) -> None:
+def test_keda_scales_a_pool_by_the_sum_over_routers_and_roles(role: str, tmp_path: Path) -> None:
     (found,) = [
         one for one in yaml.safe_load_all(KEDA.read_text()) if role in one["metadata"]["name"]
     ]
     query = found["spec"]["triggers"][0]["metadata"]["query"]
-    desired = 'kvrelay:desired_workers{model_name="m",role="%s",instance="%s"}'
+    desired = 'kvrelay:desired_workers{model_name="m",pool="kvrelay-%s",role="%s",instance="%s"}'
+    other = "decode" if role == "prefill" else "prefill"
     per_router = [
-        {"series": desired % (role, "a"), "values": "1.5x10"},
-        {"series": desired % (role, "b"), "values": "0.75x10"},
-        {"series": desired % ("other", "a"), "values": "9x10"},
+        {"series": desired % (role, role, "a"), "values": "1.5x10"},
+        {"series": desired % (role, role, "b"), "values": "0.75x10"},
+        {"series": desired % (role, other, "a"), "values": "1x10"},
+        {"series": desired % (other, other, "a"), "values": "9x10"},
     ]
-    asked = {"expr": query, "eval_time": "5m", "exp_samples": [{"labels": "{}", "value": 2.25}]}
+    asked = {"expr": query, "eval_time": "5m", "exp_samples": [{"labels": "{}", "value": 3.25}]}
     evaluated(tmp_path, {"input_series": per_router, "promql_expr_test": [asked]})

@@ -24,7 +24,7 @@ from router.core.router_state import RouterState
 from router.core.shared_queue import open_shared_queue
 from router.core.state.candidate import Candidate
 from router.core.state.demand import Demand
-from router.core.state.offered import PrefilledWork, pool_of
+from router.core.state.offered import PrefilledWork
 from router.core.state.worker_view import WorkerView
 from router.core.workers import Workers
 from router.live.metrics import RouterMetrics
@@ -349,6 +349,16 @@ def test_a_decode_worker_counts_once_it_computes_a_prompt() -> None:
     assert core.state.prefilled == {"p": PrefilledWork(), "d": PrefilledWork(1, 20)}
 
 
+def test_a_worker_counts_in_the_pool_that_it_names() -> None:
+    core = RouterCore()
+    told = replace(hello("prefill-5f6d8-x2k9p", P), pool="prefill")
+    core.handle(WorkerJoined(hello=told), 0)
+    core.handle(WorkerJoined(hello=hello("d-0", D, places=40)), 0)
+    ask(core, "a", 20)
+    says(core, told.name, began("a", 0, cached=0), lifetime("prefill_chunk", "a", 0))
+    assert core.state.prefilled == {"prefill": PrefilledWork(1, 20)}
+
+
 def test_a_worker_that_hands_over_what_it_decoded_computes_no_prompt() -> None:
     p, old, new = view("p", P), view("d", D), view("d2", D)
     assert Candidate(decode=new, prefill=p).computes_prompt
@@ -356,16 +366,10 @@ def test_a_worker_that_hands_over_what_it_decoded_computes_no_prompt() -> None:
     assert not Candidate(decode=new, prefill=old).computes_prompt
 
 
-def test_a_worker_without_a_number_is_a_pool_of_its_own() -> None:
-    assert [pool_of(name) for name in ("cpu-prefill-12", "cpu", "d-0")] == [
-        "cpu-prefill",
-        "cpu",
-        "d",
-    ]
-
-
 def test_metrics_tell_shares_and_rules() -> None:
-    workers = tuple(replace(WORKER, name=name, takes=LONG) for name in ("cpu-0", "cpu-1"))
+    workers = tuple(
+        replace(WORKER, name=name, pool="cpu", takes=LONG) for name in ("cpu-0", "cpu-1")
+    )
     told = replace(
         FakeDispatcher().snapshot(), workers=(replace(WORKER, takes=TAKES_ALL), *workers)
     )

@@ -124,6 +124,7 @@ class LinkStatus:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
     name: str
+    pool: str
     address: str
     incarnation: str
     role: str
@@ -178,7 +179,8 @@ class NeedStatus:
     role can do. All add up over routers."""
 
     busy: float
-    desired: float
+    desired: Mapping[str, float]
+    """# pool |-> how many of it, in this role"""
     saturation: float
 
 

@@ -85,15 +85,10 @@ class PrefilledByPool(dict[str, PrefilledWork]):
         work = self[pool] = PrefilledWork()
         return work
 
-    def join(self, worker: str) -> None:
-        self.setdefault(pool_of(worker), PrefilledWork())
+    def join(self, pool: str) -> None:
+        self.setdefault(pool, PrefilledWork())
 
-    def began(self, worker: str, tokens: int) -> None:
-        work = self[pool_of(worker)]
+    def began(self, pool: str, tokens: int) -> None:
+        work = self[pool]
         work.prompts += 1
         work.tokens += tokens
-
-
-def pool_of(worker: str) -> str:
-    """A worker is named by its pool and a number; one without a number is a pool of its own."""
-    return worker.rpartition("-")[0] or worker
