@@ -89,6 +89,22 @@ def arima(values: Sequence[float], steps: int) -> float:
     return float(model.fit().forecast(steps)[-1])
 
 
+def seasonal_trend(period: int) -> Way:
+    """Seasonal and trend by loess (Cleveland et al. 1990), and ARIMA for what is left. It needs two
+    periods; before that it is the last value."""
+
+    def way(values: Sequence[float], steps: int) -> float:
+        from statsmodels.tsa.api import STLForecast
+        from statsmodels.tsa.arima.model import ARIMA
+
+        if len(values) < 2 * period:
+            return values[-1]
+        model = STLForecast(list(values), ARIMA, model_kwargs={"order": (1, 1, 0)}, period=period)
+        return float(model.fit().forecast(steps)[-1])
+
+    return way
+
+
 def error(foreseen: Sequence[float], values: Sequence[float], steps: int) -> float:
     pairs = zip(foreseen[FIRST:], values[FIRST + steps :], strict=False)
     errors = [abs(then - one) for one, then in pairs]
@@ -103,6 +119,9 @@ def rows(values: Sequence[float], period_s: float, lead_s: float) -> Iterator[tu
     yield "chosen", error(chosen(values, steps, period_s), values, steps)
     yield "statsmodels Holt", error(refitted(holt_winters, values, steps), values, steps)
     yield "statsmodels ARIMA", error(refitted(arima, values, steps), values, steps)
+    if len(values) > 2 * period:
+        stl = refitted(seasonal_trend(period), values, steps)
+        yield "statsmodels STL", error(stl, values, steps)
 
 
 def show(name: str, requests: Sequence[TraceRequest], period_s: float) -> None:

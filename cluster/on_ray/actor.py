@@ -4,6 +4,7 @@ run as plain processes. No token and no KV passes through their methods."""
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -126,7 +127,7 @@ class WorkerHost(Host[str]):
         """`asked_at`: when its controller wanted it, by the wall clock. Hosts' clocks are close.
         `routers`: HOST:PORT of the internal gRPC of those that serve."""
         configure_logging(settings.name)
-        self._ledger = ledger_since(asked_at)
+        self._ledger = ledger_since(asked_at, os.getppid())
         self._settings = replace(settings, host=_own_host(settings.host))
         self._routers = routers
         self._worker: WorkerProcess | None = None

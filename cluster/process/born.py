@@ -18,21 +18,23 @@ def ledger_of_process() -> StartLedger:
     return _importing(min(_exec_s(), FIRST_LINE_S), FIRST_LINE_S)
 
 
-def ledger_since(asked_at: float) -> StartLedger:
-    """It began at this time of the wall clock, and imports since now."""
+def ledger_since(asked_at: float, raylet: int) -> StartLedger:
+    """It began at this time of the wall clock, and imports since now. Its node is there since
+    the process `raylet` is."""
     now_s = time.monotonic()
-    return _importing(now_s - max(0.0, time.time() - asked_at), now_s)
+    node_s = min(now_s, _exec_s(raylet))
+    return _importing(now_s - max(0.0, time.time() - asked_at), now_s, node_s)
 
 
-def _importing(begun_s: float, since_s: float) -> StartLedger:
-    ledger = StartLedger(begun_s)
+def _importing(begun_s: float, since_s: float, node_s: float | None = None) -> StartLedger:
+    ledger = StartLedger(begun_s, node_s)
     ledger.enter(StartPhase.IMPORT, since_s)
     return ledger
 
 
-def _exec_s() -> float:
+def _exec_s(process: int | str = "self") -> float:
     """On the monotonic clock, within a tick of the kernel: 10 ms."""
-    told = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace")
+    told = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
     ticks = int(told.rpartition(")")[2].split()[STARTTIME])
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - age_s

@@ -11,6 +11,8 @@ from itertools import pairwise
 class StartPhase(StrEnum):
     """In their order."""
 
+    NODE = "node"
+    """On Ray: until its node is there, if it came for this: a machine, the image, Ray."""
     PLACE = "place"
     """Until the first line of kvrelay: on Ray from the wish for it, else from its exec."""
     IMPORT = "import"
@@ -40,10 +42,12 @@ class PhaseSeconds:
 
 
 class StartLedger:
-    """A process is in one phase at a time, in each at most once. Times are one clock's seconds."""
+    """A process is in one phase at a time, in each at most once. Times are one clock's seconds.
+    `node_s`: when its node was there, if that is later."""
 
-    def __init__(self, begun_s: float) -> None:
-        self._marks: list[tuple[StartPhase, float]] = [(StartPhase.PLACE, begun_s)]
+    def __init__(self, begun_s: float, node_s: float | None = None) -> None:
+        there_s = begun_s if node_s is None else max(begun_s, node_s)
+        self._marks = [(StartPhase.NODE, begun_s), (StartPhase.PLACE, there_s)]
         self._ended_s: float | None = None
 
     def enter(self, phase: StartPhase, now_s: float) -> None:

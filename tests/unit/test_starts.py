@@ -63,7 +63,7 @@ def test_marks_out_of_order_are_refused() -> None:
 
 def test_each_stage_that_a_process_tells_is_in_a_phase() -> None:
     assert PHASE_OF.keys() == {*Stage}
-    assert {*StartPhase} - {*PHASE_OF.values()} == {StartPhase.JOIN}, "it is no stage"
+    assert {*StartPhase} - {*PHASE_OF.values()} == {StartPhase.NODE, StartPhase.JOIN}, "no stages"
 
 
 def test_a_start_in_words() -> None:
@@ -79,7 +79,7 @@ import time
 told = _exec_s()
 ledger = ledger_of_process()
 ledger.end(time.monotonic())
-print(told + time.time() - time.monotonic(), ledger.phases()[0].seconds)
+print(told + time.time() - time.monotonic(), ledger.phases()[1].seconds)
 """
     before = time.time()
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
@@ -96,12 +96,22 @@ def test_it_is_the_time_that_the_kernel_says() -> None:
 
 
 def test_on_ray_a_start_begins_with_the_wish_for_it() -> None:
-    ledger = ledger_since(time.time() - 30)
+    ledger = ledger_since(time.time() - 30, raylet=1)
     ledger.end(time.monotonic())
-    assert ledger.phases()[0].seconds == pytest.approx(30, abs=0.5)
-    ledger = ledger_since(time.time() + 5)  # another host's clock
+    assert seconds(ledger.phases())["place"] == pytest.approx(30, abs=0.5)
+    ledger = ledger_since(time.time() + 5, raylet=1)  # another host's clock
     ledger.end(time.monotonic())
-    assert ledger.phases()[0].seconds == 0
+    assert ledger.phases()[1].seconds == 0
+
+
+def test_a_node_that_came_for_a_worker_is_a_phase_of_its_start() -> None:
+    with subprocess.Popen(["sleep", "60"]) as raylet:
+        ledger = ledger_since(time.time() - 30, raylet.pid)
+        raylet.kill()
+    ledger.end(time.monotonic())
+    node, place, *_ = ledger.phases()
+    assert (node.phase, place.phase) == ("node", "place")
+    assert node.seconds == pytest.approx(30, abs=0.5) and place.seconds < 0.5
 
 
 # --- what routers count, and say ----------------------------------------------------------------
