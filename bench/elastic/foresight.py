@@ -94,12 +94,13 @@ def seasonal_trend(period: int) -> Way:
     periods; before that it is the last value."""
 
     def way(values: Sequence[float], steps: int) -> float:
+        from numpy import array
         from statsmodels.tsa.api import STLForecast
         from statsmodels.tsa.arima.model import ARIMA
 
         if len(values) < 2 * period:
             return values[-1]
-        model = STLForecast(list(values), ARIMA, model_kwargs={"order": (1, 1, 0)}, period=period)
+        model = STLForecast(array(values), ARIMA, model_kwargs={"order": (1, 1, 0)}, period=period)
         return float(model.fit().forecast(steps)[-1])
 
     return way

@@ -36,7 +36,7 @@ from router.core.core import RouterCore
 from router.core.events import LadderStepped, PairQuarantined, PairTrusted
 from router.core.faults.poison import Blame, Ending
 from router.core.load.flow import OfferedRate
-from router.core.load.needs import Needs, model_of
+from router.core.load.needs import Needs, WorkerModel, model_of
 from router.core.load.starts import Starts
 from router.core.state.generation import (
     ClusterSnapshot,
@@ -223,6 +223,7 @@ class ClusterViews:
         self.core = core
         self.offered_rate = OfferedRate(window_s=RATE_S)
         self._were: dict[Role, Counter[str]] = {}
+        self._model: WorkerModel | None = None
         self.pools = pools
         self.attached: dict[Incarnation, WorkerLink] = {}
         self.recent: dict[Incarnation, RecentActivity] = {}
@@ -278,13 +279,14 @@ class ClusterViews:
         )
 
     def _needs(self, now_s: float) -> dict[Role, NeedStatus]:
-        """Nothing without workers, whose times say what work takes."""
+        """Nothing before the first worker, whose times say what work takes."""
         state = self.core.state
         self.offered_rate.note(now_s, state.offered.total)
-        first = state.workers.first
-        if first is None:
+        if (first := state.workers.first) is not None:
+            self._model = model_of(first.hello)
+        if self._model is None:
             return {}
-        needs = Needs.of(self.offered_rate.per_second, model_of(first.hello))
+        needs = Needs.of(self.offered_rate.per_second, self._model)
         prefill, decode = map(self._in_pools, (Role.PREFILL, Role.DECODE))
         return {
             Role.PREFILL: _need(needs.prefill, needs.prefill_capacity, prefill),

@@ -83,9 +83,13 @@ def test_a_pool_of_which_none_is_left_needs_as_many(
     join(core, "d-0", "d", Role.DECODE)
     desired(core, views)
     before = desired(core, views)[Role.PREFILL]
-    for name in ("p-0", "q-0"):
+    for name in ("p-0", "q-0", "d-0"):
         core.handle(WorkerLost(incarnation=Incarnation(name)), 1)
     assert desired(core, views)[Role.PREFILL] == pytest.approx(before)
+
+
+def test_before_the_first_worker_nobody_knows(views: status.ClusterViews) -> None:
+    assert not views.snapshot().needs
 
 
 def test_a_role_that_no_worker_ever_had_has_the_pool_of_its_name(
