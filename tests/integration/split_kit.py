@@ -243,7 +243,9 @@ class Cluster:
     def add_pool_node(self, address: str) -> None:
         self.router.call(self.router.process.add_pool_node(address))
 
-    def completion(self, prompt: list[int] | str, **fields: Any) -> dict[str, Any]:
+    def completion(
+        self, prompt: list[int] | list[list[int]] | str, **fields: Any
+    ) -> dict[str, Any]:
         body = {"model": "test-model", "prompt": prompt, "return_token_ids": True, **fields}
         response = self.http.post("/v1/completions", json=body)
         assert response.status_code == 200, response.text

@@ -18,7 +18,7 @@ from tests.integration.split_kit import (
     wait_until,
     worker_settings,
 )
-from tests.integration.test_cluster_life import ask_all
+from tests.integration.test_cluster_life import TOKENS, ask_all
 from tests.integration.test_roles import SLOW
 from tests.models import VOCAB_SIZE
 
@@ -39,6 +39,12 @@ def shares(cluster: Cluster, what: str) -> dict[str, float]:
     """# pool |-> its prompts, or its tokens"""
     line = rf'^kvrelay:pool_prefilled_{what}_total{{.*pool="(\w+)".*}} (\S+)$'
     return {pool: float(value) for pool, value in re.findall(line, cluster.metrics(), re.M)}
+
+
+def prompt_s(cluster: Cluster, name: str, chunks: int) -> float:
+    """Of 384 tokens, by the worker's own step times."""
+    (times,) = [one.step_times for one in cluster.router.workers() if one.name == name]
+    return chunks * times.prefill_overhead_s + 384 * times.prefill_token_s
 
 
 def test_each_pool_computes_what_it_takes_until_one_is_killed(
@@ -76,3 +82,31 @@ def test_each_pool_computes_what_it_takes_until_one_is_killed(
             wait_until(lambda: len(cluster.router.workers()) == 2, "the router has missed cpu-0")
             assert ask_all(cluster, long, tier="batch") == expected["l"]
             assert shares(cluster, "prompts") == {**before, "gpu": before["gpu"] + len(long)}
+
+
+def test_a_slower_pool_gets_what_the_faster_one_would_be_done_with_later(
+    llama: Path, hosts: tuple[WorkerHost, WorkerHost]
+) -> None:
+    """No rule and no weight: each has timed its own steps. One has not compiled the model, and
+    takes twice as many steps."""
+    asked = drawn(range(300, 396, 6), seed=4)
+    alone = worker_settings("both-0", Role.BOTH, llama)
+    with running_cluster(llama, [(hosts[0], alone)]) as cluster:
+        expected = ask_all(cluster, asked)
+    timed = {"profile": "auto", "prefix_caching": False}
+    slow = {"compile": "off", "prefill_chunk_tokens": 32}
+    with WorkerHost() as another:
+        workers = [
+            (another, worker_settings("slow-0", Role.PREFILL, llama, **slow, **timed)),
+            (hosts[0], worker_settings("fast-0", Role.PREFILL, llama, **timed)),
+            (hosts[1], worker_settings("decode-0", Role.DECODE, llama)),
+        ]
+        with running_cluster(llama, workers) as cluster:
+            slow_s, fast_s = prompt_s(cluster, "slow-0", 12), prompt_s(cluster, "fast-0", 6)
+            assert slow_s > 1.2 * fast_s, "they are unlike"
+            plain = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+            at_once = cluster.completion(asked, **plain)
+            assert [one["token_ids"] for one in at_once["choices"]] == expected
+            told = shares(cluster, "prompts")
+            assert 0 < told["slow"] < told["fast"], (slow_s, fast_s)
+            assert sum(told.values()) == len(asked)
