@@ -92,6 +92,15 @@ class Members:
     def of(self, pool: str) -> list[Process]:
         return [process for process in self if process.pool == pool]
 
+    def lame_duck_s(self, process: Process) -> float:
+        wish = self.desired.get(process.pool)
+        return 0.0 if wish is None else wish.lame_duck_s
+
+    def can_serve(self, router: str) -> bool:
+        """It knows a worker for each half of a request."""
+        roles = {worker.role for worker in self.workers.values() if router in worker.joined}
+        return Role.BOTH in roles or {Role.PREFILL, Role.DECODE} <= roles
+
     def serving_routers(self) -> list[Process]:
         return [router for router in self.routers.values() if router.state is State.SERVING]
 

@@ -137,6 +137,11 @@ class ClusterPlan:
     def worker_pool(self, name: str) -> WorkerPoolPlan | None:
         return next((pool for pool in self.worker_pools if pool.name == name), None)
 
+    def stop_times_s(self, *, lame_duck: bool) -> tuple[float, ...]:
+        """For the requests of one that stops; before, for a router's clients to find another."""
+        led_s = self.routers[0].settings.lame_duck_s
+        return (self.drain_s, led_s) if lame_duck else (self.drain_s,)
+
     def desired(self) -> Desired:
         first = self.routers[0]
         routers = DesiredPool(
@@ -144,6 +149,7 @@ class ClusterPlan:
             count=len(self.routers),
             revision=first.revision,
             needs=str(first.placement),
+            lame_duck_s=first.settings.lame_duck_s,
         )
         return {ROUTERS: routers, **{pool.name: _desired(pool) for pool in self.worker_pools}}
 

@@ -42,13 +42,15 @@ Roles = Counter[Role | None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DesiredPool:
     """Processes with the same settings, for which `revision` stands. `needs`: the resources that
-    each asks of Ray, in words. `role`: that of its workers; None: they take either role."""
+    each asks of Ray, in words. `role`: that of its workers; None: they take either role.
+    `lame_duck_s`: for which a router that leaves still takes requests."""
 
     kind: ProcessKind
     count: int
     revision: str = ""
     needs: str = "{}"
     role: Role | None = None
+    lame_duck_s: float = 0.0
 
     def role_of(self, number: int) -> Role | None:
         """The role with which this process of the pool begins; None: a router."""
@@ -262,10 +264,12 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class StopProcess:
-    """Remove the process, after a drain if it serves; the answer is `Stopped`."""
+    """Remove the process, after a drain if it serves; the answer is `Stopped`. `lame_duck`: a
+    router first leads load balancers to others."""
 
     name: str
     drain: bool
+    lame_duck: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ STARTS_BEFORE_FATAL = 3
 """A process that never served is given up after this many starts."""
 REMIND_S = 10.0
 LEAVES_WITHIN_S = 6.0
-"""Before its node ends: what it runs moves, and it stops."""
+"""Before its node ends: what it runs moves, and it stops. A lame duck begins earlier."""
 RUNS = (State.STARTING, State.SERVING)
 WITH_ADDRESS = (State.SERVING, State.DRAINING)
 
@@ -256,9 +256,9 @@ class Supervisor:
         if self._pool_needs is None or self._is_over:
             return []
         unwanted = self.pools.settle(self.workers.values(), self._states_for_pools(), now_s)
-        retired = [(pool, "no worker is there any more") for pool in unwanted]
-        retired += [(pool, "its settings have changed") for pool in self.pools.replaceable()]
-        return [command for pool, why in retired for command in self._retire(pool, why)]
+        gone = [c for pool in unwanted for c in self._retire(pool, "no worker is there any more")]
+        why = "its settings have changed"
+        return gone + [c for pool in self.pools.replaceable() for c in self._retire(pool, why)]
 
     def _states_for_pools(self) -> Collection[State]:
         """The states of workers beside which a pool node starts."""
@@ -309,13 +309,11 @@ class Supervisor:
         return []
 
     def _can_serve(self) -> bool:
-        """Every router knows a worker for each half of a request, and all pool nodes that must be
+        """A router knows a worker for each half of a request, and all pool nodes that must be
         there."""
-        routers = self.routers.keys()
-        roles = {one.role for one in self.workers.values() if one.joined == routers}
         needed = self.pools.processes() if self._pool_required else ()
-        whole = Role.BOTH in roles or {Role.PREFILL, Role.DECODE} <= roles
-        return whole and all(pool.joined == routers for pool in needed)
+        known = (router for router in self.routers if all(router in one.joined for one in needed))
+        return any(self.members.can_serve(router) for router in known)
 
     def _lost(self, event: Lost, now_s: float) -> list[SupervisorCommand]:
         process = self.current(event.name, event.life)
@@ -409,7 +407,7 @@ class Supervisor:
         """Those on them leave when others serve in their place, or when it becomes too late."""
         for one in self.members:
             if one.home is not None and one.home.node in nodes and one.state in RUNS:
-                by_s = now_s + nodes[one.home.node] - LEAVES_WITHIN_S
+                by_s = now_s + nodes[one.home.node] - LEAVES_WITHIN_S - self.members.lame_duck_s(one)
                 one.leave_by_s = by_s if one.leave_by_s is None else min(by_s, one.leave_by_s)
         return self._reconcile()
 
@@ -423,7 +421,7 @@ class Supervisor:
     def _drain_again(self) -> list[SupervisorCommand]:
         """A former controller had begun to, and won't hear that they are gone."""
         again, self._redrained = self._redrained, []
-        return [StopProcess(one.name, drain=True) for one in again]
+        return [self._told_to_stop(one) for one in again]
 
     # Stopping
 
@@ -432,13 +430,15 @@ class Supervisor:
         return self._stop(error)
 
     def _stop(self, why: str) -> list[SupervisorCommand]:
-        """Routers stop first: they finish running requests, which needs the workers. Then the
-        workers stop, which still store KV in pool nodes. Pool nodes stop last."""
+        """Routers stop first, and none is a lame duck: they finish running requests, which needs
+        the workers. Then these stop, which still store KV in pool nodes. Pool nodes stop last."""
         if self._is_over:
             return []
         self.phase = Phase.STOPPING
         self._adopt_pools()
-        return [Note(f"stopping: {why}"), *self._stop_routers()]
+        leading = [one for one in self.routers.values() if one.state is State.DRAINING]
+        hurried = map(self._told_to_stop, leading)
+        return [Note(f"stopping: {why}"), *hurried, *self._stop_routers()]
 
     def _adopt_pools(self) -> None:
         """Pool nodes that no worker has led to yet are drained too."""
@@ -489,7 +489,12 @@ class Supervisor:
         if process.kind is not ProcessKind.WORKER or not drain:
             process.address = None
         self._forget_router(process.name)
-        return StopProcess(process.name, drain)
+        return self._told_to_stop(process)
+
+    def _told_to_stop(self, process: Process) -> SupervisorCommand:
+        drain = process.state is State.DRAINING
+        leads = process.kind is ProcessKind.ROUTER and self.phase is not Phase.STOPPING
+        return StopProcess(process.name, drain, lame_duck=drain and leads)
 
     def _named(self, name: str) -> Process | None:
         return self.members.find(name) or self.pools.find(name)

@@ -196,6 +196,7 @@ class RouterHost(Host[RouterAt]):
         self._settings = replace(settings, internal_host=_own_host(settings.internal_host))
         self._router = RouterProcess(self._settings, ToController(controller, namespace))
         self._closed = asyncio.Event()
+        self._lame_duck_s = 0.0
 
     async def doing(self) -> Doing:
         return Doing(activity=self._router.activity)
@@ -229,8 +230,15 @@ class RouterHost(Host[RouterAt]):
     async def wait_closed(self) -> None:
         await self._closed.wait()
 
+    async def stop(self, drain_s: float, lame_duck_s: float = 0.0) -> None:
+        """Without `lame_duck_s` an earlier call's phase ends too."""
+        self._lame_duck_s = lame_duck_s
+        if not lame_duck_s:
+            self._router.hurry()
+        await super().stop(drain_s)
+
     async def _stop(self, drain_s: float) -> None:
-        await self._router.stop(drain_s=drain_s)
+        await self._router.stop(drain_s=drain_s, lame_duck_s=self._lame_duck_s)
         self._closed.set()
 
     async def _start(self) -> RouterAt:

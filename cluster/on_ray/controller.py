@@ -393,18 +393,19 @@ class Controller:
 
     async def _stop(self, command: StopProcess) -> None:
         if (host := self._fleet.find(command.name)) is not None and command.drain:
-            await self._drain(command.name, host)
+            await self._drain(command, host)
         self._fleet.kill(command.name)
         self._events.put_nowait(ProcessStopped(name=command.name))
 
-    async def _drain(self, name: str, host: Handle) -> None:
-        drain_s = self._fleet.plan.drain_s
-        stopping = asyncio.ensure_future(_answer(host.stop, drain_s))
+    async def _drain(self, command: StopProcess, host: Handle) -> None:
+        times_s = self._fleet.plan.stop_times_s(lame_duck=command.lame_duck)
+        limit_s = sum(times_s) + STOP_GRACE_S
+        stopping = asyncio.ensure_future(_answer(host.stop, *times_s))
         try:
-            if not await _is_done(stopping, drain_s + STOP_GRACE_S):
-                log.warning("%s has not stopped after %g s", name, drain_s + STOP_GRACE_S)
+            if not await _is_done(stopping, limit_s):
+                log.warning("%s has not stopped after %g s", command.name, limit_s)
         except RayError as error:
-            log.warning("%s did not stop well: %s", name, _reason(error))
+            log.warning("%s did not stop well: %s", command.name, _reason(error))
 
     # A router hears of others in the order of the commands; one that died, when it is back.
 

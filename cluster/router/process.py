@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -120,6 +121,7 @@ class RouterProcess:
 
     def __init__(self, settings: RouterSettings, changes: Changes | None = None) -> None:
         self._settings, self._changes = settings, changes
+        self._hurried = asyncio.Event()
         self.activity = StartActivity(stage=Stage.STARTS)
 
     def _now_does(self, activity: StartActivity) -> None:
@@ -174,13 +176,17 @@ class RouterProcess:
     async def remove_pool_node(self, address: str) -> None:
         await self.dispatcher.pools.remove(address)
 
-    async def leave(self) -> None:
-        """Tells load balancers to send nothing more; requests are still taken."""
-        await self._servers.leave()
+    def hurry(self) -> None:
+        """Ends the lame-duck phase, also before it has begun."""
+        self._hurried.set()
 
-    async def stop(self, *, drain_s: float) -> None:
-        """Accepts no new requests, finishes running ones for up to `drain_s`, then closes
-        everything."""
+    async def stop(self, *, drain_s: float, lame_duck_s: float = 0.0) -> None:
+        """Tells load balancers to leave, and still takes requests for `lame_duck_s`. Then accepts
+        no new ones, finishes running ones for up to `drain_s`, and closes everything."""
+        if lame_duck_s and not self._hurried.is_set():
+            await self._servers.leave()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._hurried.wait(), lame_duck_s)
         await asyncio.gather(self._servers.stop(drain_s), self._release_workers(drain_s))
         await self.dispatcher.close()
 

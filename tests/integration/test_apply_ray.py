@@ -20,6 +20,7 @@ from tests.integration.test_serve_ray import (
     addresses,
     assert_nothing_is_left,
     kill_one,
+    ready,
 )
 
 pytestmark = pytest.mark.ray
@@ -177,6 +178,36 @@ def test_a_cluster_is_scaled_drained_and_changed_while_it_serves(
     assert names(head) == ["router-0", "prefill-1", "fast-0"], "its end stops nothing"
     here.run(KVRELAY, "stop")
     assert_nothing_is_left(head.marked, http, grpc)
+
+
+LAME_DUCK = ("--name", "led", "--set", "router.lame_duck=10m", "--set", "workers=[{role: both}]")
+
+
+@pytest.mark.timeout(600)
+def test_a_router_that_is_replaced_is_left_before_it_refuses(head: Head, tmp_path: Path) -> None:
+    """Where the whole cluster stops, nobody is led away: it does not take the 10 minutes."""
+    log, file, here = tmp_path / "serve.log", tmp_path / "c.yaml", head.joined()
+    file.write_text(FILE.format(most=16, name="decode"))
+    command = (KVRELAY, "apply", file, "--yes", *LAME_DUCK, *NOTHING_BUILT)
+    driver = here.start(*command, "--follow", log=log)
+    http, grpc = addresses(driver, log)
+    with Client(grpc, timeout_s=120) as client:
+        whole = client.generate("It was", **ASKED)
+        told = here.run(*command, "--no-wait", "--set", "router.max_body=3MB")
+        assert told.startswith("router: replaced one by one: max_body_bytes ")
+        until(lambda: not ready(http))
+        assert client.generate("It was", **ASKED).token_ids == whole.token_ids
+    assert states(head)["router-0"] == "draining"
+    here.run(KVRELAY, "stop", "--name", "led")
+    assert driver.wait(60) == 0, log.read_text()
+    assert_nothing_is_left(head.marked, http, grpc)
+
+
+def states(head: Head) -> dict[str, str]:
+    """# process |-> its state"""
+    status = head.status("led")
+    assert status is not None
+    return {one["name"]: one["state"] for one in status["processes"]}  # type: ignore[attr-defined]
 
 
 def roles(head: Head) -> dict[str, str]:

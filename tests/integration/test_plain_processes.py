@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import grpc
@@ -13,10 +14,12 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from kvrelay import Client, Stream
 from kvrelay.client.options import GenerateOptions
+from kvrelay.errors import KvrelayError
 from tests.integration.plain_kit import (
     KVRELAY,
     ROLES,
     ChunkList,
+    RouterAddresses,
     generate,
     holds_nothing,
     pool_nodes_of,
@@ -128,6 +131,27 @@ def test_a_router_that_stops_is_left_before_it_refuses(here: Marked, tmp_path: P
     for worker in workers:
         worker.terminate()
     assert [worker.wait(30) for worker in workers] == [0, 0]
+
+
+def serves(router: RouterAddresses) -> bool:
+    try:
+        return bool(generate(router))
+    except KvrelayError:
+        return False
+
+
+def test_a_router_that_stops_refuses_when_it_has_been_left(here: Marked, tmp_path: Path) -> None:
+    router, address = start_router(here, tmp_path / "r", "--set=router.lame_duck=1s")
+    worker = start_worker(here, [address], "both", tmp_path / "both")
+    until(lambda: workers_of(address) == {"both"})
+    generate(address)
+    began_s = time.monotonic()
+    router.send_signal(signal.SIGTERM)
+    until(lambda: not serves(address))
+    assert time.monotonic() - began_s >= 1.0
+    assert router.wait(30) == 0, (tmp_path / "r").read_text()
+    worker.terminate()
+    assert worker.wait(30) == 0
 
 
 def test_a_busy_port_is_one_line(here: Marked, tmp_path: Path) -> None:

@@ -73,15 +73,16 @@ def addresses(process: subprocess.Popen[bytes], log: Path) -> tuple[str, str]:
 
 
 def all_addresses(process: subprocess.Popen[bytes], log: Path) -> list[tuple[str, str]]:
-    """HTTP and gRPC of each router, once the cluster serves."""
+    """HTTP and gRPC of both routers, in order, once each is ready."""
 
-    def printed() -> bool:
+    def told() -> list[tuple[str, str, str]]:
         assert process.poll() is None, log.read_text()
-        return "curl" in log.read_text()
+        found = re.findall(r"(router-\d) serves on (\S+) and (\S+)\n", log.read_text())
+        return found if len(found) == 2 else []
 
-    until(printed)
-    http, grpc = (re.findall(rf"{face}  (\S+)\n", log.read_text()) for face in ("HTTP", "gRPC"))
-    return [(url.removesuffix("/v1"), address) for url, address in zip(http, grpc, strict=True)]
+    found = [(http, grpc) for _, http, grpc in sorted(until(told))]
+    until(lambda: all(ready(http) for http, _ in found))
+    return found
 
 
 def listener(here: Marked, address: str) -> psutil.Process:

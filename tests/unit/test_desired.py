@@ -197,7 +197,7 @@ def test_routers_are_replaced_in_their_place_one_after_the_other() -> None:
     act(core, SupervisionTick())
     serve(core, ROUTER, P, SECOND, D)
     newer = {**pools(), "router": DesiredPool(kind=ProcessKind.ROUTER, count=2, revision="2")}
-    assert change(core, newer) == [StopProcess(ROUTER, drain=True)]
+    assert change(core, newer) == [StopProcess(ROUTER, drain=True, lame_duck=True)]
     assert act(core, SupervisionTick(), 1.0) == []
     act(core, ProcessStopped(name=ROUTER), 2.0)
     assert act(core, SupervisionTick(), 2.5) == [start(ROUTER, 2)]
@@ -207,7 +207,7 @@ def test_routers_are_replaced_in_their_place_one_after_the_other() -> None:
     assert act(core, SupervisionTick(), 4.0) == [], "it does not know its workers yet"
     for name in (P, D):
         act(core, ProcessJoined(name=name, life=1, router=ROUTER), 5.0)
-    assert act(core, SupervisionTick(), 6.0) == [StopProcess(SECOND, drain=True)]
+    assert act(core, SupervisionTick(), 6.0) == [StopProcess(SECOND, drain=True, lame_duck=True)]
 
 
 def test_a_pool_that_shall_be_no_more_goes_when_the_others_serve() -> None:
@@ -249,7 +249,8 @@ def test_those_on_a_node_that_drains_leave_and_others_replace_them() -> None:
     core = two_decodes()
     for name, home in ((P, HERE), (D, THERE), (D1, HERE), (ROUTER, THERE)):
         act(core, Placed(name=name, life=1, home=home))
-    assert act(core, NodesDrain({THERE.node: 30.0})) == [StopProcess(ROUTER, drain=True)]
+    leaves = [StopProcess(ROUTER, drain=True, lame_duck=True)]
+    assert act(core, NodesDrain({THERE.node: 30.0})) == leaves
     act(core, ProcessStopped(name=ROUTER))
     assert act(core, SupervisionTick()) == [start(ROUTER, 2), start("decode-2", 1)]
     assert act(core, NodesDrain({THERE.node: 29.0}), 1.0) == []
@@ -274,6 +275,29 @@ def test_those_on_a_node_that_drains_leave_in_time_whoever_replaces_them() -> No
     assert drains(act(core, SupervisionTick(), 24.0)) == [P, D1]
     act(core, Lost(name="decode-2", life=1, reason="no luck"), 24.0)
     assert act(core, SupervisionTick(), 25.0) == [start("decode-2", 2)]
+
+
+def test_a_lame_duck_leaves_its_node_so_much_earlier() -> None:
+    wanted = pools(routers=2)
+    core = Supervisor(
+        {**wanted, "router": replace(wanted["router"], lame_duck_s=5.0)}, LIMITS, 0.0
+    )
+    act(core, SupervisionTick())
+    serve(core, ROUTER, SECOND, P, D)
+    for name in (ROUTER, SECOND):
+        act(core, Placed(name=name, life=1, home=THERE))
+    assert drains(act(core, NodesDrain({THERE.node: 30.0}))) == [ROUTER]
+    assert drains(act(core, SupervisionTick(), 18.9)) == []
+    last = StopProcess(SECOND, drain=True, lame_duck=True)
+    assert act(core, SupervisionTick(), 19.0) == [last], "it leads on for 5 s, and has 6 s"
+
+
+def test_a_restarted_controller_leaves_a_router_that_leads_clients_away_its_time() -> None:
+    core = two_decodes()
+    act(core, DrainAsked(name=ROUTER))
+    other = again(core, {ROUTER, P, D, D1})
+    leads = StopProcess(ROUTER, drain=True, lame_duck=True)
+    assert leads in act(other, SupervisionTick())
 
 
 def test_nobody_leaves_whom_nobody_knows() -> None:

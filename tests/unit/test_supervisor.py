@@ -16,6 +16,7 @@ from cluster.core.supervision import (
     DesiredChanged,
     DesiredPool,
     Does,
+    DrainAsked,
     DriverEnded,
     Home,
     Lost,
@@ -709,6 +710,22 @@ def test_a_restarted_controller_replaces_old_pool_nodes() -> None:
         assert [one for one in told if isinstance(one, StopProcess)] == gone
 
 
+def test_a_pool_node_without_workers_and_of_old_settings_is_stopped_once() -> None:
+    """Else a second stop, which comes late, ends the one that has come in its place."""
+    core = ready_with_optional_pool(HERE, HERE)
+    act(core, SupervisionTick())
+    serve(core, "pool-h1")
+    for name in (P, D):
+        act(core, Lost(name=name, life=1, reason="crashed"), 1.0)
+    act(core, SupervisionTick(), 2.0)
+    assert place(core, P, THERE, life=2) == []
+    act(core, DesiredChanged(core.members.desired, pool_revision="2"), 2.0)
+    told = place(core, D, THERE, life=2)
+    assert [one for one in told if isinstance(one, StopProcess)] == [
+        StopProcess("pool-h1", drain=True)
+    ]
+
+
 def test_a_host_that_workers_move_to_gets_its_optional_pool_node_once_they_serve() -> None:
     core = ready_with_optional_pool(HERE, HERE)
     act(core, SupervisionTick())
@@ -793,22 +810,48 @@ def test_workers_are_announced_to_each_router() -> None:
     assert act(core, Serving(name=D, life=1, address="d")) == both
 
 
-def test_ready_only_when_all_have_joined_each_router() -> None:
+def test_ready_as_soon_as_one_router_knows_a_worker_for_each_half() -> None:
+    core = with_two()
+    act(core, SupervisionTick())
+    for name in (SECOND, P, D):
+        act(core, Serving(name=name, life=1, address=name))
+    act(core, ProcessJoined(name=P, life=1, router=SECOND))
+    assert core.phase is Phase.STARTING
+    act(core, ProcessJoined(name=D, life=1, router=SECOND))
+    assert (core.phase, core.is_settled()) == (Phase.READY, False), "the first one still starts"
+    serve(core, ROUTER)
+    assert core.is_settled()
+
+
+def test_halves_that_two_routers_know_apart_serve_nobody() -> None:
     core = with_two()
     act(core, SupervisionTick())
     for name in (ROUTER, SECOND, P, D):
         act(core, Serving(name=name, life=1, address=name))
-    for router, name in ((ROUTER, P), (ROUTER, D), (SECOND, P)):
+    for router, name in ((ROUTER, P), (SECOND, D)):
         act(core, ProcessJoined(name=name, life=1, router=router))
-        assert core.phase is Phase.STARTING
-    act(core, ProcessJoined(name=D, life=1, router=SECOND))
+    assert core.phase is Phase.STARTING
+
+
+def test_a_router_that_must_know_the_pool_nodes_is_one_that_knows_the_workers() -> None:
+    core = with_two(pool_needs="{mine: 1}")
+    act(core, SupervisionTick())
+    for name in (P, D):
+        place(core, name, HERE)
+    act(core, SupervisionTick())
+    for name in (ROUTER, SECOND, P, D, "pool-h1"):
+        act(core, Serving(name=name, life=1, address=name))
+    for router, name in ((ROUTER, P), (ROUTER, D), (SECOND, "pool-h1")):
+        act(core, ProcessJoined(name=name, life=1, router=router))
+    assert core.phase is Phase.STARTING
+    act(core, ProcessJoined(name="pool-h1", life=1, router=ROUTER))
     assert core.phase is Phase.READY
 
 
-def test_not_ready_while_a_router_is_lost_that_all_had_joined() -> None:
+def test_not_ready_while_the_router_that_knew_half_is_lost() -> None:
     core = with_two()
     act(core, SupervisionTick())
-    serve(core, ROUTER, SECOND, P)
+    serve(core, SECOND, P)
     act(core, Lost(name=SECOND, life=1, reason="crashed"))
     assert act(core, ProcessJoined(name=P, life=1, router=SECOND)) == [], "told too late"
     serve(core, D)
@@ -827,6 +870,23 @@ def test_a_lost_router_costs_the_others_nothing() -> None:
     again = act(core, Serving(name=SECOND, life=2, address="s"), 7.0)
     assert again == [Announce(SECOND, D, 1, "decode-0's")]
     assert core.phase is Phase.READY
+
+
+def test_a_lame_duck_hurries_when_the_whole_cluster_stops() -> None:
+    core = two_ready()
+    assert act(core, DrainAsked(name=SECOND)) == [
+        StopProcess(SECOND, drain=True, lame_duck=True),
+    ]
+    assert act(core, StopAsked()) == [
+        StopProcess(SECOND, drain=True),
+        StopProcess(ROUTER, drain=True),
+    ]
+    for name in (SECOND, SECOND):
+        assert act(core, ProcessStopped(name=name)) == []
+    assert act(core, ProcessStopped(name=ROUTER)) == [
+        StopProcess(P, drain=True),
+        StopProcess(D, drain=True),
+    ]
 
 
 def test_workers_stop_after_the_last_router() -> None:

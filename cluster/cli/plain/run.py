@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -51,8 +51,8 @@ async def run_router(settings: RouterSettings, *, drain_s: float) -> None:
     """Serve until SIGTERM or SIGINT, then drain."""
     from cluster.router.process import RouterProcess
 
-    stopping = _Stopping()
     router = RouterProcess(settings)
+    stopping = _Stopping(router.hurry)
     async with showing(settings.process, router):
         address = await router.start()
     freeze()
@@ -64,10 +64,7 @@ async def run_router(settings: RouterSettings, *, drain_s: float) -> None:
     print(f"internal HTTP on {internal}:{address.internal.http}{internal_tls}", flush=True)
     print(f"internal gRPC on {internal}:{address.internal.grpc}{internal_tls}", flush=True)
     await stopping.wait()
-    if not stopping.hurried:
-        await router.leave()
-        await stopping.wait_hurried(settings.lame_duck_s)
-    await router.stop(drain_s=drain_s)
+    await router.stop(drain_s=drain_s, lame_duck_s=settings.lame_duck_s)
 
 
 async def run_worker(
@@ -195,32 +192,23 @@ async def _first_of(
 
 
 class _Stopping(asyncio.Event):
-    """Set by the first signal; a second Ctrl-C ends the process at once."""
+    """Set by the first signal. `hurry` is called at Ctrl-C, or a second signal; a second Ctrl-C
+    ends the process at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, hurry: Callable[[], None] = lambda: None) -> None:
         super().__init__()
-        self._hurry = asyncio.Event()
+        self._hurry = hurry
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._told)
         loop.add_signal_handler(signal.SIGINT, self._interrupted)
 
-    @property
-    def hurried(self) -> bool:
-        """By Ctrl-C, or a second signal."""
-        return self._hurry.is_set()
-
-    async def wait_hurried(self, most_s: float) -> None:
-        """Returns once it is hurried, at the latest after `most_s`."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._hurry.wait(), most_s)
-
     def _told(self) -> None:
         if self.is_set():
-            self._hurry.set()
+            self._hurry()
         self.set()
 
     def _interrupted(self) -> None:
         if self.is_set():
             os._exit(EXIT_INTERRUPTED)
-        self._hurry.set()
+        self._hurry()
         self.set()
