@@ -134,7 +134,7 @@ class Wishes:
     def let_go(self, name: str) -> None:
         """As the offered work asks; another one may have gone meanwhile."""
         try:
-            self._drain(Drain(name=name, replace=False))
+            self._drain(Drain(name=name, replace=False), by_owner=True)
         except ConfigError as error:
             log.info("%s stays: %s", name, error)
 
@@ -181,11 +181,13 @@ class Wishes:
             raise ConfigError(f"no process is named {name}: there are {known}")
         return found
 
-    def _drain(self, wish: Drain) -> list[str]:
+    def _drain(self, wish: Drain, *, by_owner: bool = False) -> list[str]:
         core = self._core
         process = self._named(wish.name, {**core.routers, **core.workers})
         told = [f"{wish.name}: leaves, and another one replaces it"]
         if not wish.replace:
+            if not by_owner:
+                self._check_is_ours(process.pool)
             told = self._lower(process.pool, process.kind)
         self._say(DrainAsked(name=wish.name, replace=wish.replace))
         return told

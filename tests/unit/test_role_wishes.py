@@ -14,6 +14,7 @@ from cluster.core.elastic.fleet import Counts
 from cluster.core.plan import ClusterPlan, plan_cluster
 from cluster.core.resolve import Site, resolve
 from cluster.core.supervision import (
+    DrainAsked,
     RoleAsked,
     RoleRefused,
     RoleTaken,
@@ -23,7 +24,7 @@ from cluster.core.supervision import (
 )
 from cluster.core.supervisor import Supervisor
 from cluster.on_ray import roles as shell
-from cluster.on_ray.asked import Denied, Flip, Granted, Scale
+from cluster.on_ray.asked import Denied, Drain, Flip, Granted, Scale
 from cluster.on_ray.roles import OnRay, Roles
 from cluster.on_ray.wishes import Apply, Wish, Wishes
 from cluster.process.admin import NotKnown, NotPossible
@@ -185,6 +186,20 @@ def test_a_range_begins_with_its_least_and_its_number_has_one_owner() -> None:
         "file, and apply it"
     )
     assert granted == Granted(("decode: 1 -> 2 workers",))
+
+
+def test_a_person_takes_no_worker_from_a_pool_whose_number_has_an_owner() -> None:
+    async def run() -> tuple[Cluster, list[Granted | Denied]]:
+        cluster = Cluster(ranged())
+        wishes = [Drain(name="any-1", replace=False), Drain(name="any-1")]
+        return cluster, [await cluster.wishes.hear(wish) for wish in wishes]
+
+    cluster, (for_good, replaced) = asyncio.run(run())
+    assert isinstance(for_good, Denied)
+    assert for_good.reason.startswith("any: its number follows the offered work, from 2 to 5")
+    assert replaced == Granted(("any-1: leaves, and another one replaces it",))
+    assert cluster.told == [DrainAsked(name="any-1")]
+    assert cluster.fleet.plan.worker_pool("any").count == 2
 
 
 @pytest.mark.parametrize(
