@@ -69,10 +69,37 @@ def successor(running: ClusterPlan, wanted: ClusterPlan) -> ClusterPlan:
             f"network.token_file: another token, key or certificate than the cluster {running.name}"
             " has: its processes would not hear each other"
         )
+    for pool in wanted.worker_pools:
+        _check_kv(running, pool)
     known = {router.settings.process: router for router in running.routers}
     routers = (_on_same_ports(one, known.get(one.settings.process)) for one in wanted.routers)
     pools = tuple(_as_many(pool, running, wanted.elastic) for pool in wanted.worker_pools)
     return replace(wanted, routers=tuple(routers), worker_pools=_sharing(pools))
+
+
+def _check_kv(running: ClusterPlan, pool: WorkerPoolPlan) -> None:
+    """Those of other settings serve beside those that run, until they have replaced them. Raises
+    ConfigError where routers would refuse that: see `check_joins`."""
+    before, kv = running.worker_pool(pool.name), _kv_dtype(pool)
+    if before is not None and _kv_dtype(before) == kv:
+        return
+    for one in running.worker_pools:
+        converts = one.settings.allow_mixed_precision and pool.settings.allow_mixed_precision
+        if _kv_dtype(one) != kv and _hand_over(one.role, pool.role) and not converts:
+            raise ConfigError(
+                f"model.dtype: {pool.name} workers would have KV in {kv}, and {one.name} workers "
+                f"that run have it in {_kv_dtype(one)}: serve it as another cluster, with another "
+                "--name, or first apply transfer.allow_mixed_precision: true"
+            )
+
+
+def _kv_dtype(pool: WorkerPoolPlan) -> str:
+    return "fp8" if pool.settings.cuda.fp8_kv else pool.settings.dtype
+
+
+def _hand_over(*of_pools: Role | None) -> bool:
+    """A pool of any role has both."""
+    return not {Role.BOTH} & {*of_pools} and (None in of_pools or len({*of_pools}) == 2)
 
 
 def _as_many(

@@ -407,7 +407,8 @@ class Supervisor:
         """Those on them leave when others serve in their place, or when it becomes too late."""
         for one in self.members:
             if one.home is not None and one.home.node in nodes and one.state in RUNS:
-                by_s = now_s + nodes[one.home.node] - LEAVES_WITHIN_S - self.members.lame_duck_s(one)
+                within_s = LEAVES_WITHIN_S + self.members.lame_duck_s(one)
+                by_s = now_s + nodes[one.home.node] - within_s
                 one.leave_by_s = by_s if one.leave_by_s is None else min(by_s, one.leave_by_s)
         return self._reconcile()
 
@@ -437,8 +438,7 @@ class Supervisor:
         self.phase = Phase.STOPPING
         self._adopt_pools()
         leading = [one for one in self.routers.values() if one.state is State.DRAINING]
-        hurried = map(self._told_to_stop, leading)
-        return [Note(f"stopping: {why}"), *hurried, *self._stop_routers()]
+        return [Note(f"stopping: {why}"), *map(self._told_to_stop, leading), *self._stop_routers()]
 
     def _adopt_pools(self) -> None:
         """Pool nodes that no worker has led to yet are drained too."""

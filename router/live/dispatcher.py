@@ -233,7 +233,7 @@ class WorkerDispatcher(ClusterViews):
             self._recorder.close()
 
     def joined(self, link: WorkerLink, hello: WorkerHello) -> None:
-        check_joins(hello, (view.hello for view in self.core.state.workers.values()))
+        check_joins(hello, self.hellos())
         log.info("worker %s joined: %s on %s", hello.name, hello.role, hello.device)
         if hello.is_new:
             self.starts.note(hello.start)

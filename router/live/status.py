@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -333,6 +333,11 @@ class ClusterViews:
             activity=recent.activity() if recent is not None else NO_ACTIVITY,
         )
 
+    def hellos(self, but: WorkerView | None = None) -> Iterator[WorkerHello]:
+        """Of the workers, each with the role that it has by now."""
+        views = self.core.state.workers.values()
+        return (replace(one.hello, role=one.own_role) for one in views if one is not but)
+
     async def set_worker(self, name: str, wanted: SetStateRequest) -> SetStateResponse:
         """Raises LookupError where no worker has this name, PeerError for a role that it can't have
         beside the others."""
@@ -343,8 +348,7 @@ class ClusterViews:
             raise LookupError(f"no worker is named {name}: there are {known or 'none'}")
         (view, *_) = found
         if wanted.HasField("role"):
-            others = (replace(one.hello, role=one.own_role) for one in views if one is not view)
-            check_joins(replace(view.hello, role=Role(wanted.role)), others)
+            check_joins(replace(view.hello, role=Role(wanted.role)), self.hellos(but=view))
         return await self.attached[view.incarnation].set_state(wanted)
 
     async def debug_kv(self) -> GetKvResponse:

@@ -279,9 +279,7 @@ def test_those_on_a_node_that_drains_leave_in_time_whoever_replaces_them() -> No
 
 def test_a_lame_duck_leaves_its_node_so_much_earlier() -> None:
     wanted = pools(routers=2)
-    core = Supervisor(
-        {**wanted, "router": replace(wanted["router"], lame_duck_s=5.0)}, LIMITS, 0.0
-    )
+    core = Supervisor({**wanted, "router": replace(wanted["router"], lame_duck_s=5.0)}, LIMITS, 0.0)
     act(core, SupervisionTick())
     serve(core, ROUTER, SECOND, P, D)
     for name in (ROUTER, SECOND):

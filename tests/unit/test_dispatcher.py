@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 
 from kvrelay.counters import Counters
-from kvrelay.errors import InvalidRequest, Refused, RequestFailedError
+from kvrelay.errors import InvalidRequest, PeerError, Refused, RequestFailedError
 from kvrelay.messages import Abort, Generate, ToWorker, WorkerEvent
 from kvrelay.types import FinishReason, Incarnation, Objectives, RequestKey, Role
 from router.core.events import Rejected
@@ -22,6 +22,7 @@ from router.live import dispatcher
 from router.live.dispatcher import MAX_REQUEST_ID_BYTES, WorkerDispatcher
 from router.live.link import WorkerLink
 from tests.unit.router_kit import hello, refused, request, reserved, tokens
+from tests.unit.test_joining import of
 
 B = Incarnation("b")
 
@@ -140,6 +141,21 @@ def test_what_stands_in_for_a_role_is_told(caplog: pytest.LogCaptureFixture) -> 
         assert "no decode worker is left: the others serve as both until one is back" in caplog.text
         s.dispatcher.joined(cast(WorkerLink, Link()), hello("d3", Role.DECODE))
         assert "a decode worker is back" in caplog.text
+
+    play(scene)
+
+
+def test_a_newcomers_dtype_is_compared_with_the_roles_that_the_others_have_by_now() -> None:
+    """Of those that say "prefill" at first, one does the other's work since then."""
+
+    async def scene(s: Scene) -> None:
+        for name, role, dtype in (("p", Role.PREFILL, "float32"), ("q", Role.PREFILL, "float16")):
+            s.dispatcher.joined(cast(WorkerLink, Link()), of(name, role, dtype))
+        now_decodes = Counters(role=Role.DECODE, role_epoch=1)
+        s.dispatcher.said(Incarnation("p"), (), now_decodes, ())
+        s.dispatcher.joined(cast(WorkerLink, Link()), of("d", Role.DECODE, "float16"))
+        with pytest.raises(PeerError, match="worker late has KV in float16, p in float32"):
+            s.dispatcher.joined(cast(WorkerLink, Link()), of("late", Role.PREFILL, "float16"))
 
     play(scene)
 
