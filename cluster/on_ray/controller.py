@@ -192,7 +192,8 @@ class Controller:
         while self._core.phase is not Phase.STOPPED:
             commands = self._core.handle(event, time.monotonic())
             self._wishes.heard(event)
-            await self._remember()
+            if await self._remember():
+                self._wishes.written()
             for command in commands:
                 self._execute(command)
             event = await self._next_event()
@@ -215,7 +216,7 @@ class Controller:
         if record.driver is not None:
             self._spawn("the watch of the driver", partial(self._watch_driver, record.driver))
 
-    async def _remember(self) -> None:
+    async def _remember(self) -> bool:
         """Before the commands are carried out. What fails is tried again after the next event."""
         phase, error = self._core.phase, self._core.error
         now = replace(
@@ -226,14 +227,14 @@ class Controller:
             kept=self._core.kept(),
             roles=dict(self._core.members.roles),
         )
-        if now == self._record or phase is Phase.STOPPED:
-            return
         try:
-            await asyncio.to_thread(put_record, self._key, now)
+            if now != self._record and phase is not Phase.STOPPED:
+                await asyncio.to_thread(put_record, self._key, now)
         except Exception:
             log.exception("the cluster's record can't be written")
-        else:
-            self._record = now
+            return False
+        self._record = now
+        return True
 
     async def _next_event(self) -> SupervisorEvent:
         """A tick in time, however many other events there are."""

@@ -49,47 +49,67 @@ class Apply:
 Wish = Apply | Asked
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Said:
+    """An event of a wish, which is `written` once the cluster's record has what follows from it."""
+
+    event: SupervisorEvent
+    written: asyncio.Future[None]
+
+
 ENDS_FLIP = RoleTaken | RoleRefused | Lost | ProcessStopped
 """A worker that was lost starts again with the role that was wished."""
 
 
 class Wishes:
-    """Changes the plan; what follows from that, the supervisor says. `pending`: events that it has
-    not heard yet."""
+    """Changes the plan; what follows from that, the supervisor says."""
 
     def __init__(
         self, fleet: Fleet, core: Supervisor, tell: Callable[[SupervisorEvent], None]
     ) -> None:
         self._fleet, self._core, self._tell = fleet, core, tell
-        self.pending = 0
+        self._last: Said | None = None
+        self._unheard: list[Said] = []
+        self._unwritten: list[Said] = []  # that were heard
         self._flips: defaultdict[str, asyncio.Future[SupervisorEvent]] = defaultdict(
             asyncio.get_running_loop().create_future
         )
 
     async def hear(self, wish: Wish) -> Granted | Denied:
-        """A flip of a worker that serves is granted once it is done."""
+        """Granted once it is written down, so that it outlives this controller. A flip of a worker
+        that serves is granted once it is done."""
         if self._core.phase in (Phase.STOPPING, Phase.STOPPED):
             return Denied("the cluster is stopping")
         try:
             if isinstance(wish, ApplyFile):
                 wish = await asyncio.to_thread(planned, wish, self._fleet)
-            told = tuple(self._lines(wish))
+            before, told = self._last, tuple(self._lines(wish))
+            said = self._last
             if isinstance(wish, Flip):
                 await self._flipped(wish)
+            if said is not None and said is not before:
+                await asyncio.shield(said.written)
             return Granted(told)
         except ConfigError as error:
             return Denied(str(error))
 
     def heard(self, event: SupervisorEvent) -> None:
         """The supervisor has."""
-        self.pending -= isinstance(event, DesiredChanged | DrainAsked | RoleAsked)
+        if self._unheard and self._unheard[0].event is event:
+            self._unwritten.append(self._unheard.pop(0))
         if isinstance(event, ENDS_FLIP) and event.name in self._flips:
             self._flips.pop(event.name).set_result(event)
+
+    def written(self) -> None:
+        """The record has all that was heard."""
+        for said in self._unwritten:
+            said.written.set_result(None)
+        self._unwritten.clear()
 
     @property
     def are_settled(self) -> bool:
         """Every process is there as desired, and serves."""
-        return self._core.is_settled() and not self.pending
+        return self._core.is_settled() and not self._unheard
 
     def _lines(self, wish: Apply | Scale | Drain | Flip | Pending) -> list[str]:
         """Raises ConfigError for what can't be."""
@@ -193,7 +213,8 @@ class Wishes:
         return told
 
     def _say(self, event: SupervisorEvent) -> None:
-        self.pending += 1
+        self._last = Said(event, asyncio.get_running_loop().create_future())
+        self._unheard.append(self._last)
         self._tell(event)
 
     def _lower(self, pool: str, kind: ProcessKind) -> list[str]:

@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from cluster.core.resolve import resolve
 from cluster.on_ray import connect, forward
 from cluster.on_ray.asked import ApplyFile, Asked, Denied, Drain, Flip, Granted, Pending, Scale
 from cluster.on_ray.forward import ToController
-from cluster.on_ray.wishes import Wishes
 from kvrelay.access.values import Secrets
 from kvrelay.errors import ConfigError, InvalidRequest, PeerError
 from kvrelay.types import Role
@@ -228,9 +226,8 @@ def answered(monkeypatch: pytest.MonkeyPatch, *asked: Asked) -> list[Granted | D
 
     async def run() -> list[Granted | Denied]:
         cluster = Cluster(plan)
-        fleet: Any = SimpleNamespace(plan=plan, own=True)
-        wishes = Wishes(fleet, cluster.core, cluster.tell)
-        return [await wishes.hear(wish) for wish in asked]
+        cluster.fleet.own = True
+        return [await cluster.wishes.hear(wish) for wish in asked]
 
     return asyncio.run(run())
 

@@ -14,12 +14,14 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from cluster.config.load import load_config
+from cluster.core.changes import with_count
 from cluster.core.plan import plan_cluster
 from cluster.core.resolve import Site, resolve
 from cluster.core.supervision import Phase, ProcessAnswered, StopAsked, SupervisionTick
 from cluster.on_ray import controller as shell
 from cluster.on_ray import driver
 from cluster.on_ray.actor import Host, RouterAt, StartFailed
+from cluster.on_ray.asked import Asked, Drain, Granted, Pending, Scale
 from cluster.on_ray.controller import Controller
 from cluster.on_ray.driver import DriverAt, DriverState, state_of
 from cluster.on_ray.fleet import Fleet
@@ -151,6 +153,69 @@ def test_the_phase_is_written_down_and_again_when_that_failed(
 
     asyncio.run(run())
     assert [one.phase for one in written] == [Phase.STOPPING]
+
+
+class Store:
+    """The record's, which can't be written while it is `broken`."""
+
+    def __init__(self) -> None:
+        self.broken = True
+        self.tries = 0
+        self.record: ClusterRecord | None = None
+
+    def put(self, _: str, now: ClusterRecord) -> None:
+        self.tries += 1
+        if self.broken:
+            raise OSError("no head")
+        self.record = now
+
+
+@pytest.fixture
+def supervising(monkeypatch: pytest.MonkeyPatch) -> Store:
+    """The controller's own loop, without the processes that it would start."""
+    store = Store()
+    monkeypatch.setattr(shell, "put_record", store.put)
+    monkeypatch.setattr(shell, "TICK_S", 0.01)
+    monkeypatch.setattr(Fleet, "names", lambda _: [])
+    monkeypatch.setattr(Controller, "_spawn", lambda *_: None)
+    monkeypatch.setattr(Controller, "_execute", lambda *_: None)
+    return store
+
+
+WISHES = [Scale("decode", 2), Drain(name="decode-0"), Drain(name="decode-0", replace=False)]
+
+
+@pytest.mark.parametrize("wish", WISHES, ids=str)
+def test_a_wish_is_granted_once_it_is_written_down(
+    record: ClusterRecord, supervising: Store, wish: Asked
+) -> None:
+    """A controller that is killed before has granted nothing."""
+    plan = with_count(record.plan, "decode", 3)
+
+    async def run() -> bool:
+        controller = Controller("mine/1")
+        running = asyncio.ensure_future(controller._supervise(replace(record, plan=plan)))
+        asking = asyncio.ensure_future(controller.wish(wish))
+        tried = supervising.tries
+        while supervising.tries < tried + 5:
+            await asyncio.sleep(0.005)
+        was_granted = asking.done()
+        supervising.broken = False
+        assert isinstance(await asking, Granted)
+        assert await controller.wish(Pending()) != Granted(()), "asking waits for nothing"
+        running.cancel()
+        return was_granted
+
+    assert not asyncio.run(run())
+    stored = supervising.record
+    assert stored is not None
+    (pool,) = [one for one in stored.plan.worker_pools if one.name == "decode"]
+    left = stored.kept["decode-0"].leaves if isinstance(wish, Drain) else False
+    assert (pool.count, left) == {
+        WISHES[0]: (2, False),
+        WISHES[1]: (3, True),
+        WISHES[2]: (2, True),
+    }[wish]
 
 
 def test_a_restarted_controller_knows_the_ports_of_its_routers(record: ClusterRecord) -> None:

@@ -57,6 +57,7 @@ class Cluster:
         self.told.append(event)
         self.commands += act(self.core, event)
         self.wishes.heard(event)
+        self.wishes.written()
 
     def roles(self) -> Roles:
         router = SimpleNamespace(internal_grpc="r:1")
@@ -100,7 +101,7 @@ def test_a_flip_is_granted_once_the_worker_has_the_role(monkeypatch: pytest.Monk
     cluster, granted = wished(monkeypatch, Flip(D, PREFILL), [not_yet, None])
     assert granted == Granted(("decode-0: decode -> prefill",))
     assert cluster.told == [RoleAsked(D, PREFILL), RoleTaken(D, 1, PREFILL)]
-    assert cluster.core.is_settled() and cluster.wishes.pending == 0
+    assert cluster.core.is_settled() and cluster.wishes.are_settled
 
 
 def test_a_flip_that_can_not_be_is_denied_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,6 +240,20 @@ def test_more_are_added_where_the_pool_is_and_one_that_leaves_is_not_replaced() 
     assert cluster.fleet.plan.worker_pool("any").count == 3
     staying = [one.name for one in cluster.core.workers.values() if not one.leaves]
     assert staying == ["prefill-0", "decode-0", "any-0", "any-2", "any-3"]
+
+
+def test_a_role_that_the_offered_work_asks_for_leaves_nothing_open() -> None:
+    """Else commands that wait until all is as desired would wait for ever."""
+
+    async def run() -> bool:
+        cluster = Cluster(ranged())
+        OnRay(cluster.fleet.plan.elastic, cluster.wishes, cluster.tell).change("any-0", DECODE)
+        await asyncio.sleep(0)
+        assert cluster.told == [RoleAsked("any-0", DECODE)]
+        cluster.tell(RoleTaken("any-0", 1, DECODE))
+        return cluster.wishes.are_settled
+
+    assert asyncio.run(run())
 
 
 def test_pools_of_one_role_each_grow_by_themselves() -> None:
