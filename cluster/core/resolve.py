@@ -1,7 +1,8 @@
 """Replaces each "auto" of a cluster file by what this machine or Ray cluster offers. Pure.
 
 `dtype`, `max_model_len`, `kv_memory` and `staging_bytes` stay "auto": only a worker that has loaded
-the checkpoint and measured its device can tell. So does the pool: each host decides for itself.
+the checkpoint and measured its device can tell. So does the pool: each host decides for itself. On
+a Ray that was joined so does `cpu_pinning`: its nodes may come later.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def resolve(config: Config, site: Site) -> Config:
     given = share_gpus(config.workers, site.gpus)
     share = threads_per_rank(given, site)
     pools = tuple(_resolve_pool(pool, given, share, site) for pool in given)
-    if sum(pool.replicas.max * (pool.cpu_threads or 0) for pool in pinned(pools)) > site.total_cpus:
+    threads = sum(pool.replicas.max * (pool.cpu_threads or 0) for pool in pinned(pools))
+    if site.host is not None and threads > site.total_cpus:
         pools = tuple(pool.model_copy(update={"cpu_pinning": "off"}) for pool in pools)
     network = config.network.model_copy(update={"host": config.network.host or site.host})
     internal = config.router.internal_host or ("node" if site.spans_hosts else LOOPBACK)
@@ -122,6 +124,12 @@ def threads_per_rank(pools: tuple[WorkerPool, ...], site: Site) -> int:
 def pinned(pools: tuple[WorkerPool, ...]) -> tuple[WorkerPool, ...]:
     """The pools whose workers shall get their own CPUs."""
     return tuple(pool for pool in pools if not pool.on_gpu and pool.cpu_pinning == "auto")
+
+
+def squeezed(pools: tuple[WorkerPool, ...], site: Site) -> tuple[str, ...]:
+    """The pools whose ranks get one CPU thread each because there are no more CPUs."""
+    asking = [pool for pool in pools if not pool.on_gpu and pool.cpu_threads is None]
+    return tuple(pool.label for pool in asking if site.total_cpus < sum(map(_ranks, pools)))
 
 
 def _resolve_pool(

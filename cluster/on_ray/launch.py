@@ -20,7 +20,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from cluster.access.chosen import secrets_of
 from cluster.config.schema import Config
 from cluster.core.plan import ClusterPlan, plan_cluster, shortage
-from cluster.core.resolve import pinned, resolve
+from cluster.core.resolve import pinned, resolve, squeezed
 from cluster.core.supervision import Phase
 from cluster.on_ray.asked import Denied, Granted
 from cluster.on_ray.connect import Connected
@@ -182,6 +182,11 @@ def start(config: Config, here: Connected, *, detach: bool, say: Printer) -> Dri
     resolved = resolve(config, here.site)
     if pinned(config.workers) and not pinned(resolved.workers):
         say("workers aren't pinned: they have more threads than there are CPUs")
+    if not here.own and (pools := squeezed(config.workers, here.site)):
+        say(
+            f"{', '.join(pools)}: one CPU thread for each worker, since Ray has "
+            f"{here.site.total_cpus:g} CPUs at present: set workers.cpu_threads where more come"
+        )
     plan = plan_cluster(resolved, secrets_of(resolved), given=config)
     if here.own and (missing := shortage(plan, ray.cluster_resources())):
         raise ConfigError(missing)
