@@ -63,7 +63,7 @@ def differs(
     kept = [process for process in fresh if process not in surplus]
     changes = _changes(roles, kept)
     missing = roles - _roles(kept) - Counter(role for _, role in changes)
-    replaced = _replaceable(wish, roles, fresh, stale, leaving, arrived)
+    replaced = _replaceable(wish, roles, kept, stale, leaving + len(surplus), arrived)
     return PoolDiff(
         starts=tuple(_with_roles(wish, missing, numbers, before)),
         drains=(*surplus, *replaced),
@@ -154,7 +154,7 @@ def _lacking(wish: DesiredPool, fresh: int, stale: Sequence[Process], leaving: i
 def _replaceable(
     wish: DesiredPool,
     roles: Roles,
-    fresh: Sequence[Process],
+    kept: Sequence[Process],
     stale: Sequence[Process],
     leaving: int,
     arrived: Collection[str],
@@ -162,12 +162,12 @@ def _replaceable(
     """Old ones that can leave now. Those that don't serve yet are worth nothing."""
     serving = [process for process in stale if process.state is State.SERVING]
     idle = [process for process in stale if not process.may_serve]
-    there = [process for process in fresh if process.name in arrived]
+    there = [process for process in kept if process.name in arrived]
     spare = len(there) + len(serving) - wish.count
     if spare > 0:
         return [*idle, *_of_each_role(serving, _roles([*there, *serving]) - roles)[:spare]]
     in_place = wish.kind is ProcessKind.ROUTER and spare == 0
-    waiting = _roles(process for process in fresh if process.waits)
+    waiting = _roles(process for process in kept if process.waits)
     if leaving or not (in_place or waiting):
         return idle
     by_use = sorted(serving, key=lambda one: (not waiting[one.role], one.number))

@@ -3,9 +3,7 @@ that."""
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,7 +15,6 @@ from cluster.core.supervision import (
     DesiredChanged,
     DesiredPool,
     DrainAsked,
-    Home,
     Lost,
     NodesDrain,
     Phase,
@@ -37,12 +34,12 @@ from cluster.core.supervision import (
     StopProcess,
     SupervisionTick,
     SupervisorCommand,
-    SupervisorEvent,
     Withdraw,
 )
 from cluster.core.supervisor import Supervisor
 from engine.core.activity import Stage
 from kvrelay.types import Role
+from tests.unit.desired_world import World
 from tests.unit.test_supervisor import (
     HERE,
     LIMITS,
@@ -575,182 +572,6 @@ EVENTS = 100_000
 HISTORIES = 50
 
 
-class World:
-    """What runs, and the record of the cluster. A killed controller takes with it all that was on
-    its way."""
-
-    def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
-        self.alive: set[str] = set()
-        self.roles: dict[str, Role | None] = {}  # that they really have
-        self.pool_revision = "1"
-        self.revisions: dict[str, str] = {}  # with which pool nodes started
-        self.record = Former(phase=Phase.STARTING)
-        self.now_s = 0.0
-        self.events = 0
-        self.begin(pools(routers=2))
-
-    def begin(self, desired: Desired) -> None:
-        former = replace(self.record, left=frozenset(self.alive))
-        self.core = Supervisor(
-            desired,
-            LIMITS,
-            self.now_s,
-            pool_needs="{}",
-            pool_required=False,
-            pool_revision=self.pool_revision,
-            former=former,
-        )
-        self.todo: list[SupervisorCommand] = []
-        assert not self.record.roles or self.core.members.roles == self.record.roles
-
-    def tell(self, event: SupervisorEvent) -> None:
-        self.events += 1
-        roles = dict(self.core.members.roles)
-        commands = act(self.core, event, self.now_s)
-        assert self.core.error is None
-        wished = isinstance(event, DesiredChanged | DrainAsked | RoleAsked | RoleRefused)
-        assert wished or self.core.members.roles == roles, "else they stay"
-        self.record = Former(
-            phase=self.core.phase, kept=self.core.kept(), roles=dict(self.core.members.roles)
-        )
-        for command in commands:
-            match command:
-                case Remove(name=name):
-                    self.alive.discard(name)
-                case Start(name=name, role=role):
-                    self.roles[name] = self.roles[name] if name in self.alive else role
-                    if name not in self.alive:
-                        self.revisions[name] = self.pool_revision
-                    self.alive.add(name)
-                    self.todo.append(command)
-                case _:
-                    self.todo.append(command)
-
-    def step(self) -> None:
-        self.now_s += self.rng.random()
-        chance = self.rng.random()
-        surprises = (act_so for limit, act_so in self._surprises() if chance < limit)
-        next(surprises, self.go_on)()
-
-    def _surprises(self) -> list[tuple[float, Callable[[], None]]]:
-        return [
-            (0.01, lambda: self.begin(self.core.members.desired)),
-            (0.03, self.wish),
-            (0.05, self.drain),
-            (
-                0.055,
-                lambda: self.tell(NodesDrain({self.home().node: 30.0})),
-            ),
-            (0.09, self.kill),
-            (0.12, self.flip),
-            (0.18, self.place),
-        ]
-
-    def go_on(self) -> None:
-        if self.todo and self.rng.random() < 0.8:
-            self.carry_out(self.todo.pop(self.rng.randrange(len(self.todo))))
-        else:
-            self.tell(SupervisionTick())
-
-    def wish(self) -> None:
-        counts = {name: self.rng.randint(1, 3) for name in ("routers", "prefill", "decode")}
-        desired = dict(pools(**counts, revision=str(self.rng.randint(1, 3))))
-        if self.rng.random() < 0.3:
-            role = self.rng.choice([None, *Role])
-            revision = str(self.rng.randint(1, 3))
-            desired["more"] = replace(desired["decode"], revision=revision, role=role)
-        self.pool_revision = self.rng.choice(["1", "2"])
-        anew = self.rng.random() < 0.2
-        self.tell(DesiredChanged(desired, anew=anew, pool_revision=self.pool_revision))
-
-    def flip(self) -> None:
-        name = self.rng.choice([*self.core.workers])
-        self.tell(RoleAsked(name, self.rng.choice([*Role])))
-
-    def drain(self) -> None:
-        name = self.rng.choice([one.name for one in self.core.members])
-        wish = self.core.members.desired.get(self.core.members.find(name).pool)  # type: ignore[union-attr]
-        spare = wish is not None and wish.count > 1
-        self.tell(DrainAsked(name=name, replace=not spare or self.rng.random() < 0.5))
-
-    def kill(self) -> None:
-        if not self.alive:
-            return
-        name = self.rng.choice(sorted(self.alive))
-        self.alive.discard(name)
-        process = self.core._named(name)
-        if process is not None and process.life:
-            self.tell(Lost(name=name, life=process.life, reason="killed"))
-
-    def place(self) -> None:
-        name = self.rng.choice([*self.core.workers])
-        self.tell(Placed(name=name, life=self.core.workers[name].life, home=self.home()))
-
-    def home(self) -> Home:
-        return self.rng.choice([HERE, THERE])
-
-    def carry_out(self, command: SupervisorCommand) -> None:
-        lucky = self.rng.random() < 0.9
-        match command:
-            case Start(name=name, life=life, node=node) if name in self.alive and lucky:
-                if node is None and name in self.core.workers:
-                    self.tell(Placed(name=name, life=life, home=self.home()))
-                self.tell(Serving(name=name, life=life, address=f"{name}'s"))
-            case Start(name=name, life=life) if lucky:
-                self.tell(Lost(name=name, life=life, reason="no luck"))
-            case Start(name=name, life=life):
-                self.tell(does(name, Stage.WAITS, life=life))
-                self.todo.append(command)
-            case SetRole(name=name, life=life, role=role) if not self.is_wished(command):
-                return
-            case SetRole(name=name, life=life, role=role) if lucky or self.is_unknown(name):
-                self.roles[name] = role
-                if self.rng.random() < 0.1:
-                    self.begin(self.core.members.desired)
-                else:
-                    self.tell(RoleTaken(name, life, role))
-            case SetRole(name=name, life=life, role=role):
-                self.tell(RoleRefused(name, life, role, "no luck"))
-            case Announce(router=router, name=name, life=life) if router in self.alive:
-                self.tell(ProcessJoined(name=name, life=life, router=router))
-            case StopProcess(name=name):
-                self.alive.discard(name)
-                self.tell(ProcessStopped(name=name))
-
-    def is_wished(self, command: SetRole) -> bool:
-        worker = self.core.current(command.name, command.life)
-        if worker is None or command.name not in self.alive:
-            return False
-        return worker.role is command.role
-
-    def is_unknown(self, name: str) -> bool:
-        """A role that it may have already is not refused."""
-        return self.core.workers[name].has_role is None
-
-    def calm_down(self) -> int:
-        """Ticks until all is as desired, when nothing is lost any more."""
-        for tick in range(200):
-            while self.todo:
-                self.carry_out(self.todo.pop(0))
-            if self.core.is_settled():
-                self.check_roles()
-                return tick
-            self.now_s += 0.5
-            self.tell(SupervisionTick())
-        raise AssertionError([str(one) for one in self.core.processes()])
-
-    def check_roles(self) -> None:
-        for pool, wanted in self.core.members.roles.items():
-            there = self.core.members.of(pool)
-            assert Counter(self.roles[one.name] for one in there) == wanted, pool
-        for worker in self.core.workers.values():
-            assert self.roles[worker.name] is worker.role, worker
-        for pool in self.core.pools.processes():
-            if pool.state is State.SERVING:
-                assert self.revisions[pool.name] == self.pool_revision, pool
-
-
 @pytest.mark.parametrize("seed", range(HISTORIES))
 def test_any_history_ends_as_desired(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wishes, flips, drains, deaths and restarts of the controller. Once the cluster is left alone,
@@ -764,8 +585,6 @@ def test_any_history_ends_as_desired(seed: int, monkeypatch: pytest.MonkeyPatch)
     world.calm_down()
     running = {process.name for process in world.core.processes()}
     assert world.alive <= running, "nothing else is left"
-    world.tell(StopAsked())
-    while world.todo:
-        world.carry_out(world.todo.pop(0))
+    world.stop()
     assert world.core.phase is Phase.STOPPED
     assert not world.alive
