@@ -3,11 +3,19 @@ that go."""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import pty
+import re
+import struct
 import subprocess
+import termios
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -143,6 +151,73 @@ def test_top_as_a_user_runs_it(llama: Path, hosts: tuple[WorkerHost, WorkerHost]
     gone = top(address, "--once")
     assert gone.returncode == 2
     assert "no router answers" in gone.stderr
+
+
+def test_top_in_a_terminal_until_ctrl_c(llama: Path, hosts: tuple[WorkerHost, WorkerHost]) -> None:
+    """It shows what is offered once it has heard twice, and leaves the terminal as it was."""
+    workers = [(hosts[0], worker_settings("both-0", Role.BOTH, llama))]
+    with running_cluster(llama, workers) as cluster, ThreadPoolExecutor(1) as pool:
+        command = (KVRELAY, "top", "--address", cluster.internal_grpc, "--interval", "0.1")
+        with Terminal(*command) as terminal:
+            wait_until(lambda: "both-0" in terminal.text(), "its worker is shown")
+            answer = pool.submit(ask_all, cluster, prompts(1, 50), max_tokens=300)
+            wait_until(lambda: _offered(terminal.text()), "what is offered is shown")
+            answer.result()
+            assert ALTERNATE in terminal.seen
+            terminal.press(CTRL_C)
+            assert terminal.process.wait(30) == 0
+            wait_until(lambda: MAIN in terminal.seen, "the terminal is as it was")
+    assert "Traceback" not in terminal.text()
+
+
+ALTERNATE, MAIN, CTRL_C = "\x1b[?1049h", "\x1b[?1049l", "\x03"
+
+
+def _offered(text: str) -> bool:
+    """Of the tier, after its three counts: tokens of prompts and of answers, each second."""
+    return bool(re.search(r"default +\d+ +[1-9]\d* +\d+ +[1-9]\S* +[1-9]", text))
+
+
+class Terminal:
+    """A command in a terminal of its own, of 80 columns. `seen`: all that it has written there."""
+
+    def __init__(self, *command: str | Path) -> None:
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.process = subprocess.Popen(
+            [*map(str, command)],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env={**os.environ, "TERM": "xterm"},
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(slave)
+        self.seen = ""
+        self._reading = Thread(target=self._read)
+        self._reading.start()
+
+    def _read(self) -> None:
+        with suppress(OSError):  # nobody has it open any more
+            while got := os.read(self._master, 65536):
+                self.seen += got.decode(errors="replace")
+
+    def text(self) -> str:
+        """Without colours and cursor moves."""
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.seen)
+
+    def press(self, key: str) -> None:
+        os.write(self._master, key.encode())
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reading.join()
+        os.close(self._master)
 
 
 def test_another_token_is_refused(llama: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from kvrelay.counters import Counters, LinkState
 from kvrelay.types import Incarnation
 from router.core.state.generation import ClusterSnapshot
 from router.core.state.quarantine import LATELY_S, MOST_PAIRS, Pair, RecentPairs
-from router.live.metrics import MOST_LINKS, RouterMetrics
+from router.live.metrics import MOST_LINKS, RouterMetrics, of_workers
 from tests.unit.fake_dispatcher import WORKER, FakeDispatcher
 from tests.unit.router_kit import lifetime, reserved, says, split, submit
 
@@ -89,6 +89,22 @@ def test_only_links_that_carried_kv_lately_are_shown() -> None:
     assert links_shown(all_to_all(3, ())) == []
     shown = links_shown(all_to_all(3, (pair(1), gone, Pair(pair(0).prefill, pair(2).decode))))
     assert shown == [("prefill-1", "decode-1"), ("prefill-0", "decode-2")]
+
+
+def test_a_workers_role_is_in_its_info_and_no_label_of_its_counters() -> None:
+    """A flip would end their series."""
+    drains = Counters(draining=True)
+    workers = (
+        replace(WORKER, name="d-0", role="decode"),
+        replace(WORKER, name="p-0", role="prefill", counters=drains),
+    )
+    families = [*of_workers(workers, "m")]
+    (info,) = [one for one in families if one.name == "kvrelay:worker_info"]
+    told = {s.labels["worker"]: (s.labels["role"], s.labels["state"]) for s in info.samples}
+    assert told == {"d-0": ("decode", "serving"), "p-0": ("prefill", "draining")}
+    others = [sample for one in families if one is not info for sample in one.samples]
+    assert {sample.labels["worker"] for sample in others} == {"d-0", "p-0"}
+    assert not [sample for sample in others if {"role", "state"} & sample.labels.keys()]
 
 
 def test_at_most_a_thousand_links_are_shown() -> None:

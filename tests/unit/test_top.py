@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 from rich.console import Console
 
+from cluster.cli.top.follow import RATE_S, Followed
 from cluster.cli.top.screen import as_facts, merged, screen, short
 from kvrelay.v1 import admin_pb2 as pb
 from kvrelay.v1.inference_pb2 import LinkInfo, WorkerInfo
@@ -17,6 +18,7 @@ class Router:
     address: str = "h:1"
     report: pb.WatchReport | None = None
     trouble: str = ""
+    before: pb.WatchReport | None = None
 
 
 def worker(name: str, *, heard_ago_s: float | None = None, **info: object) -> pb.WatchedWorker:
@@ -44,7 +46,31 @@ def test_requests_are_added_up() -> None:
     tier = pb.WatchedTier(name="gold", open_requests=1, admitted=2, refused=3)
     report = pb.WatchReport(tiers=[tier])
     lines = shown(Router(report=report), Router(address="h:2", report=report))
-    assert lines[-1].split() == ["gold", "2", "4", "6"]
+    assert lines[-1].split() == ["gold", "2", "4", "6", "-", "-"]
+
+
+def asked(uptime_s: float, prompt_tokens: float, output_tokens: float) -> pb.WatchReport:
+    offered = pb.OfferedWork(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    return pb.WatchReport(uptime_s=uptime_s, tiers=[pb.WatchedTier(name="gold", offered=offered)])
+
+
+def test_demand_is_what_clients_ask_for_each_second_at_all_routers() -> None:
+    first = Router(before=asked(10.0, 500.0, 80.0), report=asked(15.0, 1500.0, 130.0))
+    anew = Router(before=pb.WatchReport(uptime_s=0.0), report=asked(2.0, 200.0, 10.0))
+    silent = Router(report=asked(9.0, 1e9, 1e9))
+    lines = shown(first, anew, silent)
+    assert lines[-2].split("refused")[1].split() == ["offered", "in/s", "out/s"]
+    assert lines[-1].split() == ["gold", "0", "0", "0", "300", "15"]
+
+
+def test_a_rate_is_over_the_last_ten_seconds_of_one_life_of_the_router() -> None:
+    router = Followed("h:1")
+    for uptime_s in range(30):
+        router.hear(asked(float(uptime_s), 10.0 * uptime_s, 0.0))
+    assert router.before is not None and router.before.uptime_s == 29 - RATE_S
+    router.lose("the router has stopped")
+    router.hear(asked(1.0, 0.0, 0.0))
+    assert router.before is None
 
 
 def test_a_router_that_is_gone_says_so() -> None:

@@ -7,8 +7,10 @@ A router that is lost is tried again for as long as someone looks.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from threading import Condition, Thread
 
@@ -19,18 +21,34 @@ from kvrelay.access.values import Access
 from kvrelay.v1.admin_pb2 import WatchReport
 
 RETRY_S = 1.0
+RATE_S = 10.0
 STOPPED = "the router has stopped"
 
 
 @dataclass(slots=True)
 class Followed:
     """The latest `report` of one router. `trouble`: why there is no newer one; empty: all is well.
-    `news` counts what has changed."""
+    `news` counts what has changed. `before`: its report of RATE_S ago, or the first since then."""
 
     address: str
     report: WatchReport | None = None
     trouble: str = ""
     news: int = 0
+    before: WatchReport | None = None
+    _lately: deque[WatchReport] = field(default_factory=deque)
+
+    def hear(self, report: WatchReport) -> None:
+        self._lately.append(report)
+        while len(self._lately) > 2 and self._lately[1].uptime_s <= report.uptime_s - RATE_S:
+            self._lately.popleft()
+        self.before = self._lately[0] if len(self._lately) > 1 else None
+        self.report, self.trouble = report, ""
+        self.news += 1
+
+    def lose(self, trouble: str) -> None:
+        self._lately.clear()
+        self.report, self.before, self.trouble = None, None, trouble
+        self.news += 1
 
 
 @dataclass(slots=True)
@@ -60,7 +78,7 @@ class Following:
     def now(self) -> list[Followed]:
         with self._changed:
             self._shown = self._news()
-            return [Followed(r.address, r.report, r.trouble, r.news) for r in self.routers]
+            return [copy(router) for router in self.routers]
 
     def end(self) -> None:
         with self._changed:
@@ -90,15 +108,13 @@ class Following:
                 call.cancel()
         for report in call:
             with self._changed:
-                router.report, router.trouble = report, ""
-                router.news += 1
+                router.hear(report)
                 self._changed.notify_all()
 
     def _lose(self, router: Followed, trouble: str) -> None:
         """And waits before the next try."""
         with self._changed:
-            router.report, router.trouble = None, trouble
-            router.news += 1
+            router.lose(trouble)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._ended, RETRY_S)
 

@@ -7,6 +7,7 @@ it last, and requests are added up.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import starmap
 from math import inf
@@ -24,13 +25,16 @@ from kvrelay.v1.inference_pb2 import LinkInfo
 
 
 class Router(Protocol):
-    """The latest report of one router, or why there is none."""
+    """The latest report of one router, or why there is none; and one of some seconds `before`."""
 
     @property
     def address(self) -> str: ...
 
     @property
     def report(self) -> pb.WatchReport | None: ...
+
+    @property
+    def before(self) -> pb.WatchReport | None: ...
 
     @property
     def trouble(self) -> str: ...
@@ -47,6 +51,7 @@ STATES: Mapping[int, tuple[str, str]] = {
 ROLES = ("prefill", "decode", "both")
 COLUMNS = ("worker", "role", "state", "run", "wait", "tokens", "KV used", "in/s", "out/s", "step")
 NUMBERS = COLUMNS[3:]
+TIER_COLUMNS = ("tier", "open", "admitted", "refused", "offered in/s", "out/s")
 MOST_LINKS = 8
 NAME_WIDTH = 16
 
@@ -80,7 +85,7 @@ def screen(routers: Sequence[Router]) -> RenderableType:
     parts: list[RenderableType] = [_router_line(one) for one in routers]
     if reports:
         parts += [Text(), _workers(merged(reports))]
-        parts += [Text(), _tiers(reports)]
+        parts += [Text(), _tiers(reports, offered(routers))]
         parts += _links(merged(reports))
     return Group(*parts)
 
@@ -157,7 +162,23 @@ def short(number: float) -> str:
     return f"{number / 1e3:.0f}k" if number < 1e6 else f"{number / 1e6:.1f}M"
 
 
-def _tiers(reports: Sequence[pb.WatchReport]) -> Table:
+def offered(routers: Sequence[Router]) -> dict[str, tuple[float, float]]:
+    """# tier |-> tokens of prompts and of answers that clients ask for each second, refused ones
+    too, as far as routers have told it twice"""
+    prompts, outputs = defaultdict[str, float](float), defaultdict[str, float](float)
+    for report, before in ((one.report, one.before) for one in routers):
+        if report is None or before is None or report.uptime_s <= before.uptime_s:
+            continue
+        were = {tier.name: tier.offered for tier in before.tiers}
+        for tier in report.tiers:
+            now, was = tier.offered, were.get(tier.name, pb.OfferedWork())
+            passed_s = report.uptime_s - before.uptime_s
+            prompts[tier.name] += (now.prompt_tokens - was.prompt_tokens) / passed_s
+            outputs[tier.name] += (now.output_tokens - was.output_tokens) / passed_s
+    return {name: (prompts[name], outputs[name]) for name in prompts}
+
+
+def _tiers(reports: Sequence[pb.WatchReport], rates: Mapping[str, tuple[float, float]]) -> Table:
     """Sums over the routers."""
     sums: dict[str, list[int]] = {}
     for tier in (tier for report in reports for tier in report.tiers):
@@ -165,10 +186,11 @@ def _tiers(reports: Sequence[pb.WatchReport]) -> Table:
         for i, count in enumerate((tier.open_requests, tier.admitted, tier.refused)):
             counts[i] += count
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in ("tier", "open", "admitted", "refused"):
+    for column in TIER_COLUMNS:
         table.add_column(column, justify="left" if column == "tier" else "right")
     for name, counts in sums.items():
-        table.add_row(name, *map(str, counts))
+        rate = [short(one) for one in rates[name]] if name in rates else ["-", "-"]
+        table.add_row(name, *map(str, counts), *rate)
     return table
 
 
