@@ -17,7 +17,13 @@ from cluster.config.load import load_config
 from cluster.core.changes import with_count
 from cluster.core.plan import plan_cluster
 from cluster.core.resolve import Site, resolve
-from cluster.core.supervision import Phase, ProcessAnswered, StopAsked, SupervisionTick
+from cluster.core.supervision import (
+    Phase,
+    ProcessAnswered,
+    StopAsked,
+    StopProcess,
+    SupervisionTick,
+)
 from cluster.on_ray import controller as shell
 from cluster.on_ray import driver
 from cluster.on_ray.actor import Host, RouterAt, StartFailed
@@ -124,6 +130,40 @@ def test_a_pause_of_the_controller_is_no_part_of_a_drain(monkeypatch: pytest.Mon
         return await shell._is_done(drained, 5.0)
 
     assert asyncio.run(run())
+
+
+class Stops:
+    """An actor whose `stop` remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[float, ...]] = []
+        self.stop = self
+
+    async def remote(self, *times_s: float) -> None:
+        self.told.append(times_s)
+
+
+def test_a_lame_duck_has_more_time_before_it_is_killed(
+    record: ClusterRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+    host = Stops()
+
+    async def done(asked: asyncio.Future[None], limit_s: float) -> bool:
+        limits.append(limit_s)
+        await asked
+        return True
+
+    async def run() -> None:
+        for lame_duck in (True, False):
+            command = StopProcess("router-0", drain=True, lame_duck=lame_duck)
+            await begun(record)._drain(command, host)
+
+    monkeypatch.setattr(shell, "_is_done", done)
+    asyncio.run(run())
+    drain_s, lame_duck_s = record.plan.drain_s, record.plan.routers[0].settings.lame_duck_s
+    assert host.told == [(drain_s, lame_duck_s), (drain_s,)]
+    assert lame_duck_s == 5.0 and limits[0] == limits[1] + lame_duck_s
 
 
 # --- the record ---------------------------------------------------------------------------------
