@@ -29,6 +29,7 @@ from tests.integration.worker_host import (
     Failed,
     Hang,
     Poison,
+    SlowStores,
     Stall,
     Start,
     Stop,
@@ -131,6 +132,10 @@ class WorkerHost:
     def poison(self, address: str, *, token: int, how: str) -> None:
         """A step with this token ends the worker's process: raises, segfault or killed."""
         self._ask(Poison(address, token, how))
+
+    def slow_stores(self, address: str, *, seconds: float) -> None:
+        """What this worker stores in its pool node takes so long from now on."""
+        self._ask(SlowStores(address, seconds))
 
     def stall(self) -> None:
         """No copy of its workers over a network moves a byte any more."""

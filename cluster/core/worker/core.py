@@ -97,6 +97,8 @@ class WorkerCore:
         self.decode = decode
         self.pace = pace
         self.draining = False
+        self.empty = False
+        """It drains, has no request, and has stored what is worth keeping: it may end."""
         self.role, self.role_epoch = role, 0
         self._chunk_tokens = chunk_tokens
         self.reports = BlockReports(lookup.tables.device)
@@ -164,8 +166,9 @@ class WorkerCore:
 
     def drain(self) -> None:
         """Take nothing new. All routers hear of it with this turn, and lead away what is here. What
-        is preloaded ends: nobody would be served from it."""
+        is preloaded ends: nobody would be served from it. The pool gets what is new here."""
         self.draining = True
+        self.prefixes.store_at_once()
         self._routers.report_all()
 
     # --- a turn ---------------------------------------------------------------------------------
@@ -198,7 +201,9 @@ class WorkerCore:
             self.pace.idle()
         if prefixes.outbox or (prefixes.peers is not None and prefixes.peers.outbox):
             commands += prefixes.take_commands()
-        return self._without_events(commands, now_s) if commands else commands
+        kept = self._without_events(commands, now_s) if commands else commands
+        self.empty = self.draining and self.idle and prefixes.stored
+        return kept
 
     def _ask_pools(self, now_s: float) -> list[Command]:
         """An answer at once may give the device a step."""
