@@ -238,6 +238,10 @@ class ClusterViews:
         quarantined = self.core.state.quarantine.active(time.monotonic())
         return obstacle(self.core.state.workers, quarantined)
 
+    def other_routers(self) -> int:
+        workers = self.core.state.workers.values()
+        return max((view.counters.routers for view in workers), default=0)
+
     def workers(self) -> tuple[WorkerStatus, ...]:
         workers = self.core.state.workers
         return tuple(self._status(view, links_of(view, workers)) for view in workers.values())

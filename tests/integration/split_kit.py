@@ -206,8 +206,8 @@ class RouterThread:
     def workers(self) -> tuple[WorkerStatus, ...]:
         return self.read(self.process.dispatcher.workers)
 
-    def close(self) -> None:
-        self.call(self.process.stop(drain_s=2.0))
+    def close(self, drain_s: float = 2.0) -> None:
+        self.call(self.process.stop(drain_s=drain_s))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

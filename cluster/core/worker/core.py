@@ -55,6 +55,7 @@ from kvrelay.messages import (
     RequestFailed,
     Reserve,
     ReserveRefused,
+    RouterLeaving,
     Stop,
     Suspect,
     WorkerEvent,
@@ -133,6 +134,7 @@ class WorkerCore:
             Suspect: self._suspect,
             RouterJoined: self._router_joined,
             RouterLost: self._router_lost,
+            RouterLeaving: self._router_leaves,
             PeerHello: self._peer_came_or_went,
             PeerLost: self._peer_came_or_went,
             LinkMeasured: self._link_measured,
@@ -271,6 +273,10 @@ class WorkerCore:
         """Its requests end, but for what is preloaded."""
         keys = [key for key in self._routers.leave(event.stream) if key not in self._preloads]
         return [command for key in keys for command in self._both(Abort(key=key), now_s)]
+
+    def _router_leaves(self, event: FromRouter, now_s: float) -> list[Command]:
+        self._routers.will_leave(event.stream)
+        return []
 
     def _asked(self, event: FromRouter, now_s: float) -> list[Command]:
         message = event.message

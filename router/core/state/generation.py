@@ -272,6 +272,12 @@ class Dispatcher(Protocol):
 
     def running_requests(self) -> int: ...
 
+    def leave(self) -> None:
+        """Tells the workers that this router leaves."""
+
+    def other_routers(self) -> int:
+        """How many stay, as the workers tell once `leave` has reached them."""
+
     async def debug_kv(self) -> GetKvResponse:
         """Blocks by state, and all that is held with holder and age, of every worker and pool
         node."""
