@@ -19,6 +19,7 @@ from kvrelay import Client
 from kvrelay.errors import ConfigError
 from kvrelay.qos import QosTier, QosTiers
 from kvrelay.types import Role
+from router import server
 from router.core.migration import Moving
 from router.core.policy.choice import Policies
 from router.text.preload import PreloadText
@@ -91,6 +92,12 @@ def streamed(client: Client, prompt: list[int], begun: Event, tokens: int) -> li
     return found
 
 
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are short."""
+    monkeypatch.setattr(server, "HEARD_S", 0.2)
+
+
 def leaving(
     model: Path, first: Cluster, pool: ThreadPoolExecutor, tokens: int
 ) -> tuple[RouterThread, Client, list[int], Future[list[int]]]:
@@ -108,6 +115,7 @@ def leaving(
     return router, client, expected, running
 
 
+@pytest.mark.usefixtures("soon")
 def test_a_router_that_leaves_sends_its_streams_to_one_that_stays(
     llama: Path, hosts: Hosts
 ) -> None:
@@ -116,7 +124,7 @@ def test_a_router_that_leaves_sends_its_streams_to_one_that_stays(
         running_cluster(llama, split_workers(hosts, llama)) as first,
         ThreadPoolExecutor(1) as pool,
     ):
-        router, client, expected, running = leaving(llama, first, pool, 3000)
+        router, client, expected, running = leaving(llama, first, pool, 900)
         router.close(drain_s=PATIENCE_S)
         assert not running.done()
         assert running.result() == expected
@@ -124,12 +132,13 @@ def test_a_router_that_leaves_sends_its_streams_to_one_that_stays(
         client.close()
 
 
+@pytest.mark.usefixtures("soon")
 def test_where_both_leave_no_stream_is_sent_to_and_fro(llama: Path, hosts: Hosts) -> None:
     with (
         running_cluster(llama, split_workers(hosts, llama)) as first,
         ThreadPoolExecutor(1) as pool,
     ):
-        router, client, expected, running = leaving(llama, first, pool, 3000)
+        router, client, expected, running = leaving(llama, first, pool, 900)
         first.router.call(first.router.process.leave())
         router.close(drain_s=PATIENCE_S)
         assert running.done() and running.result() == expected
