@@ -1,8 +1,8 @@
 """How long a decode worker takes to be empty once it is told to stop: what it decodes moves.
 
-The bundled model, one prefill and two decode workers as plain processes. 64 streams run, about half
-of them at the worker that gets SIGTERM. Beside it: how long it would wait for its answers, and the
-longest gap that a moved stream had.
+The bundled model, one prefill and two decode workers as plain processes. 64 streams of at least
+2,000 tokens run, about half of them at the worker that gets SIGTERM. Beside it: how long it would
+wait for its answers, and the longest gap that a moved stream had.
 
     python -m bench.changes.drain
 """
@@ -24,7 +24,7 @@ from bench.serving.http_load import send
 from bench.serving.plain_cluster import HANDED_OVER, PlainCluster, WorkerPlan, plain_cluster
 from engine.bundled import checkpoint_path
 
-STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 64, 1500, 500
+STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 64, 2000, 500
 GOAL_S = 5.0
 POLL_S = 0.005
 PLANS = (

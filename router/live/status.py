@@ -254,7 +254,7 @@ class ClusterViews:
             running_requests=self.running_requests(),
             quarantined_pairs=len(state.quarantine.active(now_s)),
             queued_prompts=state.dispatch.waiting,
-            moved_requests=state.moves.moved,
+            moved_requests={cause.value: n for cause, n in state.moves.moved.items()},
             local_prefills=state.local_prefills,
             suspected_requests=state.suspects.suspected,
             poison_requests=state.suspects.convicted,

@@ -22,6 +22,7 @@ from kvrelay.types import Role
 from router import server
 from router.core.migration import Moving
 from router.core.policy.choice import Policies
+from router.core.router_state import MoveCause
 from router.text.preload import PreloadText
 from router.text.request_fields import TierMatch
 from tests.access import ACCESS
@@ -322,7 +323,7 @@ def test_moves_that_two_routers_decide_at_once_harm_nobody(llama: Path, hosts: H
             for seen in views:
                 seen["large"].draining = False
             assert [future.result()[0] for future in found] == stayed
-        assert sum(core.state.moves.moved for core in cores) > 0
+        assert sum(core.state.moves.moved[MoveCause.HOT_SPOT] for core in cores) > 0
         pending = [one.pending for core in cores if isinstance(one := core.state.moves, Moving)]
         assert len(pending) == len(cores)
         wait_until(lambda: not any(pending), "no move is left")

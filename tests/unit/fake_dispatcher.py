@@ -240,7 +240,7 @@ class FakeDispatcher:
             running_requests=len(self.running),
             quarantined_pairs=len(self.pairs),
             queued_prompts=2,
-            moved_requests=0,
+            moved_requests={"leaving": 6, "hot_spot": 2},
             local_prefills=3,
             suspected_requests=4,
             poison_requests=1,

@@ -211,13 +211,14 @@ class ClusterSnapshot:
 
     `workers` are without `links`: these are in their counters, by the peers' incarnations.
     `linked`: pairs between which KV travelled lately. `promises`: # outcome |-> how often.
+    `moved_requests`: # cause |-> how many.
     """
 
     ready: bool
     running_requests: int
     quarantined_pairs: int
     queued_prompts: int
-    moved_requests: int
+    moved_requests: Mapping[str, int]
     local_prefills: int
     suspected_requests: int
     poison_requests: int
