@@ -59,6 +59,7 @@ bench: $(STAMP)  ## the benchmarks of this machine, with their limits and peers
 	$(BIN)/python -m bench.serving.qos
 	$(BIN)/python -m bench.changes.drain
 	$(BIN)/python -m bench.changes.flips
+	if command -v haproxy; then $(BIN)/python -m bench.changes.rolling; fi
 	$(BIN)/python -m bench.kvpool.host_tier
 	$(BIN)/python -m bench.engine.ranks.tensor
 	$(BIN)/python -m bench.engine.ranks.pipeline

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from math import inf
 from pathlib import Path
 
 import grpc
@@ -19,6 +20,7 @@ from router.chat.conversations import DEFAULT_KEPT, KeptBounds, KeptConversation
 from router.chat.formats.choice import AUTO, formats_of
 from router.core.state.generation import Dispatcher
 from router.grpc_api.changes import Changes, OfProcesses
+from router.grpc_api.movable import MovableStreams
 from router.grpc_api.server import (
     AdminApi,
     Health,
@@ -41,6 +43,8 @@ from router.text.tokenizer import TextTokenizer
 
 HEALTH_PERIOD_S = 0.1
 DRAIN_POLL_S = 0.02
+HEARD_S = 1.0
+"""So long after one router has told that it leaves, the others know it from the workers."""
 INTERNAL_GRACE_S = 1.0
 LOOPBACK = "127.0.0.1"
 
@@ -122,6 +126,8 @@ class RouterServers:
         self._changes = changes or OfProcesses(dispatcher)
         self._health = Health(self.service)
         self._watches = Watches()
+        self._movable = MovableStreams()
+        self._left_s = inf
         self._public: Listener | None = None
         self._internal: Listener | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -132,6 +138,7 @@ class RouterServers:
         api = self._http_api()
         inference = InferenceApi(
             self.service,
+            self._movable,
             version=version("kvrelay"),
             cluster=self._options.cluster,
             most_characters=self._options.max_body_bytes,
@@ -148,8 +155,10 @@ class RouterServers:
         return await self._start(self._public, self._internal)
 
     async def leave(self) -> None:
-        """Tells load balancers to send nothing more. Requests are still taken."""
-        self.service.leaving = True
+        """Tells load balancers to send nothing more, and the workers. Requests are still taken."""
+        if not self.service.leaving:
+            self.service.leaving, self._left_s = True, time.monotonic()
+            self.service.dispatcher.leave()
         await self._health.refresh()
 
     async def stop(self, grace_s: float) -> None:
@@ -176,8 +185,15 @@ class RouterServers:
         await self.leave()
         self.service.draining = True
         while self.service.dispatcher.running_requests() and time.monotonic() < deadline_s:
+            self._send_away()
             await asyncio.sleep(DRAIN_POLL_S)
         return max(0.0, deadline_s - time.monotonic())
+
+    def _send_away(self) -> None:
+        """Not where all routers leave: nobody would take what is sent away."""
+        has_heard = time.monotonic() >= self._left_s + HEARD_S
+        if has_heard and self.service.dispatcher.other_routers():
+            self._movable.send_away()
 
     async def _start(self, public: Listener, internal: Listener) -> tuple[Ports, Ports]:
         try:

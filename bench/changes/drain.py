@@ -1,8 +1,9 @@
 """How long a decode worker takes to be empty once it is told to stop: what it decodes moves.
 
-The bundled model, one prefill and two decode workers as plain processes. 64 streams run, about half
-of them at the worker that gets SIGTERM. Beside it: how long it would wait for its answers, and the
-longest gap that a moved stream had.
+The bundled model with room for longer contexts, one prefill and two decode workers as plain
+processes. 64 streams of at least 2,000 tokens run, about half of them at the worker that gets
+SIGTERM. Beside it: how long it would wait for its answers, and the longest gap that a moved stream
+had.
 
     python -m bench.changes.drain
 """
@@ -11,8 +12,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import statistics
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -24,9 +29,9 @@ from bench.serving.http_load import send
 from bench.serving.plain_cluster import HANDED_OVER, PlainCluster, WorkerPlan, plain_cluster
 from engine.bundled import checkpoint_path
 
-STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 64, 1500, 500
+STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS, CONTEXT_TOKENS = 64, 2000, 1000, 4096
 GOAL_S = 5.0
-POLL_S = 0.005
+POLL_S, LOOK_S = 0.005, 0.1
 PLANS = (
     WorkerPlan(role="prefill", cores=(0,)),
     WorkerPlan(role="decode", cores=(0,)),
@@ -49,18 +54,33 @@ class Drained:
     gap_s: float
 
 
+@contextmanager
+def longer_model() -> Iterator[Path]:
+    """The bundled checkpoint, for contexts of CONTEXT_TOKENS."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for file in checkpoint_path().iterdir():
+            (folder / file.name).symlink_to(file)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").unlink()
+        config["max_position_embeddings"] = CONTEXT_TOKENS
+        (folder / "config.json").write_text(json.dumps(config))
+        yield folder
+
+
 def prompts() -> list[list[int]]:
     random = Random(7)
     return [[random.randrange(3, 3000) for _ in range(PROMPT_TOKENS)] for _ in range(STREAMS)]
 
 
 async def drain_one(cluster: PlainCluster) -> Drained:
-    """Raises AssertionError for a stream that lost or repeated a token."""
+    """Raises AssertionError for a stream that lost or repeated a token, or ended too soon."""
     streams = [
         asyncio.create_task(send(cluster.http_port, prompt, OUTPUT_TOKENS)) for prompt in prompts()
     ]
     while await asyncio.to_thread(_decoding, cluster) < STREAMS:
-        await asyncio.sleep(POLL_S)
+        assert not any(one.done() for one in streams), "one ended before all decoded"
+        await asyncio.sleep(LOOK_S)
     held = await asyncio.to_thread(_held, cluster)
     leaves, told_s = cluster.processes["decode-2"], time.perf_counter()
     leaves.terminate()
@@ -85,9 +105,10 @@ def _held(cluster: PlainCluster) -> int:
 def measure(repeats: int) -> list[Row]:
     found = []
     for _ in range(repeats):
-        with plain_cluster(
-            checkpoint_path(), PLANS, ("drain_timeout=120s",), router_settings=_ROUTER
-        ) as cluster:
+        with (
+            longer_model() as model,
+            plain_cluster(model, PLANS, _SETTINGS, router_settings=_ROUTER) as cluster,
+        ):
             found.append(asyncio.run(drain_one(cluster)))
     return [
         Row(
@@ -116,6 +137,7 @@ def measure(repeats: int) -> list[Row]:
     ]
 
 
+_SETTINGS = ("drain_timeout=120s",)
 _ROUTER = (*HANDED_OVER, "router.admission.policy=none")
 
 

@@ -1,11 +1,12 @@
 """Workers and routers that are replaced one after another, under load: does any request notice?
 
 Two routers behind haproxy, two prefill and two decode workers, plain processes, the bundled model
-in float32. Clients ask all the time: the `openai` package through haproxy, and
-`kvrelay.AsyncClient` with both routers' addresses. Each cycle starts one more worker, waits until
-both routers know it, and tells an old one to stop (SIGTERM). At the end both routers are stopped
-and started in turn. An answer has
-to be the one that an undisturbed cluster gives, token by token.
+in float32. First what they serve in a closed loop, then Poisson arrivals at 0.6 of that: in turn by
+the `openai` package through haproxy, and by `kvrelay.AsyncClient` and `kvrelay.Client` with both
+routers' addresses. Each cycle starts one more worker, waits until both routers know it, and tells
+an old one to stop (SIGTERM). At the end both routers are stopped and started in turn. An answer has
+to be the one that an undisturbed cluster gives: token by token by our clients, in its text by
+`openai`.
 
     python -m bench.changes.rolling --cycles 100        # needs haproxy on the PATH
 """
@@ -23,26 +24,28 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import httpx
 from openai import AsyncOpenAI
 
 from bench.report import Row, print_table, write_json
 from engine.bundled import checkpoint_path
-from kvrelay import AsyncClient
+from kvrelay import AsyncClient, Client
 
-CLIENTS = 3
-"""Of each kind."""
-PROMPTS = tuple(
-    f"{word} it was the {place}" * 20 for word in ("Then", "So") for place in ("end", "sea")
-)
+CLIENTS, CAPACITY_S, SHARE = 12, 15.0, 0.6
 OUTPUT_TOKENS = 120
+MOST_THREADS = 64
 KINDS = ("prefill", "decode")
-PATIENCE_S = 120.0
+PATIENCE_S = 600.0
 FACES = ("http", "grpc", "internal_http", "internal_grpc")
 HAPROXY = """
 defaults
@@ -66,6 +69,32 @@ backend routers
 SMALL = ("engine.kv_memory=128MiB", "engine.profile=off", "model.dtype=float32")
 """In bfloat16 oneDNN adds up otherwise for another number of rows, so tokens may change with what
 else runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    prompt: str
+    n: int = 1
+    temperature: float = 0.0
+    seed: int = 0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "n": self.n,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "max_tokens": OUTPUT_TOKENS,
+        }
+
+
+WORDS, PLACES = ("Then", "So", "Once", "Now"), ("end", "sea", "hill", "town")
+PROMPTS = tuple(f"{word} it was the {place}" * 20 for word in WORDS for place in PLACES)
+QUESTIONS = (
+    *(Question(prompt=prompt) for prompt in PROMPTS),
+    Question(prompt=PROMPTS[0], temperature=1.0, seed=7),
+    Question(prompt=PROMPTS[1], n=2, temperature=1.0, seed=8),
+)
 
 
 @dataclass(slots=True)
@@ -100,6 +129,18 @@ class Answers:
     told: list[str] = field(default_factory=list)
     longest_gap_s: float = 0.0
 
+    @property
+    def count(self) -> int:
+        return self.right.total() + self.wrong.total() + len(self.failed)
+
+    def add(self, kind: str, question: Question, heard: Heard, expected: Said) -> None:
+        self.longest_gap_s = max(self.longest_gap_s, heard.longest_gap_s)
+        if heard.said.is_like(expected):
+            self.right[kind] += 1
+        else:
+            self.wrong[kind] += 1
+            self.told.append(f"{kind}: {question}: {heard.said}, not {expected}")
+
 
 @dataclass(slots=True)
 class Rolling:
@@ -107,7 +148,6 @@ class Rolling:
     haproxy_port: int
     routers: list[Process] = field(default_factory=list)
     workers: dict[str, Process] = field(default_factory=dict)
-    answers: Answers = field(default_factory=Answers)
     left_s: list[float] = field(default_factory=list)
     _names: int = 0
 
@@ -185,63 +225,115 @@ async def until(holds: Callable[[], Awaitable[bool]]) -> None:
 
 # --- clients --------------------------------------------------------------------------------------
 
-Ask = Callable[[str], Awaitable[tuple[str, float]]]
-"""A prompt |-> its answer, and the longest gap in it, in seconds."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """Of each choice. By `openai` only texts are known."""
+
+    texts: tuple[str, ...]
+    token_ids: tuple[tuple[int, ...], ...] = ()
+
+    def is_like(self, expected: Said) -> bool:
+        return self.texts == expected.texts and self.token_ids in ((), expected.token_ids)
 
 
-async def by_openai(client: AsyncOpenAI, prompt: str) -> tuple[str, float]:
+@dataclass(slots=True)
+class Heard:
+    """One answer as it comes; `longest_gap_s`: between two pieces."""
+
+    choices: int
+    longest_gap_s: float = 0.0
+    _texts: dict[int, str] = field(default_factory=dict)
+    _ids: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _last_s: float | None = None
+
+    def add(self, choice: int, text: str, token_ids: Sequence[int] = ()) -> None:
+        now_s = time.perf_counter()
+        if self._last_s is not None:
+            self.longest_gap_s = max(self.longest_gap_s, now_s - self._last_s)
+        self._last_s = now_s
+        self._texts[choice] = self._texts.get(choice, "") + text
+        self._ids[choice] = (*self._ids.get(choice, ()), *token_ids)
+
+    @property
+    def said(self) -> Said:
+        numbers = range(self.choices)
+        ids = tuple(self._ids.get(i, ()) for i in numbers) if any(self._ids.values()) else ()
+        return Said(texts=tuple(self._texts.get(i, "") for i in numbers), token_ids=ids)
+
+
+Ask = Callable[[Question], Awaitable[Heard]]
+
+
+async def by_openai(client: AsyncOpenAI, question: Question) -> Heard:
+    heard = Heard(question.n)
     stream = await client.completions.create(
         model="bundled",
-        prompt=prompt,
-        max_tokens=OUTPUT_TOKENS,
-        temperature=0.0,
+        prompt=question.prompt,
         stream=True,
         extra_body={"ignore_eos": True},
+        **question.options,
     )
-    pieces = (chunk.choices[0].text async for chunk in stream if chunk.choices)
-    return await _joined(pieces)
+    async for chunk in stream:
+        for choice in chunk.choices:
+            heard.add(choice.index, choice.text)
+    return heard
 
 
-async def by_kvrelay(client: AsyncClient, prompt: str) -> tuple[str, float]:
-    async with client.stream(
-        prompt, max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True
-    ) as stream:
-        return await _joined(chunk.text async for chunk in stream)
+async def by_kvrelay(client: AsyncClient, question: Question) -> Heard:
+    heard = Heard(question.n)
+    async with client.stream(question.prompt, ignore_eos=True, **question.options) as stream:
+        async for chunk in stream:
+            heard.add(chunk.index, chunk.text, chunk.token_ids)
+    return heard
 
 
-async def _joined(pieces: AsyncIterator[str]) -> tuple[str, float]:
-    text, last_s, longest_s = "", 0.0, 0.0
-    async for piece in pieces:
-        now_s = time.perf_counter()
-        longest_s = max(longest_s, now_s - last_s if last_s else 0.0)
-        text, last_s = text + piece, now_s
-    return text, longest_s
+def by_thread(client: Client, question: Question) -> Heard:
+    heard = Heard(question.n)
+    with client.stream(question.prompt, ignore_eos=True, **question.options) as stream:
+        for chunk in stream:
+            heard.add(chunk.index, chunk.text, chunk.token_ids)
+    return heard
 
 
-async def keep_asking(
-    kind: str, ask: Ask, expected: dict[str, str], answers: Answers, enough: asyncio.Event
-) -> None:
-    number = 0
-    while not enough.is_set():
-        prompt = PROMPTS[number % len(PROMPTS)]
-        number += 1
+@dataclass(slots=True)
+class Load:
+    """The clients, and the questions, in turn."""
+
+    asks: dict[str, Ask]
+    expected: dict[Question, Said]
+    answers: Answers = field(default_factory=Answers)
+    _turns: Iterator[int] = field(default_factory=count)
+    _random: Random = field(default_factory=lambda: Random(3))
+
+    async def one(self) -> None:
+        turn = next(self._turns)
+        kind = [*self.asks][turn % len(self.asks)]
+        question = QUESTIONS[turn // len(self.asks) % len(QUESTIONS)]
         try:
-            text, gap_s = await ask(prompt)
+            heard = await self.asks[kind](question)
         except Exception as error:
-            answers.failed.append(f"{kind}: {type(error).__name__}: {error}")
-            continue
-        answers.longest_gap_s = max(answers.longest_gap_s, gap_s)
-        if text == expected[prompt]:
-            answers.right[kind] += 1
-        else:
-            answers.wrong[kind] += 1
-            answers.told.append(f"{kind}: wrong: {_difference(expected[prompt], text)}")
+            self.answers.failed.append(f"{kind}: {type(error).__name__}: {error}")
+            return
+        self.answers.add(kind, question, heard, self.expected[question])
 
+    async def closed(self, clients: int, seconds: float) -> float:
+        """Answers a second."""
+        until_s = time.perf_counter() + seconds
 
-def _difference(expected: str, text: str) -> str:
-    pairs = enumerate(zip(expected, text, strict=False))
-    same = next((at for at, (right, got) in pairs if right != got), len(text))
-    return f"{expected!r} for the first {same} characters, then {text[same:]!r}"
+        async def client() -> None:
+            while time.perf_counter() < until_s:
+                await self.one()
+
+        await asyncio.gather(*(client() for _ in range(clients)))
+        return self.answers.count / seconds
+
+    async def open(self, rate: float, enough: asyncio.Event) -> None:
+        """Until it is enough, and all have ended."""
+        async with asyncio.TaskGroup() as group:
+            while not enough.is_set():
+                group.create_task(self.one())
+                await asyncio.sleep(self._random.expovariate(rate))
 
 
 # --- all of it ------------------------------------------------------------------------------------
@@ -286,55 +378,57 @@ async def _answers(port: int) -> bool:
         return (await client.get(f"http://127.0.0.1:{port}/version")).status_code == 200
 
 
+@asynccontextmanager
+async def clients(rolling: Rolling) -> AsyncIterator[dict[str, Ask]]:
+    """The first of them is asked for what is expected."""
+    url = f"http://127.0.0.1:{rolling.haproxy_port}/v1"
+    with Client(rolling.grpc) as blocking, ThreadPoolExecutor(MOST_THREADS) as threads:
+        async with (
+            AsyncOpenAI(base_url=url, api_key="none") as openai,
+            AsyncClient(rolling.grpc) as own,
+        ):
+            loop = asyncio.get_running_loop()
+            yield {
+                "kvrelay.AsyncClient": partial(by_kvrelay, own),
+                "kvrelay.Client": lambda question: loop.run_in_executor(
+                    threads, by_thread, blocking, question
+                ),
+                "openai through haproxy": partial(by_openai, openai),
+            }
+
+
 async def measure(cycles: int) -> list[Row]:
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         rolling = await stack.enter_async_context(cluster(folder))
-        openai = await stack.enter_async_context(
-            AsyncOpenAI(base_url=f"http://127.0.0.1:{rolling.haproxy_port}/v1", api_key="none")
-        )
-        own = await stack.enter_async_context(AsyncClient(rolling.grpc))
-        asks: dict[str, Ask] = {
-            "openai through haproxy": lambda prompt: by_openai(openai, prompt),
-            "kvrelay.AsyncClient": lambda prompt: by_kvrelay(own, prompt),
-        }
-        expected = {prompt: (await by_kvrelay(own, prompt))[0] for prompt in PROMPTS}
-        enough = asyncio.Event()
-        asking = [
-            asyncio.create_task(keep_asking(kind, ask, expected, rolling.answers, enough))
-            for kind, ask in asks.items()
-            for _ in range(CLIENTS)
-        ]
-        began_s = time.perf_counter()
-        for cycle in range(cycles):
-            await rolling.replace(KINDS[cycle % 2])
-        for number in range(len(rolling.routers)):
-            await rolling.roll_router(number)
+        asks = await stack.enter_async_context(clients(rolling))
+        ask = asks["kvrelay.AsyncClient"]
+        expected = {question: (await ask(question)).said for question in QUESTIONS}
+        capacity = await Load(asks, expected).closed(CLIENTS, CAPACITY_S)
+        load, enough, began_s = Load(asks, expected), asyncio.Event(), time.perf_counter()
+        asking = asyncio.create_task(load.open(SHARE * capacity, enough))
+        await roll(rolling, cycles)
         enough.set()
-        await asyncio.gather(*asking)
-        return rows(rolling, cycles, time.perf_counter() - began_s, [*asks])
+        await asking
+        method = (
+            f"{cycles} workers replaced, then both routers, in {time.perf_counter() - began_s:.0f} "
+            f"s; {SHARE * capacity:.1f}/s, {SHARE} of the {capacity:.1f}/s of {CLIENTS} clients"
+        )
+        return rows(rolling, load, method)
 
 
-def rows(rolling: Rolling, cycles: int, took_s: float, kinds: Sequence[str]) -> list[Row]:
-    answers = rolling.answers
+async def roll(rolling: Rolling, cycles: int) -> None:
+    for cycle in range(cycles):
+        await rolling.replace(KINDS[cycle % 2])
+    for number in range(len(rolling.routers)):
+        await rolling.roll_router(number)
+
+
+def rows(rolling: Rolling, load: Load, method: str) -> list[Row]:
+    answers, left = load.answers, sorted(rolling.left_s)
     for text in [*answers.failed[:10], *answers.told[:10]]:
         print(text)
-    method = f"{cycles} workers replaced, then both routers, in {took_s:.0f} s"
-    found = [
-        Row(
-            name=f"answers by {kind} that were right",
-            value=answers.right[kind],
-            unit="",
-            against="all",
-            against_value=answers.right[kind]
-            + answers.wrong[kind]
-            + sum(text.startswith(kind) for text in answers.failed),
-            goal=1.0,
-            method=method,
-        )
-        for kind in kinds
-    ]
-    left = sorted(rolling.left_s)
+    found = [_right(kind, answers, method) for kind in load.asks]
     found.append(
         Row(
             name="a worker has left",
@@ -345,6 +439,19 @@ def rows(rolling: Rolling, cycles: int, took_s: float, kinds: Sequence[str]) -> 
         )
     )
     return found
+
+
+def _right(kind: str, answers: Answers, method: str) -> Row:
+    failed = sum(text.startswith(f"{kind}:") for text in answers.failed)
+    return Row(
+        name=f"answers by {kind} that were right",
+        value=answers.right[kind],
+        unit="",
+        against="all",
+        against_value=answers.right[kind] + answers.wrong[kind] + failed,
+        goal=1.0,
+        method=method,
+    )
 
 
 def main() -> None:

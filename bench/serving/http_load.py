@@ -15,12 +15,13 @@ from ssl import SSLContext
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
     """One request's measurements, in seconds; `token_s` are arrival times since sending, at
-    `sent_s` by perf_counter. `request_id` is the answer's."""
+    `sent_s` by perf_counter. `request_id` is the answer's, as its `token_ids` are."""
 
     token_s: tuple[float, ...]
     ledger_ms: dict[str, float]
     request_id: str = ""
     sent_s: float = 0.0
+    token_ids: tuple[int, ...] = ()
 
     @property
     def ttft_s(self) -> float:
@@ -84,6 +85,7 @@ async def send(
 
 def _parse(arrived: Sequence[tuple[float, bytes]], output_tokens: int, sent_s: float) -> Sent:
     token_s: list[float] = []
+    token_ids: list[int] = []
     ledger_ms: dict[str, float] = {}
     request_id = ""
     for at_s, line in arrived:
@@ -91,10 +93,18 @@ def _parse(arrived: Sequence[tuple[float, bytes]], output_tokens: int, sent_s: f
         request_id = event["id"]
         ledger_ms = event.get("kvrelay", {}).get("ledger_ms", ledger_ms)
         for choice in event["choices"]:
-            token_s += [at_s] * len(choice.get("token_ids") or ())
+            new = choice.get("token_ids") or ()
+            token_s += [at_s] * len(new)
+            token_ids += new
     if len(token_s) != output_tokens:
         raise RuntimeError(f"{len(token_s)} tokens came, {output_tokens} were asked for")
-    return Sent(token_s=tuple(token_s), ledger_ms=ledger_ms, request_id=request_id, sent_s=sent_s)
+    return Sent(
+        token_s=tuple(token_s),
+        ledger_ms=ledger_ms,
+        request_id=request_id,
+        sent_s=sent_s,
+        token_ids=tuple(token_ids),
+    )
 
 
 def closed_loop(port: int, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[Sent]:

@@ -20,7 +20,7 @@ import psutil
 
 from bench.access import HEADERS
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

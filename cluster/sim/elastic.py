@@ -138,7 +138,7 @@ class SimElastic:
         """When what it had runs elsewhere."""
         if worker.is_dead:
             return
-        if not worker.core.idle:
+        if not worker.core.empty:
             self.clock.after(EVERY_S, self._leave, worker)
             return
         self.end(worker)

@@ -55,6 +55,9 @@ log = logging.getLogger(__name__)
 
 LAST_WORDS_S = 1.0
 """A worker that closes waits so long for routers to hear its last events."""
+STORE_S = 2.0
+"""A worker that drains and has no request left waits so long for its pool node to take what is
+new."""
 
 
 class GrpcRouterStream:
@@ -269,7 +272,7 @@ class WorkerProcess:
 
     async def stop(self, *, drain_s: float) -> None:
         """Refuses new work. What runs here goes on at other workers; what none of them has room for
-        ends here, for up to `drain_s`. Then everything is released."""
+        ends here, for up to `drain_s`. Its pool node takes what is new. Then all is released."""
         parts, self._parts = self._parts, None
         if parts is not None:
             await self._stop(parts, drain_s)
@@ -281,14 +284,20 @@ class WorkerProcess:
             self._logging.cancel()
         core, deadline_s = parts.loop.core, time.monotonic() + drain_s
         self._inbox.put(RunOnLoop(core.drain))
-        while time.monotonic() < deadline_s and self._thread.is_alive():
-            if core.draining and core.idle:
-                break
-            await asyncio.sleep(0.02)
+        await self._until_empty(core, deadline_s)
         self._inbox.put(Close())
         await asyncio.to_thread(self._thread.join)
         self._service.end_streams()
         await self._server.stop(grace=LAST_WORDS_S)
+
+    async def _until_empty(self, core: WorkerCore, deadline_s: float) -> None:
+        while not core.empty and self._thread.is_alive():
+            now_s = time.monotonic()
+            if core.draining and core.idle:
+                deadline_s = min(deadline_s, now_s + STORE_S)
+            if now_s >= deadline_s:
+                return
+            await asyncio.sleep(0.02)
 
     async def _take_state(self, request: pb.SetStateRequest) -> pb.SetStateResponse:
         """What it is from now on, as all routers hear with the same turn of the loop."""

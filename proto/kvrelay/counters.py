@@ -75,7 +75,7 @@ class Counters:
 
     The worker's steps take the hello's times multiplied by the corrections. Of the `running`
     sequences, `decode_sequences` are in each decode step; their contexts sum to `decode_kv_tokens`.
-    `reserved_sequences` are on their way. So many `routers` are attached.
+    `reserved_sequences` are on their way. So many `routers` are attached and stay.
     `tiers` is empty where there is one tier only. A worker that is `draining` takes nothing new.
     Its `role` is another one with each `role_epoch`; in epoch 0 that of its hello.
     """

@@ -116,7 +116,12 @@ class Suspect:
     incarnation: Incarnation
 
 
-ToWorker = Reserve | Prefill | Generate | Preload | Abort | Stop | Suspect
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterLeaving:
+    """The router will take nothing new: it counts no more among the routers."""
+
+
+ToWorker = Reserve | Prefill | Generate | Preload | Abort | Stop | Suspect | RouterLeaving
 
 
 # --- worker -> router ---------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from router.core.events import Command, Send, ask_for_slot
 from router.core.policy.admission import Admitted
 from router.core.promises.refusal import DRAINING
 from router.core.request import Request, RequestState
-from router.core.router_state import Move, RouterState
+from router.core.router_state import Move, MoveCause, RouterState
 from router.core.state.candidate import Candidate, Prediction
 from router.core.state.quarantine import Pair
 from router.core.state.worker_view import WorkerView
@@ -113,7 +113,7 @@ class Moving:
     is left."""
 
     hot_spots: bool = True
-    moved: int = 0
+    moved: dict[MoveCause, int] = field(default_factory=lambda: dict.fromkeys(MoveCause, 0))
     pending: dict[RequestKey, Move] = field(default_factory=dict)
     _looked_s: dict[Incarnation, float] = field(default_factory=dict)
 
@@ -247,7 +247,7 @@ class Moving:
         if request is None or request.key != move.left or _is_too_late(request, move.spec):
             target.await_release(event.key)
             return [Send(worker=target.incarnation, message=Abort(key=event.key))]
-        self.moved += 1
+        self.moved[MoveCause.LEAVING if move.led_away else MoveCause.HOT_SPOT] += 1
         return lifecycle.go_on_at(state, request, move, event.held_tokens, now_s)
 
     def _take(self, state: RouterState, key: RequestKey, now_s: float) -> Move:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import count
 from typing import Protocol
 
@@ -118,6 +119,13 @@ class Move:
     led_away: bool = False
 
 
+class MoveCause(StrEnum):
+    """Why a request left its worker, which lives."""
+
+    LEAVING = "leaving"
+    HOT_SPOT = "hot_spot"
+
+
 class Moves(Protocol):
     """Moves of requests that decode. `pending`: # key of the new attempt |-> move."""
 
@@ -129,7 +137,7 @@ class Moves(Protocol):
     def pending(self) -> Mapping[RequestKey, Move]: ...
 
     @property
-    def moved(self) -> int:
+    def moved(self) -> Mapping[MoveCause, int]:
         """How many requests were taken by their target."""
 
     def relieve(self, state: RouterState, view: WorkerView, now_s: float) -> list[Command]:
@@ -145,7 +153,7 @@ class NoMoves:
     """Not even away from workers that drain."""
 
     hot_spots = False
-    moved = 0
+    moved: Mapping[MoveCause, int] = {}
     pending: Mapping[RequestKey, Move] = {}
 
     def relieve(self, state: RouterState, view: WorkerView, now_s: float) -> list[Command]:

@@ -35,6 +35,7 @@ from router.grpc_api.messages import (
     response_of,
     sampling_of,
 )
+from router.grpc_api.movable import MovableStreams
 from router.grpc_api.watches import Watches
 from router.live.watching import quarantined_pair, worker_info
 from router.text.bounds import MAX_ABORTED, check_count
@@ -50,10 +51,17 @@ STANDARD_NAMES = (health.SERVICE_NAME, reflection.SERVICE_NAME)
 
 class InferenceApi(inference_pb2_grpc.InferenceServicer):
     def __init__(
-        self, service: TextService, *, version: str, cluster: str, most_characters: int
+        self,
+        service: TextService,
+        movable: MovableStreams,
+        *,
+        version: str,
+        cluster: str,
+        most_characters: int,
     ) -> None:
         """`most_characters`: of a prompt that arrives in parts."""
         self._service = service
+        self._movable = movable
         self._most_characters = most_characters
         self._version = version
         self._cluster = cluster
@@ -71,7 +79,7 @@ class InferenceApi(inference_pb2_grpc.InferenceServicer):
             caller = self._caller(context)
             asked = self._text_request(request, prompt_of(request), caller, context, received_s)
             generation = await self._service.start(asked)
-            async with aclosing(_responses(generation)) as responses:
+            async with aclosing(self._answer(request, generation)) as responses:
                 async for response in responses:
                     yield response
         except Exception as error:
@@ -97,13 +105,21 @@ class InferenceApi(inference_pb2_grpc.InferenceServicer):
                     expected_tokens=first.expected_tokens,
                 ),
             )
-            async with aclosing(_responses(generation)) as responses:
+            async with aclosing(self._answer(request, generation)) as responses:
                 async for response in responses:
                     yield response
         except Exception as error:
             await abort_with(context, error, request.request_id or None)
         if request.ledger:
             _tell_ledger(context, generation)
+
+    async def _answer(
+        self, request: pb.GenerateRequest, generation: TextGeneration
+    ) -> AsyncGenerator[pb.GenerateResponse]:
+        with self._movable.running(generation, can_go_on=request.can_go_on):
+            async with aclosing(_responses(generation)) as responses:
+                async for response in responses:
+                    yield response
 
     def _caller(self, context: grpc.aio.ServicerContext) -> Caller:
         """Raises NotAuthenticated."""

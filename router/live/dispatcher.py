@@ -18,7 +18,7 @@ from uuid import uuid4
 from kvrelay.access.values import NO_ACCESS, Access
 from kvrelay.counters import Counters
 from kvrelay.errors import FailureReason, InvalidRequest, Refused, RequestFailedError
-from kvrelay.messages import BlockChanges, WorkerEvent, WorkerHello
+from kvrelay.messages import BlockChanges, RouterLeaving, WorkerEvent, WorkerHello
 from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import Incarnation, PromptLogprob, RequestSpec
 from router.core.decision import appraise
@@ -207,6 +207,7 @@ class WorkerDispatcher(ClusterViews):
         self._links: dict[str, WorkerLink] = {}  # address |-> link
         self._generations: dict[str, WorkerGeneration] = {}
         self._silence = Silence(now_s=time.monotonic(), detect_s=detect_s)
+        self._leaves = False
         self._watching: asyncio.Task[None] | None = None  # from the first worker on
         self._asking: set[asyncio.Task[None]] = set()  # how workers have ended
 
@@ -232,12 +233,19 @@ class WorkerDispatcher(ClusterViews):
         if self._recorder is not None:
             self._recorder.close()
 
+    def leave(self) -> None:
+        self._leaves = True
+        for link in self.attached.values():
+            link.send(RouterLeaving())
+
     def joined(self, link: WorkerLink, hello: WorkerHello) -> None:
         check_joins(hello, self.hellos())
         log.info("worker %s joined: %s on %s", hello.name, hello.role, hello.device)
         if hello.is_new:
             self.starts.note(hello.start)
         self.attached[hello.incarnation] = link
+        if self._leaves:
+            link.send(RouterLeaving())
         self.recent[hello.incarnation] = RecentActivity(hello.total_blocks)
         self._silence.joined(hello.incarnation)
         self._begin_watching()

@@ -153,8 +153,8 @@ class ClusterGauges(Collector):
         yield self._gauge("pairs_quarantined", text, told.quarantined_pairs)
         text = "Prompts that wait at the router for a prefill worker."
         yield self._gauge("shared_queue_prompts", text, told.queued_prompts)
-        text = "Requests moved to another decode worker."
-        yield self._counter("requests_moved", text, told.moved_requests)
+        text = "Requests moved to another decode worker from one that lives, by why they left it."
+        yield self._by("requests_moved", text, "cause", told.moved_requests)
         text = "Prompts that a decode worker took to compute itself."
         yield self._counter("local_prefills", text, told.local_prefills)
         text = "Requests that ran alone, since they were in the last step of a worker that died."
@@ -162,7 +162,8 @@ class ClusterGauges(Collector):
         text = "Requests refused for good, since they kill workers."
         yield self._counter("requests_poison", text, told.poison_requests)
         yield from self._directory()
-        yield self._promises()
+        text = "Retry times told with refusals: whether clients came back, and got in."
+        yield self._by("retry_promises", text, "outcome", told.promises)
         yield from of_workers(told.workers, self._model_name)
         yield from of_links(told.workers, told.linked, self._model_name)
         yield self._orphaned(told.workers)
@@ -287,13 +288,10 @@ class ClusterGauges(Collector):
         text = "Blocks that the directory has dropped because it was full."
         yield self._counter("directory_dropped_blocks", text, told.dropped_blocks)
 
-    def _promises(self) -> Metric:
-        text = "Retry times told with refusals: whether clients came back, and got in."
-        counter = CounterMetricFamily(
-            "kvrelay:retry_promises", text, labels=("model_name", "outcome")
-        )
-        for outcome, count in self._snapshot.promises.items():
-            counter.add_metric((self._model_name, outcome), float(count))
+    def _by(self, name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+        counter = CounterMetricFamily(f"kvrelay:{name}", text, labels=("model_name", label))
+        for value, count in values.items():
+            counter.add_metric((self._model_name, value), float(count))
         return counter
 
     def _orphaned(self, workers: Sequence[WorkerStatus]) -> Metric:

@@ -238,6 +238,10 @@ class ClusterViews:
         quarantined = self.core.state.quarantine.active(time.monotonic())
         return obstacle(self.core.state.workers, quarantined)
 
+    def other_routers(self) -> int:
+        workers = self.core.state.workers.values()
+        return max((view.counters.routers for view in workers), default=0)
+
     def workers(self) -> tuple[WorkerStatus, ...]:
         workers = self.core.state.workers
         return tuple(self._status(view, links_of(view, workers)) for view in workers.values())
@@ -250,7 +254,7 @@ class ClusterViews:
             running_requests=self.running_requests(),
             quarantined_pairs=len(state.quarantine.active(now_s)),
             queued_prompts=state.dispatch.waiting,
-            moved_requests=state.moves.moved,
+            moved_requests={cause.value: n for cause, n in state.moves.moved.items()},
             local_prefills=state.local_prefills,
             suspected_requests=state.suspects.suspected,
             poison_requests=state.suspects.convicted,

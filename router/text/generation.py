@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from kvrelay.errors import (
     FailureReason,
+    RefusalReason,
     RequestFailedError,
 )
 from kvrelay.types import (
@@ -50,6 +51,7 @@ class TextGeneration:
         self._tier = request.tier
         self._booking = request.booking
         self._last_token_s = request.received_s
+        self.was_sent_away = False
         self._ended = False
         self._cut = False  # by a stop string: the dispatcher may have more to say
         self._choices = choices
@@ -89,6 +91,13 @@ class TextGeneration:
         if not self._ended:
             self._generation.abort()
             self._end("abort")
+
+    def send_away(self) -> None:
+        """Its client goes on at another router. Does nothing if the generation has ended."""
+        if not self._ended:
+            self.was_sent_away = True
+            self._generation.abort()
+            self._end(RefusalReason.DRAINING)
 
     def withdraw(self) -> None:
         """As `abort`, and its key pays nothing: others of its call were refused."""

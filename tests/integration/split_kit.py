@@ -29,6 +29,7 @@ from tests.integration.worker_host import (
     Failed,
     Hang,
     Poison,
+    SlowStores,
     Stall,
     Start,
     Stop,
@@ -132,6 +133,10 @@ class WorkerHost:
         """A step with this token ends the worker's process: raises, segfault or killed."""
         self._ask(Poison(address, token, how))
 
+    def slow_stores(self, address: str, *, seconds: float) -> None:
+        """What this worker stores in its pool node takes so long from now on."""
+        self._ask(SlowStores(address, seconds))
+
     def stall(self) -> None:
         """No copy of its workers over a network moves a byte any more."""
         self._ask(Stall())
@@ -201,8 +206,8 @@ class RouterThread:
     def workers(self) -> tuple[WorkerStatus, ...]:
         return self.read(self.process.dispatcher.workers)
 
-    def close(self) -> None:
-        self.call(self.process.stop(drain_s=2.0))
+    def close(self, drain_s: float = 2.0) -> None:
+        self.call(self.process.stop(drain_s=drain_s))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

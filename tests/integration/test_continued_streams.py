@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from kvrelay import AsyncClient
+from kvrelay import AsyncClient, Client, RequestFailedError
+from kvrelay.client.aio import AsyncStream
 from router.core.state.generation import GenerationRequest
+from router.server import HEARD_S
 from tests.integration.faces_kit import Served, in_loop, served
 from tests.tokenizer_fixture import byte_level
 from tests.unit.fake_dispatcher import FakeDispatcher
@@ -123,3 +126,99 @@ async def test_a_client_whose_router_is_silent_goes_on_elsewhere(folder: Path) -
         (asked,) = other.dispatcher.requests
         assert asked.admitted and asked.delivered == (told[0].token_ids,)
         assert asked.sampling.seed == told[0].seed
+
+
+def stuck_at(moment: str, others: int = 1) -> FakeDispatcher:
+    """With so many routers beside its own that stay."""
+    return FakeDispatcher(script=rest, gates={moment}, others=others)
+
+
+async def text_after(first: str, stream: AsyncStream) -> str:
+    return first + "".join([chunk.text async for chunk in stream])
+
+
+@in_loop
+async def test_a_router_that_leaves_ends_streams_that_can_go_on_and_no_others(folder: Path) -> None:
+    """Its other stream ends by itself."""
+    async with (
+        served(folder, stuck_at("second_token")) as one,
+        served(folder, FakeDispatcher(script=rest)) as other,
+        AsyncClient([one.grpc_address, other.grpc_address]) as with_both,
+        AsyncClient(one.grpc_address) as with_one,
+    ):
+        moves, stays = with_both.stream(TEXT, max_tokens=64), with_one.stream(TEXT, max_tokens=64)
+        first = [(await anext(stream)).text for stream in (moves, stays)]
+        assert [await one.dispatcher.reached.get() for _ in first] == ["second_token"] * 2
+        leaving = asyncio.ensure_future(one.servers.stop(grace_s=600.0))
+        assert await text_after(first[0], moves) == TEXT
+        (asked,) = other.dispatcher.requests
+        assert asked.admitted and len(asked.delivered[0]) == 1
+        (running,) = one.dispatcher.running.values()
+        assert not leaving.done()
+        running.go_on.set()
+        assert await text_after(first[1], stays) == TEXT
+        await leaving
+
+
+@in_loop
+async def test_what_has_not_begun_is_asked_again_elsewhere(folder: Path) -> None:
+    """Also a prompt that came in parts."""
+    async with (
+        served(folder, stuck_at("first_token")) as one,
+        served(folder, FakeDispatcher(script=rest)) as other,
+        AsyncClient([one.grpc_address, other.grpc_address]) as client,
+    ):
+        streams = [client.stream(TEXT, max_tokens=64), client.stream_input([TEXT], max_tokens=64)]
+        told = [asyncio.ensure_future(text_after("", stream)) for stream in streams]
+        assert [await one.dispatcher.reached.get() for _ in told] == ["first_token"] * 2
+        await one.servers.stop(grace_s=600.0)
+        assert [await one for one in told] == [TEXT, TEXT]
+        assert [asked.delivered for asked in other.dispatcher.requests] == [(), ()]
+
+
+@in_loop
+async def test_threads_are_sent_on_too(folder: Path) -> None:
+    async with (
+        served(folder, stuck_at("second_token")) as one,
+        served(folder, FakeDispatcher(script=rest)) as other,
+    ):
+        with Client([one.grpc_address, other.grpc_address]) as client:
+            told = asyncio.ensure_future(asyncio.to_thread(client.generate, TEXT, max_tokens=64))
+            assert await one.dispatcher.reached.get() == "second_token"
+            await one.servers.stop(grace_s=600.0)
+            assert (await told).text == TEXT
+        assert other.dispatcher.requests[0].admitted
+
+
+@in_loop
+async def test_where_all_routers_leave_streams_stay(folder: Path) -> None:
+    async with (
+        served(folder, stuck_at("second_token", others=0)) as one,
+        served(folder, FakeDispatcher(script=rest)) as other,
+        AsyncClient([one.grpc_address, other.grpc_address]) as client,
+    ):
+        stream = client.stream(TEXT, max_tokens=64)
+        first = (await anext(stream)).text
+        assert await one.dispatcher.reached.get() == "second_token"
+        leaving = asyncio.ensure_future(one.servers.stop(grace_s=600.0))
+        await asyncio.sleep(HEARD_S + 0.3)
+        (running,) = one.dispatcher.running.values()
+        running.go_on.set()
+        assert await text_after(first, stream) == TEXT
+        await leaving
+        assert one.dispatcher.has_left and not other.dispatcher.requests
+
+
+@in_loop
+async def test_what_can_not_go_on_is_cut_at_the_end(folder: Path) -> None:
+    async with (
+        served(folder, stuck_at("second_token")) as one,
+        AsyncClient(one.grpc_address) as client,
+    ):
+        stream = client.stream(TEXT, max_tokens=64)
+        await anext(stream)
+        assert await one.dispatcher.reached.get() == "second_token"
+        await one.servers.stop(grace_s=HEARD_S + 0.3)
+        with pytest.raises(RequestFailedError) as cut:
+            await text_after("", stream)
+        assert cut.value.reason == "unavailable"

@@ -12,6 +12,7 @@ import httpx
 
 from kvrelay.types import Role
 from router.core.policy.choice import Policies
+from router.core.router_state import MoveCause
 from router.core.state.story import Moment
 from tests.integration.split_kit import (
     Cluster,
@@ -91,7 +92,8 @@ def test_what_a_worker_decodes_leaves_it_and_has_the_same_tokens(
             print(f"empty after {took_s:.2f} s; the answers ended after {whole_s:.2f} s")
             assert ended == 0, "it waited for no answer"
             for state in [c.router.process.dispatcher.core.state for c in (cluster, other)]:
-                assert state.moves.moved == len(KINDS), "several answers move together"
+                moved = state.moves.moved
+                assert moved[MoveCause.LEAVING] == len(KINDS), "several answers move together"
                 moments = [e.moment for one in state.stories._served.values() for e in one.events]
                 assert Moment.TRIED_AGAIN not in moments
         second.close()

@@ -22,6 +22,7 @@ from kvrelay.types import Incarnation, Role
 from router.core import migration
 from router.core.core import RouterCore
 from router.core.policy.choice import Policies
+from router.core.router_state import MoveCause
 from tests.integration.covering import Row, all_pairs, covering_rows, pairs_of
 from tests.integration.split_kit import (
     PATIENCE_S,
@@ -214,7 +215,7 @@ def _ask_during(event: Event, cluster: Cluster, asked: Asked, host: WorkerHost) 
     if event is Event.PREEMPTION:
         assert preemptions(cluster) > 0
     if event is Event.MOVE and asked.choices == 1:
-        assert core.state.moves.moved > 0
+        assert core.state.moves.moved[MoveCause.HOT_SPOT] > 0
     return found
 
 

@@ -12,6 +12,7 @@ import pytest
 from kvrelay.types import Role
 from router.core import migration
 from router.core.policy.choice import Policies
+from router.core.router_state import MoveCause
 from tests.integration.split_kit import WorkerHost, running_cluster, wait_until, worker_settings
 from tests.integration.test_cluster_life import ask_all, kv_bytes, prompts
 
@@ -46,11 +47,11 @@ def test_a_moved_request_has_the_tokens_of_one_that_stayed(
         core = cluster.router.process.dispatcher.core
         views = {view.hello.name: view for view in core.state.workers.values()}
         stayed = [ask_all(cluster, [prompt], **fields)[0] for prompt in asked]
-        assert core.state.moves.moved == 0
+        assert not any(core.state.moves.moved.values())
         views["large"].draining = True
         with ThreadPoolExecutor(1) as pool:
             found = pool.submit(ask_all, cluster, asked, **fields)
             wait_until(lambda: views["small"].counters.decode_sequences == 2, "both decode")
             views["large"].draining = False
             assert found.result() == stayed
-        assert core.state.moves.moved > 0
+        assert core.state.moves.moved[MoveCause.HOT_SPOT] > 0

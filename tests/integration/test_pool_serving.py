@@ -16,6 +16,8 @@ import grpc
 import pytest
 
 from cluster.core.settings import WorkerSettings, host_pool_address
+from cluster.worker.pool.links import FAREWELL_S
+from cluster.worker.process import STORE_S
 from engine.model.checkpoint import open_checkpoint
 from engine.model.model import load_model
 from kvpool.core.layout.block_names import BlockNames
@@ -269,6 +271,51 @@ def _computed(cluster: Cluster) -> dict[str, int]:
     """# worker |-> prompt tokens that it has computed"""
     views = [*cluster.router.process.dispatcher.core.state.workers.values()]
     return {view.hello.name: view.counters.prompt_tokens for view in views}
+
+
+def test_a_worker_that_drains_has_stored_what_is_worth_keeping(
+    tmp_path: Path, llama: Path, hosts: Hosts
+) -> None:
+    """Its stores are slow, and it is told to stop as soon as the answer has ended."""
+    settings = _pair(llama, "leaves")
+    prompt = _prompt(41, 200)
+    with (
+        running_node(tmp_path, "leaves") as node,
+        grpc.insecure_channel(node.grpc_address) as channel,
+        running_cluster(llama, [(hosts[0], settings[0])]) as cluster,
+    ):
+        leaves = cluster.add(hosts[1], settings[1])
+        wait_until(lambda: _joined(node, 2), "both workers use the pool")
+        hosts[1].slow_stores(leaves, seconds=0.4)
+        tokens, _ = _ask(cluster, prompt)
+        hosts[1].stop(leaves, drain_s=60.0)
+        known = len(prompt) + len(tokens) - 1
+        assert _pooled_blocks(PoolNodeStub(channel)) == known // 16
+
+
+@pytest.mark.parametrize("what", ["node", "copy"])
+def test_a_pool_node_that_takes_nothing_holds_up_a_drain_for_a_while_only(
+    what: str, tmp_path: Path, llama: Path, hosts: Hosts
+) -> None:
+    """The node does not answer, or a copy to it hangs."""
+    name = f"mute-{what}"
+    settings = _pair(llama, name)
+    with (
+        running_node(tmp_path, name) as node,
+        running_cluster(llama, [(hosts[0], settings[0])]) as cluster,
+    ):
+        leaves = cluster.add(hosts[1], settings[1])
+        wait_until(lambda: _joined(node, 2), "both workers use the pool")
+        if what == "node":
+            node.suspend()
+        else:
+            hosts[1].slow_stores(leaves, seconds=60.0)
+        _ask(cluster, _prompt(42, 200))
+        began_s = time.monotonic()
+        hosts[1].stop(leaves, drain_s=60.0)
+        took_s = time.monotonic() - began_s
+        node.signal(signal.SIGCONT)
+        assert STORE_S <= took_s < STORE_S + FAREWELL_S + 4.0
 
 
 @pytest.mark.parametrize("all_die", [False, True])

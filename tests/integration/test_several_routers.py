@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event
 from typing import Any
 
 import httpx
@@ -19,12 +19,15 @@ from kvrelay import Client
 from kvrelay.errors import ConfigError
 from kvrelay.qos import QosTier, QosTiers
 from kvrelay.types import Role
+from router import server
 from router.core.migration import Moving
 from router.core.policy.choice import Policies
+from router.core.router_state import MoveCause
 from router.text.preload import PreloadText
 from router.text.request_fields import TierMatch
 from tests.access import ACCESS
 from tests.integration.split_kit import (
+    ALWAYS_SPLIT,
     PATIENCE_S,
     Cluster,
     RouterThread,
@@ -80,6 +83,68 @@ def metric(cluster: Cluster, name: str) -> float:
     text = cluster.metrics()
     found = re.findall(rf"^{re.escape(name)}\{{[^}}]*\}} (\S+)$", text, re.M)
     return sum(map(float, found))
+
+
+def streamed(client: Client, prompt: list[int], begun: Event, tokens: int) -> list[int]:
+    found: list[int] = []
+    for chunk in client.stream(prompt, max_tokens=tokens, temperature=0, ignore_eos=True):
+        found += chunk.token_ids
+        begun.set()
+    return found
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are short."""
+    monkeypatch.setattr(server, "HEARD_S", 0.2)
+
+
+def leaving(
+    model: Path, first: Cluster, pool: ThreadPoolExecutor, tokens: int
+) -> tuple[RouterThread, Client, list[int], Future[list[int]]]:
+    """One more router that has begun an answer, whose client knows both; and the answer."""
+    router = RouterThread(model, process="router-1", policies=ALWAYS_SPLIT)
+    for worker in first.router.workers():
+        router.call(router.process.add_worker(worker.address))
+    wait_until(lambda: len(router.workers()) == len(first.router.workers()), "all joined")
+    (prompt,) = prompts(1, 60)
+    client = Client([f"127.0.0.1:{router.address.public.grpc}", first.grpc_address])
+    begun = Event()
+    expected = ask_all(first, [prompt], max_tokens=tokens)[0]
+    running = pool.submit(streamed, client, prompt, begun, tokens)
+    assert begun.wait(PATIENCE_S)
+    return router, client, expected, running
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_router_that_leaves_sends_its_streams_to_one_that_stays(
+    llama: Path, hosts: Hosts
+) -> None:
+    """It has left before the answer ends."""
+    with (
+        running_cluster(llama, split_workers(hosts, llama)) as first,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        router, client, expected, running = leaving(llama, first, pool, 900)
+        router.close(drain_s=PATIENCE_S)
+        assert not running.done()
+        assert running.result() == expected
+        assert client._routers.current == 1
+        client.close()
+
+
+@pytest.mark.usefixtures("soon")
+def test_where_both_leave_no_stream_is_sent_to_and_fro(llama: Path, hosts: Hosts) -> None:
+    with (
+        running_cluster(llama, split_workers(hosts, llama)) as first,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        router, client, expected, running = leaving(llama, first, pool, 900)
+        first.router.call(first.router.process.leave())
+        router.close(drain_s=PATIENCE_S)
+        assert running.done() and running.result() == expected
+        assert client._routers.current == 0
+        client.close()
 
 
 # --- the same answers ---------------------------------------------------------------------------
@@ -258,7 +323,7 @@ def test_moves_that_two_routers_decide_at_once_harm_nobody(llama: Path, hosts: H
             for seen in views:
                 seen["large"].draining = False
             assert [future.result()[0] for future in found] == stayed
-        assert sum(core.state.moves.moved for core in cores) > 0
+        assert sum(core.state.moves.moved[MoveCause.HOT_SPOT] for core in cores) > 0
         pending = [one.pending for core in cores if isinstance(one := core.state.moves, Moving)]
         assert len(pending) == len(cores)
         wait_until(lambda: not any(pending), "no move is left")

@@ -26,7 +26,7 @@ from cluster.worker.process import WorkerProcess
 from engine.core.step import StepBatch, StepOutcome
 from engine.device.layer_marks import LayerMarks
 from kvpool.core.blocks.device_blocks import Place
-from kvpool.core.fetch.client_events import OWN_NODE
+from kvpool.core.fetch.client_events import OWN_NODE, BlocksStored, StoreBlocks
 from kvpool.core.layout.layout import NO_BLOCK, Tables
 from kvpool.memory.host import HostBlocks
 from kvpool.memory.kv_memory import KvMemory
@@ -63,6 +63,14 @@ class Hang:
 
 
 @dataclass(frozen=True, slots=True)
+class SlowStores:
+    """Whatever this worker stores in its pool node takes so long from now on."""
+
+    address: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Stall:
     """From now on no copy of this process over NIXL or UCX moves a byte, though its connection
     lives."""
@@ -86,7 +94,7 @@ class Failed:
 DYING: set[asyncio.Task[None]] = set()
 """One for each worker."""
 
-Command = Start | Stop | Damage | Hang | Poison | Stall
+Command = Start | Stop | Damage | Hang | Poison | SlowStores | Stall
 
 
 def serve(commands: Connection) -> None:
@@ -120,6 +128,9 @@ async def answer(command: Command, workers: dict[str, WorkerProcess]) -> str | F
             return address
         case Poison(address=address):
             poison(workers[address], command)
+            return address
+        case SlowStores(address=address, seconds=seconds):
+            slow_stores(workers[address], seconds)
             return address
         case Stall():
             OneSidedPeer.write = OneSidedPeer.read = stall  # type: ignore[method-assign]
@@ -178,6 +189,18 @@ def hang(worker: WorkerProcess, least_s: float) -> None:
     assert worker._parts is not None
     worker._parts.watchdog.watch.least_s = least_s
     worker._parts.device._engine.run = lambda *_: threading.Event().wait()  # type: ignore[method-assign, assignment, return-value]
+
+
+def slow_stores(worker: WorkerProcess, seconds: float) -> None:
+    assert worker._parts is not None and worker._parts.pools is not None
+    mover = worker._parts.pools._movers[OWN_NODE]
+    store = mover._store
+
+    def slowly(job: StoreBlocks) -> BlocksStored:
+        time.sleep(seconds)
+        return store(job)
+
+    mover._store = slowly  # type: ignore[method-assign]
 
 
 def poison(worker: WorkerProcess, command: Poison) -> None:

@@ -107,7 +107,7 @@ class Faults:
     def _end_once_empty(self, worker: Worker, until_s: float) -> None:
         """A dead one doesn't leave."""
         now_s, life = self.cluster.now_s, worker.incarnation
-        is_empty = worker.core.draining and worker.core.idle
+        is_empty = worker.core.empty
         if is_empty or now_s >= until_s:
             self.counts["workers that were empty when they left"] += is_empty
             self.cluster.kill(life)

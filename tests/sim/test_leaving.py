@@ -62,7 +62,7 @@ class Leaving:
 
     def _look(self, worker: Worker, since_s: float) -> None:
         now_s = self.cluster.now_s
-        if worker.core.draining and worker.core.idle:
+        if worker.core.empty:
             assert_empty(worker)
             self.took_s.append(now_s - since_s)
             self._end(worker)

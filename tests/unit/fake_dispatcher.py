@@ -164,6 +164,8 @@ class FakeDispatcher:
     pools: tuple[PoolNodeStatus, ...] = ()
     pairs: tuple[QuarantinedPair, ...] = ()
     is_ready: bool = True
+    others: int = 0
+    has_left: bool = False
     refusal: KvrelayError | None = None
     refusals_left: int = -1
     appraised: Refused | None = None
@@ -238,7 +240,7 @@ class FakeDispatcher:
             running_requests=len(self.running),
             quarantined_pairs=len(self.pairs),
             queued_prompts=2,
-            moved_requests=0,
+            moved_requests={"leaving": 6, "hot_spot": 2},
             local_prefills=3,
             suspected_requests=4,
             poison_requests=1,
@@ -264,6 +266,12 @@ class FakeDispatcher:
 
     def running_requests(self) -> int:
         return len(self.running)
+
+    def leave(self) -> None:
+        self.has_left = True
+
+    def other_routers(self) -> int:
+        return self.others
 
     def watch_report(self) -> WatchReport:
         return WatchReport(open_requests=len(self.running))

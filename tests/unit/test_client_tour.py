@@ -31,3 +31,12 @@ def test_another_router_may_serve(error: KvrelayError) -> None:
 )
 def test_what_every_router_would_say_is_final(error: KvrelayError) -> None:
     assert not Routers(["a", "b"]).tour().try_next(error)
+
+
+def test_a_router_may_end_only_what_another_one_can_go_on_with() -> None:
+    alone, tour = Routers(["a"]).tour(), Routers(["a", "b"]).tour()
+    assert not alone.can_go_on(has_begun=False) and not alone.can_go_on(has_begun=True)
+    assert tour.can_go_on(has_begun=False)
+    assert tour.try_next(STOPS)
+    assert not tour.can_go_on(has_begun=False), "both have been asked"
+    assert tour.can_go_on(has_begun=True), "a stream that has begun asks them again"

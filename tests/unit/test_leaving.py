@@ -22,6 +22,7 @@ from router.core.events import (
 )
 from router.core.migration import LEAVING_AT_ONCE, MOST_MOVES, Moving
 from router.core.request import MAX_ATTEMPTS, Request, RequestState
+from router.core.router_state import MoveCause
 from tests.unit.router_kit import (
     core_with,
     failed,
@@ -122,7 +123,7 @@ def test_all_choices_go_on_at_another_worker(n: int) -> None:
         assert delivered(says(core, "d2", last)) == [(20,)]
     says(core, "d2", released(attempt=1))
     assert_no_books(core)
-    assert core.state.moves.moved == 1
+    assert core.state.moves.moved == {MoveCause.LEAVING: 1, MoveCause.HOT_SPOT: 0}
 
 
 def test_a_second_move_takes_all_along() -> None:

@@ -70,6 +70,21 @@ def test_the_directory_tells_how_full_it_is() -> None:
     }
 
 
+def test_moves_are_told_by_their_cause_and_promises_by_their_outcome() -> None:
+    text = RouterMetrics("m").exposition(FakeDispatcher().snapshot()).decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    moved, told = families["kvrelay:requests_moved"], families["kvrelay:retry_promises"]
+    assert {one.labels["cause"]: one.value for one in moved.samples} == {
+        "leaving": 6,
+        "hot_spot": 2,
+    }
+    assert {one.labels["outcome"]: one.value for one in told.samples} == {
+        "kept": 2,
+        "broken": 1,
+        "expired": 0,
+    }
+
+
 def all_to_all(each: int, linked: tuple[Pair, ...]) -> ClusterSnapshot:
     """Prefill workers with a link to each decode worker."""
     links = tuple(

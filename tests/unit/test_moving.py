@@ -20,7 +20,7 @@ from router.core.events import (
     WorkerSaid,
 )
 from router.core.migration import LEAVE_LOOK_S, LEAVING_AT_ONCE, LOOK_S, Moving
-from router.core.router_state import RouterState
+from router.core.router_state import MoveCause, RouterState
 from router.core.state.quarantine import Pair
 from tests.unit.router_kit import (
     PROMPT,
@@ -98,7 +98,7 @@ def test_it_decodes_on_until_the_target_has_room_then_goes() -> None:
     says(core, "d", released(attempt=1))
     says(core, "d2", released(attempt=1))
     assert_no_books(core)
-    assert core.state.moves.moved == 1
+    assert core.state.moves.moved == {MoveCause.LEAVING: 0, MoveCause.HOT_SPOT: 1}
 
 
 def test_a_second_move_takes_all_that_was_delivered_as_prompt() -> None:
@@ -125,7 +125,7 @@ def test_refused_it_stays_as_it_was() -> None:
     assert says(core, "d2", refused("kv_exhausted", attempt=1)) == []
     assert delivered(says(core, "d", tokens(3, 13))) == [(13,)]
     assert core.state.workers[D2].outlook.sequences == len(core.state.workers[D].queue) == 0
-    assert core.state.moves.moved == 0
+    assert not any(core.state.moves.moved.values())
 
 
 def test_what_ends_meanwhile_gives_the_new_place_back() -> None:

@@ -203,6 +203,21 @@ def test_blocks_that_someone_waits_for_are_offered_at_once() -> None:
     assert behind.offer(1.0, is_busy=True) is not None
 
 
+def test_it_is_idle_once_the_node_has_all_that_was_named() -> None:
+    tables = _tables(None, blocks=4)
+    tables.device.reports = True
+    behind = WriteBehind(tables)
+    assert behind.idle
+    _named(behind, A, 4)
+    assert not behind.idle, "not offered"
+    offer = behind.offer(1.0)
+    assert offer is not None and not behind.idle
+    behind.settled(offer.offer)
+    assert not behind.idle, "its content is read, but the node can't give it to anybody yet"
+    behind.confirmed(offer.offer)
+    assert behind.idle
+
+
 def test_what_a_window_has_passed_is_not_offered() -> None:
     tables = _tables(None, 5)
     tables.device.reports = True

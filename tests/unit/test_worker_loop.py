@@ -37,6 +37,7 @@ from kvrelay.messages import (
     Released,
     Reserved,
     ReserveRefused,
+    RouterLeaving,
     Stop,
     Suspect,
     Tokens,
@@ -205,6 +206,21 @@ def test_a_peer_that_a_router_suspects_is_dropped_at_once() -> None:
     worker.say(worker.router(), Suspect(incarnation=D))
     worker.run()
     assert worker.links.dropped == [D]
+
+
+def test_all_hear_that_a_router_leaves_which_counts_no_more() -> None:
+    worker = Harness()
+    leaves, stays = worker.router(), worker.router()
+    worker.run()
+    assert (leaves.counters.routers, stays.counters.routers) == (2, 2)
+    worker.say(leaves, RouterLeaving())
+    worker.run()
+    assert (leaves.counters.routers, stays.counters.routers) == (1, 1)
+    worker.inbox.put(RouterLost(leaves))
+    worker.run()
+    assert stays.counters.routers == 1
+    assert worker.router() and worker.run() is None
+    assert stays.counters.routers == 2
 
 
 def test_routers_hear_of_all_blocks_then_of_new_ones() -> None:

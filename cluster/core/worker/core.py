@@ -55,6 +55,7 @@ from kvrelay.messages import (
     RequestFailed,
     Reserve,
     ReserveRefused,
+    RouterLeaving,
     Stop,
     Suspect,
     WorkerEvent,
@@ -97,6 +98,8 @@ class WorkerCore:
         self.decode = decode
         self.pace = pace
         self.draining = False
+        self.empty = False
+        """It drains, has no request, and has stored what is worth keeping: it may end."""
         self.role, self.role_epoch = role, 0
         self._chunk_tokens = chunk_tokens
         self.reports = BlockReports(lookup.tables.device)
@@ -131,6 +134,7 @@ class WorkerCore:
             Suspect: self._suspect,
             RouterJoined: self._router_joined,
             RouterLost: self._router_lost,
+            RouterLeaving: self._router_leaves,
             PeerHello: self._peer_came_or_went,
             PeerLost: self._peer_came_or_went,
             LinkMeasured: self._link_measured,
@@ -164,8 +168,9 @@ class WorkerCore:
 
     def drain(self) -> None:
         """Take nothing new. All routers hear of it with this turn, and lead away what is here. What
-        is preloaded ends: nobody would be served from it."""
+        is preloaded ends: nobody would be served from it. The pool gets what is new here."""
         self.draining = True
+        self.prefixes.store_at_once()
         self._routers.report_all()
 
     # --- a turn ---------------------------------------------------------------------------------
@@ -198,7 +203,9 @@ class WorkerCore:
             self.pace.idle()
         if prefixes.outbox or (prefixes.peers is not None and prefixes.peers.outbox):
             commands += prefixes.take_commands()
-        return self._without_events(commands, now_s) if commands else commands
+        kept = self._without_events(commands, now_s) if commands else commands
+        self.empty = self.draining and self.idle and prefixes.stored
+        return kept
 
     def _ask_pools(self, now_s: float) -> list[Command]:
         """An answer at once may give the device a step."""
@@ -266,6 +273,10 @@ class WorkerCore:
         """Its requests end, but for what is preloaded."""
         keys = [key for key in self._routers.leave(event.stream) if key not in self._preloads]
         return [command for key in keys for command in self._both(Abort(key=key), now_s)]
+
+    def _router_leaves(self, event: FromRouter, now_s: float) -> list[Command]:
+        self._routers.will_leave(event.stream)
+        return []
 
     def _asked(self, event: FromRouter, now_s: float) -> list[Command]:
         message = event.message

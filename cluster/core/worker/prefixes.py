@@ -30,6 +30,16 @@ class PrefixExchange:
         self.pool.offer(now_s, is_busy=is_busy)
         return self._take_orders() if self.pool.nodes.outbox else []
 
+    @property
+    def stored(self) -> bool:
+        """The pool has what is worth keeping."""
+        return self.pool is None or self.pool.write_behind.idle
+
+    def store_at_once(self) -> None:
+        """From now on no block waits for others."""
+        if self.pool is not None:
+            self.pool.write_behind.at_once = True
+
     def on_node(self, event: NodeEvent, now_s: float) -> list[PrefixOutcome]:
         return [*self._lookup.on_node(event, now_s), *self._take_orders()]
 

@@ -28,8 +28,9 @@ class RouterQueues:
         self._routes: dict[RequestKey, RouterStream] = {}
         self._queues: dict[RouterStream, list[WorkerEvent]] = {}
         self._joined: set[RouterStream] = set()
+        self._leaving: set[RouterStream] = set()
         self.changed = False
-        self.count = 0  # of routers that are attached
+        self.count = 0  # of routers that are attached and stay
 
     def __contains__(self, key: RequestKey) -> bool:
         """Whether the worker holds something for this request."""
@@ -53,15 +54,24 @@ class RouterQueues:
     def join(self, stream: RouterStream) -> None:
         """Its first batch tells it of all blocks that this worker holds."""
         self._queues[stream] = []
-        self.count = len(self._queues)
         self._joined.add(stream)
+        self._recount()
+
+    def will_leave(self, stream: RouterStream) -> None:
+        """All hear of it: a router may ask whether another one stays."""
+        self._leaving.add(stream)
+        self._recount()
+
+    def _recount(self) -> None:
+        self.count = len(self._queues.keys() - self._leaving)
         self.changed = True
 
     def leave(self, stream: RouterStream) -> list[RequestKey]:
         """Its requests, which no one waits for any more."""
         self._queues.pop(stream, None)
-        self.count = len(self._queues)
         self._joined.discard(stream)
+        self._leaving.discard(stream)
+        self._recount()
         return [key for key, owner in self._routes.items() if owner is stream]
 
     def add(self, events: Iterable[WorkerEvent]) -> None:

@@ -37,6 +37,11 @@ class WriteBehind:
     _kept: dict[int, int] = field(default_factory=dict)
     """# offer |-> its runs, which are held"""
 
+    @property
+    def idle(self) -> bool:
+        """The node has, or will not take, all that was named."""
+        return not (self._pending or self.tables.device.named_blocks)
+
     def settled_blocks(self, hashes: BlockHashes) -> int:
         """How many of these blocks, from the first on, are neither on their way to the node nor
         still to be offered."""

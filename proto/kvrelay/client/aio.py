@@ -103,6 +103,11 @@ class AsyncStream:
         self._chunks = aiter(self._call)
 
     def _begin(self) -> grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]:
+        has_begun = self._so_far.has_begun
+        self._request.can_go_on = self._tour.can_go_on(has_begun=has_begun)
+        return self._send()
+
+    def _send(self) -> grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]:
         return self._tour.stub.Generate(self._request, timeout=self._timeout_s)
 
     def _delay_s(self, error: KvrelayError) -> float | None:
@@ -147,10 +152,10 @@ class AsyncInputStream(AsyncStream):
         self._parts = parts
         super().__init__(tour, request, timeout_s, retries)
 
-    def _begin(self) -> grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]:
+    def _send(self) -> grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]:
         if self._parts.is_whole:
             self._parts.complete(self._request)
-            return super()._begin()
+            return super()._send()
         self._parts.renew(self._request)
         return self._tour.stub.GenerateStream(aiter(self._parts), timeout=self._timeout_s)
 

@@ -90,6 +90,11 @@ class Stream:
         self._call = self._begin()
 
     def _begin(self) -> grpc.CallIterator[pb.GenerateResponse]:
+        has_begun = self._so_far.has_begun
+        self._request.can_go_on = self._tour.can_go_on(has_begun=has_begun)
+        return self._send()
+
+    def _send(self) -> grpc.CallIterator[pb.GenerateResponse]:
         return self._tour.stub.Generate(self._request, timeout=self._timeout_s)
 
     def _delay_s(self, error: KvrelayError) -> float | None:
@@ -135,10 +140,10 @@ class InputStream(Stream):
         self._parts = parts
         super().__init__(tour, request, timeout_s, retries)
 
-    def _begin(self) -> grpc.CallIterator[pb.GenerateResponse]:
+    def _send(self) -> grpc.CallIterator[pb.GenerateResponse]:
         if self._parts.is_whole:
             self._parts.complete(self._request)
-            return super()._begin()
+            return super()._send()
         self._parts.renew(self._request)
         return self._tour.stub.GenerateStream(iter(self._parts), timeout=self._timeout_s)
 

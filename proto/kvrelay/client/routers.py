@@ -83,6 +83,11 @@ class Tour(Generic[Stub]):
         self.go_on()
         return True
 
+    def can_go_on(self, *, has_begun: bool) -> bool:
+        """Whether a router that stops may end the request: another one is left to ask. A stream
+        that has begun may go on at any."""
+        return self.routers > 1 if has_begun else self._left > 0
+
     def go_on(self) -> None:
         """To the next router, also one that was tried before."""
         self._at = (self._at + 1) % len(self._routers.stubs)

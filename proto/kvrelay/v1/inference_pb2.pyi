@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "tokenized", "text", "chat", "sampling_params", "model", "slo", "tier", "tenant", "ledger", "continuation", "promise")
+    __slots__ = ("request_id", "tokenized", "text", "chat", "sampling_params", "model", "slo", "tier", "tenant", "ledger", "continuation", "promise", "can_go_on")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENIZED_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class GenerateRequest(_message.Message):
     LEDGER_FIELD_NUMBER: _ClassVar[int]
     CONTINUATION_FIELD_NUMBER: _ClassVar[int]
     PROMISE_FIELD_NUMBER: _ClassVar[int]
+    CAN_GO_ON_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tokenized: TokenizedInput
     text: str
@@ -34,7 +35,8 @@ class GenerateRequest(_message.Message):
     ledger: bool
     continuation: Continuation
     promise: bytes
-    def __init__(self, request_id: _Optional[str] = ..., tokenized: _Optional[_Union[TokenizedInput, _Mapping]] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., model: _Optional[str] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., tier: _Optional[str] = ..., tenant: _Optional[str] = ..., ledger: _Optional[bool] = ..., continuation: _Optional[_Union[Continuation, _Mapping]] = ..., promise: _Optional[bytes] = ...) -> None: ...
+    can_go_on: bool
+    def __init__(self, request_id: _Optional[str] = ..., tokenized: _Optional[_Union[TokenizedInput, _Mapping]] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., model: _Optional[str] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., tier: _Optional[str] = ..., tenant: _Optional[str] = ..., ledger: _Optional[bool] = ..., continuation: _Optional[_Union[Continuation, _Mapping]] = ..., promise: _Optional[bytes] = ..., can_go_on: _Optional[bool] = ...) -> None: ...
 
 class PromptPart(_message.Message):
     __slots__ = ("request", "text", "tokenized", "offset", "expected_tokens")

@@ -142,7 +142,7 @@ class TokenBias(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., bias: _Optional[float] = ...) -> None: ...
 
 class ToWorker(_message.Message):
-    __slots__ = ("hello", "reserve", "prefill", "generate", "abort", "stop", "preload", "refused", "suspect")
+    __slots__ = ("hello", "reserve", "prefill", "generate", "abort", "stop", "preload", "refused", "suspect", "leaving")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +152,7 @@ class ToWorker(_message.Message):
     PRELOAD_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     SUSPECT_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     reserve: Reserve
     prefill: Prefill
@@ -161,7 +162,12 @@ class ToWorker(_message.Message):
     preload: Preload
     refused: RouterRefused
     suspect: Suspect
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., generate: _Optional[_Union[Generate, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., preload: _Optional[_Union[Preload, _Mapping]] = ..., refused: _Optional[_Union[RouterRefused, _Mapping]] = ..., suspect: _Optional[_Union[Suspect, _Mapping]] = ...) -> None: ...
+    leaving: RouterLeaving
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., generate: _Optional[_Union[Generate, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., preload: _Optional[_Union[Preload, _Mapping]] = ..., refused: _Optional[_Union[RouterRefused, _Mapping]] = ..., suspect: _Optional[_Union[Suspect, _Mapping]] = ..., leaving: _Optional[_Union[RouterLeaving, _Mapping]] = ...) -> None: ...
+
+class RouterLeaving(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Suspect(_message.Message):
     __slots__ = ("incarnation",)

@@ -211,13 +211,14 @@ class ClusterSnapshot:
 
     `workers` are without `links`: these are in their counters, by the peers' incarnations.
     `linked`: pairs between which KV travelled lately. `promises`: # outcome |-> how often.
+    `moved_requests`: # cause |-> how many.
     """
 
     ready: bool
     running_requests: int
     quarantined_pairs: int
     queued_prompts: int
-    moved_requests: int
+    moved_requests: Mapping[str, int]
     local_prefills: int
     suspected_requests: int
     poison_requests: int
@@ -271,6 +272,12 @@ class Dispatcher(Protocol):
         """None until the first worker has said what it serves."""
 
     def running_requests(self) -> int: ...
+
+    def leave(self) -> None:
+        """Tells the workers that this router leaves."""
+
+    def other_routers(self) -> int:
+        """How many stay, as the workers tell once `leave` has reached them."""
 
     async def debug_kv(self) -> GetKvResponse:
         """Blocks by state, and all that is held with holder and age, of every worker and pool
