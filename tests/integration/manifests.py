@@ -63,10 +63,15 @@ def cluster_file(overlay: str) -> str:
     return str(one(overlay, "ConfigMap")["data"]["cluster.yaml"])
 
 
-def base_groups() -> list[Manifest]:
-    """The worker groups as the base has them, without kubectl."""
+def base_cluster() -> Manifest:
+    """The RayCluster as the base has it, without kubectl."""
     text = (DEPLOY / "kubernetes" / "base" / "raycluster.yaml").read_text()
-    specs: list[Manifest] = yaml.safe_load(text)["spec"]["workerGroupSpecs"]
+    return dict(yaml.safe_load(text))
+
+
+def base_groups() -> list[Manifest]:
+    """The worker groups of the base."""
+    specs: list[Manifest] = base_cluster()["spec"]["workerGroupSpecs"]
     return specs
 
 

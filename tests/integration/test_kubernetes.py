@@ -17,10 +17,12 @@ import yaml
 
 from cluster.config.load import load_config
 from cluster.config.schema import Config
+from tests.integration import kuberay
 from tests.integration.manifests import (
     DEPLOY,
     OVERLAYS,
     Manifest,
+    base_cluster,
     cluster_file,
     group_resources,
     groups,
@@ -205,6 +207,29 @@ def test_groups_scale_from_nothing(overlay: str) -> None:
     for spec in groups(overlay).values():
         assert (spec["minReplicas"], spec["replicas"]) == (0, 0)
         assert spec["maxReplicas"] >= 1
+
+
+@each_overlay
+def test_the_autoscaler_is_version_2(overlay: str) -> None:
+    """It drains a node before it removes it, and KubeRay restarts no pod behind its back."""
+    spec = one(overlay, "RayCluster")["spec"]
+    assert spec["autoscalerOptions"]["version"] == "v2"
+    pods = [spec["headGroupSpec"], *groups(overlay).values()]
+    assert {pod["template"]["spec"].get("restartPolicy", "Never") for pod in pods} == {"Never"}
+
+
+def test_a_group_is_started_as_kuberay_starts_it() -> None:
+    bash, shell, _, line = kuberay.command(base_cluster(), "both", {})
+    assert (bash, shell) == ("/bin/bash", "-c")
+    assert line == (
+        "ulimit -n ${RAY_START_ULIMIT_OPEN_FILES:-65536}; ray start "
+        "--address=kvrelay-head-svc:6379 --block --dashboard-agent-listen-port=52365 "
+        "--memory=8589934592 --metrics-export-port=8080 --num-cpus=4 "
+        '--object-store-memory=100000000 --resources="{\\"kvrelay-both\\": 8}"'
+    )
+    head = kuberay.environment(base_cluster(), "head", "pod")
+    assert head["RAY_enable_autoscaler_v2"] == "true"
+    assert head["KVRELAY_CONFIG"] == "/etc/kvrelay/cluster.yaml"
 
 
 @each_overlay
