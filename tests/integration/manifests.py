@@ -34,13 +34,13 @@ def built(folder: Path) -> tuple[Manifest, ...]:
 
 
 @cache
-def render_with(overlay: str, component: str) -> tuple[Manifest, ...]:
-    """The overlay with one more of `components`, as a user's own overlay would name them."""
+def render_with(overlay: str, *components: str) -> tuple[Manifest, ...]:
+    """The overlay with more of `components`, as a user's own overlay would name them."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(os.path.relpath(DEPLOY / "kubernetes", Path(name).resolve()))
         parts = {
             "resources": [str(folder / "overlays" / overlay)],
-            "components": [str(folder / "components" / component)],
+            "components": [str(folder / "components" / name) for name in components],
         }
         Path(name, "kustomization.yaml").write_text(yaml.safe_dump(parts))
         return built(Path(name))
