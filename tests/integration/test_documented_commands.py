@@ -65,7 +65,7 @@ ELSEWHERE = {
         'KVRELAY, "serve"',
     ),
     "kvrelay apply --yes --follow": (
-        "test_node_drains.py::test_the_workers_of_a_pod_that_ends_go_on_elsewhere",
+        "test_node_drains.py::test_the_worker_of_a_pod_that_ends_goes_on_elsewhere",
         "ours.submit(job)",
     ),
     "kvrelay apply": (
