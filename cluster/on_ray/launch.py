@@ -26,7 +26,7 @@ from cluster.on_ray.asked import Denied, Granted
 from cluster.on_ray.connect import Connected
 from cluster.on_ray.controller import Controller
 from cluster.on_ray.driver import this_driver
-from cluster.on_ray.fleet import CONTROLLER, NAMESPACE, Handle, actor_name
+from cluster.on_ray.fleet import CONTROLLER, NAMESPACE, SMALL, Handle, actor_name
 from cluster.on_ray.record import (
     ClusterRecord,
     has_ended,
@@ -45,6 +45,9 @@ IDLE_BEAT_S = 3.0
 ANSWER_S = 60.0
 GONE_S = 60.0
 CONTROLLER_CALLS_AT_ONCE = 64
+ON_THE_HEAD = "node:__internal_head__"
+"""What Ray gives to its head alone. The controller is there, since a node that has an actor is
+never idle: the autoscaler would not remove it, and its drain would last to the end."""
 ONE_PRESS_S = 0.3
 """A second Ctrl-C within this time counts as the first."""
 
@@ -288,6 +291,7 @@ def _create_controller(plan: ClusterPlan, *, detach: bool, own: bool) -> Handle:
                 namespace=NAMESPACE,
                 lifetime="detached",
                 num_cpus=0,
+                resources={ON_THE_HEAD: SMALL},
                 max_restarts=-1,
                 max_task_retries=-1,
                 max_concurrency=CONTROLLER_CALLS_AT_ONCE,

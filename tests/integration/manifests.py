@@ -34,13 +34,13 @@ def built(folder: Path) -> tuple[Manifest, ...]:
 
 
 @cache
-def render_with(overlay: str, component: str) -> tuple[Manifest, ...]:
-    """The overlay with one more of `components`, as a user's own overlay would name them."""
+def render_with(overlay: str, *components: str) -> tuple[Manifest, ...]:
+    """The overlay with more of `components`, as a user's own overlay would name them."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(os.path.relpath(DEPLOY / "kubernetes", Path(name).resolve()))
         parts = {
             "resources": [str(folder / "overlays" / overlay)],
-            "components": [str(folder / "components" / component)],
+            "components": [str(folder / "components" / name) for name in components],
         }
         Path(name, "kustomization.yaml").write_text(yaml.safe_dump(parts))
         return built(Path(name))
@@ -63,10 +63,15 @@ def cluster_file(overlay: str) -> str:
     return str(one(overlay, "ConfigMap")["data"]["cluster.yaml"])
 
 
-def base_groups() -> list[Manifest]:
-    """The worker groups as the base has them, without kubectl."""
+def base_cluster() -> Manifest:
+    """The RayCluster as the base has it, without kubectl."""
     text = (DEPLOY / "kubernetes" / "base" / "raycluster.yaml").read_text()
-    specs: list[Manifest] = yaml.safe_load(text)["spec"]["workerGroupSpecs"]
+    return dict(yaml.safe_load(text))
+
+
+def base_groups() -> list[Manifest]:
+    """The worker groups of the base."""
+    specs: list[Manifest] = base_cluster()["spec"]["workerGroupSpecs"]
     return specs
 
 

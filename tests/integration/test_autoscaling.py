@@ -1,27 +1,35 @@
-"""Ray's own autoscaler adds nodes as a cluster asks for them, and removes those that are empty.
+"""Three times the load, and nodes come; it falls, and they leave. Nobody scales by hand: the
+cluster asks for workers as work is offered, and Ray's own autoscaler adds and removes the nodes.
 
-The node types are the worker groups of the Kubernetes manifests. The provider is Ray's fake one: a
-node is one more raylet on this machine. `AutoscalingCluster` would run it too, but begins by ending
-every Ray of the machine.
+The head is started as KubeRay starts it, and the node types are the worker groups of the manifests.
+The provider is Ray's fake one: a node is one more raylet on this machine. `AutoscalingCluster`
+would run it too, but begins by ending every Ray of the machine.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from uuid import uuid4
 
 import psutil
 import pytest
+import yaml
 
-from tests.integration.manifests import base_groups, group_resources
-from tests.integration.ray_head import BIN, NOTHING_BUILT, Head, free_ports, head_at, marked, until
+from kvrelay import Client
+from tests.integration import kuberay
+from tests.integration.manifests import base_cluster, base_groups, group_resources
+from tests.integration.ray_head import Head, free_ports, head_at, marked, until
 from tests.integration.test_apply_ray import Askers
+from tests.integration.test_node_drains import homes
 from tests.integration.test_serve_ray import (
     KVRELAY,
     addresses,
@@ -41,13 +49,55 @@ HEAD_TYPE = "ray.head.default"
 CLUSTER = """
 name: growing
 model: {dtype: float32}
+engine: {compile: "off", profile: TIMES}
+attention: {backend: sdpa}
 pool: {enabled: "off"}
 drain_timeout: 60s
 router: {http_port: 0, grpc_port: 0, resources: {kvrelay-router: 1}}
+elastic: {window: 3s, cooldown: 4s, start_up: 10s}
 workers:
   - {role: prefill, cpu_threads: 1, resources: {kvrelay-prefill: 1}}
-  - {role: decode, cpu_threads: 1, resources: {kvrelay-decode: 1}}
+  - role: decode
+    replicas: {min: 1, max: 3}
+    cpu_threads: 1
+    resources: {kvrelay-decode: 1}
 """
+EVERY_S, AT_ONCE, TOKENS = 1 / 3, 16, 6
+ASKED: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+BUSY = 0.65
+"""Of one decode worker, as it is said to be, by the usual load: three times as much is more than
+two could do."""
+MANY = 64
+TIMES = {
+    "prefill_overhead_s": 0.0,
+    "prefill_token_s": 1e-4,
+    "prefill_pair_s": 0.0,
+    "decode_knots": [[1, 0.01], [MANY, BUSY * MANY * EVERY_S / TOKENS]],
+    "decode_kv_token_s": 0.0,
+}
+"""Much slower than this machine, which serves with ease what such workers could not."""
+
+
+class Offering(Askers):
+    """Requests at a fixed pace, however fast they are answered."""
+
+    def __init__(self, grpc: str) -> None:
+        super().__init__(grpc)
+        self._threads = [Thread(target=self._offer)]
+
+    def _offer(self) -> None:
+        with Client(self._grpc, timeout_s=120) as client, ThreadPoolExecutor(AT_ONCE) as pool:
+            while not self._over.wait(EVERY_S):
+                pool.submit(self._ask_once, client)
+
+    def _ask_once(self, client: Client) -> None:
+        try:
+            answer = client.generate("It was", **ASKED)
+        except Exception as error:
+            self.errors.append(error)
+            return
+        self.answers.add(tuple(answer.token_ids))
+        self.count += 1
 
 
 def node_types() -> dict[str, dict[str, Any]]:
@@ -96,31 +146,40 @@ def autoscaling(gcs: str) -> dict[str, Any]:
 
 @contextmanager
 def growing_ray(folder: Path) -> Iterator[Head]:
-    """A head with the autoscaler, version 2, and no other node."""
-    port, client, agent = free_ports(3)
-    gcs = f"127.0.0.1:{port}"
+    """A head with the autoscaler that the manifest names, and no other node. Its monitor does
+    here what KubeRay's sidecar does beside it."""
+    port, client, agent, metrics = free_ports(4)
+    gcs, cluster = f"127.0.0.1:{port}", base_cluster()
     file = folder / "autoscaling.json"
     file.write_text(json.dumps(autoscaling(gcs)))
-    env = {
+    command = kuberay.command(
+        cluster,
+        "head",
+        {
+            "no-monitor": None,
+            "autoscaling-config": str(file),
+            "node-ip-address": "127.0.0.1",
+            "port": str(port),
+            "include-dashboard": "false",
+            "ray-client-server-port": str(client),
+            "dashboard-agent-listen-port": str(agent),
+            "metrics-export-port": str(metrics),
+            "resources": shlex.quote(json.dumps({"kvrelay-router": 1})),
+        },
+    )
+    env = kuberay.environment(cluster, "head", HEAD_ID) | {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": uuid4().hex,
         "RAY_FAKE_CLUSTER": "1",
-        "RAY_enable_autoscaler_v2": "1",
-        "RAY_CLOUD_INSTANCE_ID": HEAD_ID,
         "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID,
-        "RAY_NODE_TYPE_NAME": "head",
         "AUTOSCALER_UPDATE_INTERVAL_S": "1",
     }
-    with marked(**env) as here:
-        here.run(
-            *(BIN / "ray", "start", "--head", f"--autoscaling-config={file}", "--num-cpus=0"),
-            *("--node-ip-address=127.0.0.1", f"--port={port}", "--include-dashboard=false"),
-            *(f"--ray-client-server-port={client}", f"--dashboard-agent-listen-port={agent}"),
-            *("--disable-usage-stats", "--object-store-memory=100000000"),
-            f"--resources={json.dumps({'kvrelay-router': 1})}",
-        )
-        with head_at(here, gcs) as head:
-            yield head
+    with (
+        marked(**env) as here,
+        kuberay.pod(here, command, folder / "head.log"),
+        head_at(here, gcs) as head,
+    ):
+        yield head
 
 
 def nodes(head: Head) -> Counter[str]:
@@ -146,34 +205,31 @@ def assert_they_leave_in_time(head: Head, left: Counter[str], count: int) -> Non
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("most", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_nodes_come_with_the_workers_and_leave_after_them(tmp_path: Path, most: int) -> None:
-    file, log = tmp_path / "cluster.yaml", tmp_path / "serve.log"
-    file.write_text(CLUSTER)
-    small = Counter(head=1, prefill=1, decode=1)
+def test_nodes_come_with_three_times_the_load_and_leave_after_it(tmp_path: Path) -> None:
+    file, times, log = (tmp_path / name for name in ("cluster.yaml", "times.yaml", "serve.log"))
+    times.write_text(yaml.safe_dump(TIMES))
+    file.write_text(CLUSTER.replace("TIMES", str(times)))
+    small, grown = (Counter(headgroup=1, prefill=1, decode=count) for count in (1, 3))
     with growing_ray(tmp_path) as head:
         here = head.joined()
-        assert nodes(head) == Counter(head=1)
-        driver = here.start(KVRELAY, "apply", file, "--yes", "--follow", *NOTHING_BUILT, log=log)
+        assert nodes(head) == Counter(headgroup=1)
+        assert any("autoscaler/v2/monitor.py" in title(one) for one in here.processes())
+        driver = here.start(KVRELAY, "apply", file, "--yes", "--follow", log=log)
         http, grpc = addresses(driver, log)
         assert nodes(head) == small
-        few, more = Askers(grpc), [Askers(grpc) for _ in range(most - 1)]
-        with few.asking():
-            few.more()
-            with ExitStack() as busy:
-                for askers in more:
-                    busy.enter_context(askers.asking())
-                here.run(KVRELAY, "scale", f"decode={most}")
-                assert nodes(head) == Counter(head=1, prefill=1, decode=most)
-                few.more()
-            here.run(KVRELAY, "scale", "decode=1")
+        usual, more = Offering(grpc), [Offering(grpc), Offering(grpc)]
+        with usual.asking():
+            usual.more()
+            with more[0].asking(), more[1].asking():
+                until(lambda: [*homes(head).values()].count("serving") == 5)
+                assert nodes(head) == grown
+                more[0].more()
             assert_they_leave_in_time(head, small, count=2)
-            few.more()
-        asked = [few, *more]
+            usual.more()
+        asked = [usual, *more]
         assert not [error for askers in asked for error in askers.errors]
         assert len(set[tuple[int, ...]]().union(*(askers.answers for askers in asked))) == 1
         driver.terminate()
         driver.wait(60)
         here.run(KVRELAY, "stop")
-        assert_they_leave_in_time(head, Counter(head=1), count=0)
         assert_nothing_is_left(head.marked, http, grpc)

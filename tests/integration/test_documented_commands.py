@@ -3,16 +3,22 @@ that they name. That the program takes those of all pages is in tests/unit/test_
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
+import textwrap
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kvrelay import Client
+from tests.integration.manifests import render
 from tests.integration.plain_kit import (
     RouterAddresses,
     here,
@@ -54,21 +60,52 @@ ALONE = (
     "kvrelay simulate deploy/configs/simulation.yaml --trace trace.jsonl",
 )
 ELSEWHERE = {
-    "kvrelay serve": "test_serve_ray.py",
-    "kvrelay apply --yes --follow": "test_apply_ray.py",
-    "kvrelay apply": "test_apply_ray.py",
-    "kvrelay scale": "test_apply_ray.py",
-    "kvrelay scale decode=3 --address HOST:PORT": "test_apply_ray.py",
-    "kvrelay simulate": "test_simulated_replay.py",
-    "kvrelay pool-node": "test_kubernetes_plain.py",
-    "kvrelay controller": "test_kubernetes_plain.py",
+    "kvrelay serve": (
+        "test_serve_ray.py::test_a_killed_router_comes_back_at_its_ports",
+        'KVRELAY, "serve"',
+    ),
+    "kvrelay apply --yes --follow": (
+        "test_node_drains.py::test_the_worker_of_a_pod_that_ends_goes_on_elsewhere",
+        "ours.submit(job)",
+    ),
+    "kvrelay apply": (
+        "test_apply_ray.py::test_a_cluster_is_scaled_drained_and_changed_while_it_serves",
+        'KVRELAY, "apply", file, "--yes", "--follow"',
+    ),
+    "kvrelay scale": (
+        "test_apply_ray.py::test_a_cluster_is_scaled_drained_and_changed_while_it_serves",
+        'KVRELAY, "scale", "decode=2"',
+    ),
+    "kvrelay scale decode=3 --address HOST:PORT": (
+        "test_apply_ray.py::test_a_cluster_is_scaled_drained_and_changed_while_it_serves",
+        'KVRELAY, "scale", "decode=2", *router',
+    ),
+    "kvrelay simulate": (
+        "test_documented_commands.py::test_what_needs_no_cluster_runs",
+        'parametrize("line", ALONE)',
+    ),
+    "kvrelay pool-node": (
+        "test_kubernetes_plain.py::test_the_pool_nodes_command_keeps_what_a_worker_computed",
+        '"pool": pool_node()',
+    ),
+    "kvrelay controller": (
+        "test_kubernetes_plain.py::test_the_commands_of_all_containers_serve_and_drain",
+        '"controller": controller()',
+    ),
 }
-"""Named without what they need, or run where their page's own files are."""
+"""# command that is named without what it needs, or that runs where its page's own files are |-> a
+test that runs it, and how"""
 NOT_RUN = {
-    "kubectl": "it needs an API server; what it would send is in test_kubernetes*.py",
-    "docker": "it needs a daemon; test_image.py runs the steps",
-    "curl": "it asks through kubectl's port-forward",
+    "kubectl": "it needs an API server; what needs none of it runs below",
+    "docker": "it needs a daemon; test_image.py runs the steps without one",
+    "curl": "it asks through kubectl's port-forward; below it asks a router of this machine",
 }
+SECRETS = {
+    "kvrelay-secrets": {"token", "key"},
+    "kvrelay-redis": {"password"},
+    "kvrelay-hub": {"token"},
+}
+"""# Secret of the manifests |-> its keys"""
 CLUSTER = """
 model: {dtype: float32}
 engine: {compile: "off", profile: "off"}
@@ -97,7 +134,20 @@ def commands(page: str) -> set[str]:
 def test_each_command_is_run_by_a_test(page: str) -> None:
     run = {*ON_RAY, *AS_PROCESSES, *ALONE}
     assert commands(page) <= run | {*ELSEWHERE}
-    assert all((Path(__file__).parent / test).exists() for test in ELSEWHERE.values())
+
+
+@pytest.mark.parametrize("line", ELSEWHERE)
+def test_what_runs_elsewhere_is_run_there(line: str) -> None:
+    where, how = ELSEWHERE[line]
+    file, _, test = where.partition("::")
+    text = (Path(__file__).parent / file).read_text()
+    (found,) = [
+        part
+        for part in ast.parse(text).body
+        if isinstance(part, ast.FunctionDef) and part.name == test
+    ]
+    first = min([found.lineno, *(one.lineno for one in found.decorator_list)])
+    assert how in "\n".join(text.splitlines()[first - 1 : found.end_lineno])
 
 
 def test_each_command_that_is_run_is_on_a_page() -> None:
@@ -105,14 +155,70 @@ def test_each_command_that_is_run_is_on_a_page() -> None:
     assert {*ON_RAY, *AS_PROCESSES, *ALONE, *ELSEWHERE} <= on_pages
 
 
-def test_other_programs_are_those_that_cannot_run_here() -> None:
-    fenced = re.findall(r"^ *```(\w*)\n(.*?)^ *```", text_of("deploy-kubernetes.md"), re.S | re.M)
+def shell_lines() -> list[str]:
+    """Of the Kubernetes page, without comments; those of its sentences too."""
+    text = text_of("deploy-kubernetes.md")
+    fenced = re.findall(r"^ *```(\w*)\n(.*?)^ *```", text, re.S | re.M)
     shell = "\n".join(block for language, block in fenced if language in ("", "sh"))
     lines = shell.replace("\\\n", "").splitlines()
-    assert {line.split()[0] for line in lines if line.strip()} <= {*NOT_RUN}
-    folders = re.findall(r"kubectl apply -k (deploy/\S+)", text_of("deploy-kubernetes.md"))
-    assert folders
-    assert all((REPOSITORY / folder / "kustomization.yaml").exists() for folder in folders)
+    lines += [line for line in re.findall(r"`(kubectl [^`]+)`", text) if len(line.split()) > 2]
+    return [found for line in lines if (found := line.partition(" #")[0].strip())]
+
+
+def test_other_programs_are_those_that_cannot_run_here() -> None:
+    assert {line.split()[0] for line in shell_lines()} == {*NOT_RUN}
+
+
+def kubectl(*words: str, line: str = "") -> str:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    command = ["bash", "-c", line] if line else ["kubectl", *words]
+    env = os.environ | {"KUBECONFIG": os.devnull}
+    done = subprocess.run(command, env=env, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("page", ["deploy-kubernetes.md", "security.md"])
+def test_the_pages_secrets_are_those_of_the_manifests(page: str) -> None:
+    text = text_of(page).replace("\\\n", "")
+    lines = re.findall(r"kubectl create secret [^`\n#]+", text)
+    made = [yaml.safe_load(kubectl(line=f"{one} --dry-run=client -o yaml")) for one in lines]
+    found = {one["metadata"]["name"]: {*one["data"]} for one in made}
+    assert found.items() <= SECRETS.items()
+    assert "kvrelay-secrets" in found
+    assert page == "security.md" or found == SECRETS
+
+
+def test_the_pages_overlays_render() -> None:
+    folders = [line.split()[-1] for line in shell_lines() if "apply -k deploy" in line]
+    assert {Path(folder).name for folder in folders} == {"cpu", "plain"}
+    for folder in folders:
+        assert kubectl("kustomize", folder)
+
+
+def test_the_pages_own_overlay_renders(tmp_path: Path) -> None:
+    (text,) = re.findall(
+        r"# kustomization.yaml\n(.*?)\n *```", text_of("deploy-kubernetes.md"), re.S
+    )
+    tree = shutil.copytree(REPOSITORY / "deploy" / "kubernetes", tmp_path / "kubernetes")
+    folder = tree / "overlays" / "mine"
+    folder.mkdir()
+    (folder / "kustomization.yaml").write_text(textwrap.dedent(text))
+    made = list(yaml.safe_load_all(kubectl("kustomize", str(folder))))
+    (cluster,) = [one for one in made if one["kind"] == "RayCluster"]
+    assert "redisAddress" in cluster["spec"]["gcsFaultToleranceOptions"]
+    (container,) = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    assert container["image"] == "REGISTRY/kvrelay:cpu"
+
+
+def test_what_the_page_asks_an_api_server_for_is_in_the_manifests() -> None:
+    made = [*render("cpu"), *render("plain")]
+    known = {f"{one['kind']}/{one['metadata']['name']}".lower() for one in made}
+    asked = [line.replace("rayjob ", "rayjob/") for line in shell_lines() if "kubectl" in line]
+    named = {word for line in asked for word in re.findall(r"\w+/kvrelay[\w-]*", line)}
+    assert named == {"service/kvrelay", "deployment/kvrelay-decode", "rayjob/kvrelay-serve"}
+    assert named <= known
 
 
 def run(here: Marked, line: str, folder: Path) -> str:
@@ -162,10 +268,21 @@ def test_processes_are_operated_by_the_pages_commands(here: Marked, folder: Path
     names = {role: f"{role}-{process.pid}" for role, process in workers.items()}
     told = {line: run(here, placed(line, at, names["decode"]), folder) for line in AS_PROCESSES}
     assert names["decode"] in told[AS_PROCESSES[0]]
+    assert answered(folder / "router.log") == "200"
     assert workers["decode"].wait(60) == 0, "it was drained"
     for process in (workers["prefill"], router):
         process.terminate()
         assert process.wait(60) == 0
+
+
+def answered(log: Path) -> str:
+    """The status that the Kubernetes page's `curl` gets, at the HTTP address of this router."""
+    (line,) = [line for line in shell_lines() if line.startswith("curl")]
+    found = re.search(r"^HTTP on (\S+)$", log.read_text(), re.M)
+    assert found is not None
+    asked = shlex.split(line.replace("http://localhost:8000", found[1]))
+    told = ["--silent", "--output", os.devnull, "--write-out", "%{http_code}"]
+    return subprocess.run([*asked, *told], capture_output=True, text=True, check=True).stdout
 
 
 def placed(line: str, at: RouterAddresses, worker: str) -> str:

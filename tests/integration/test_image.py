@@ -1,6 +1,7 @@
-"""What the Dockerfile does, without a container tool: its steps run in a fresh environment.
+"""The image is built and run where a container tool works. Elsewhere the Dockerfile's steps run in
+a fresh environment.
 
-Left out are the base image, `apt-get` and the user: they need a root file system of their own.
+Left out are then the base image, `apt-get` and the user: they need a root file system of their own.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tests.pins import EXTRA, installed, pinned
 
 REPOSITORY = DEPLOY.parent
 NEEDS_ITS_OWN_ROOT = ("apt-get", "useradd")
+IMAGE = "kvrelay-test"
 
 Step = tuple[str, str]
 """Instruction and the rest of its line."""
@@ -85,9 +87,61 @@ def test_what_is_installed_from_an_index_is_pinned(stage: str) -> None:
         assert "-c constraints.txt" in part or "--no-deps --no-build-isolation ." in part, part
 
 
+def container_tool() -> str | None:
+    """One that works: `info` also asks the daemon of those that have one."""
+    for tool in ("docker", "podman", "buildah"):
+        asked = [tool, "info"]
+        if shutil.which(tool) and subprocess.run(asked, capture_output=True).returncode == 0:
+            return tool
+    return None
+
+
+def with_tool(tool: str) -> None:
+    """Builds the image, and serves in a container."""
+    build = [tool, "build", "-f", "deploy/Dockerfile", "--target", "cpu", "-t", IMAGE, "."]
+    serve = [[tool, "run", "--rm", "--shm-size=1g", IMAGE, "demo"]]
+    if tool == "buildah":
+        begin, end = ["buildah", "from", "--name", IMAGE, IMAGE], ["buildah", "rm", IMAGE]
+        serve = [begin, ["buildah", "run", IMAGE, "--", "kvrelay", "demo"], end]
+    for command in (build, *serve):
+        subprocess.run(command, cwd=REPOSITORY, check=True)
+
+
+def a_tool(folder: Path, name: str, code: int) -> None:
+    """A program of this name that notes how it is called; `info` ends with this code."""
+    path = folder / name
+    notes = f'echo {name} "$@" >> {folder}/calls'
+    path.write_text(f'#!/bin/sh\n{notes}\n[ "$1" != info ] || exit {code}\n')
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize("works", ["docker", "podman", "buildah", None])
+def test_the_tool_that_works_builds_and_serves(
+    works: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    for name in ("docker", "podman", "buildah"):
+        a_tool(tmp_path, name, code=0 if name == works else 1)
+    assert container_tool() == works
+    if works is not None:
+        with_tool(works)
+        calls = (tmp_path / "calls").read_text().splitlines()
+        built, *served = [line for line in calls if " info" not in line]
+        assert built == f"{works} build -f deploy/Dockerfile --target cpu -t {IMAGE} ."
+        assert any(line.endswith(" demo") for line in served)
+
+
 @pytest.mark.long
-@pytest.mark.timeout(1200)
-def test_the_steps_of_the_cpu_image_make_a_program_that_serves(tmp_path: Path) -> None:
+@pytest.mark.timeout(1800)
+def test_the_cpu_image_serves(tmp_path: Path) -> None:
+    tool = container_tool()
+    if tool is not None:
+        with_tool(tool)
+    else:
+        with_steps(tmp_path)
+
+
+def with_steps(tmp_path: Path) -> None:
     folder, venv = tmp_path / "opt", tmp_path / "venv"
     folder.mkdir()
     subprocess.run([sys.executable, "-m", "venv", venv], check=True)

@@ -17,10 +17,12 @@ import yaml
 
 from cluster.config.load import load_config
 from cluster.config.schema import Config
+from tests.integration import kuberay
 from tests.integration.manifests import (
     DEPLOY,
     OVERLAYS,
     Manifest,
+    base_cluster,
     cluster_file,
     group_resources,
     groups,
@@ -33,8 +35,10 @@ from tests.integration.manifests import (
 KUBERNETES_VERSION = "1.31"
 CRDS = Path(os.environ.get("KVRELAY_CRDS", DEPLOY.parents[1] / "shared" / "crds"))
 
-OWN_APIS = r"v1|policy/v1|networking.k8s.io/v1"
+OWN_APIS = r"v1|apps/v1|policy/v1|networking.k8s.io/v1"
 ROUTER_PODS = {"ray.io/cluster": "kvrelay", "ray.io/group": "router"}
+
+KEEPS_MODES = "else each mount lets the group write what is compiled, and nobody takes it"
 
 each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 
@@ -54,7 +58,7 @@ def test_kubernetes_accepts_them(overlay: str) -> None:
     checked = own_kinds(overlay)
     kinds = {"ConfigMap", "Service", "NetworkPolicy"}
     if overlay == "gpu":
-        kinds |= {"PodDisruptionBudget", "PersistentVolumeClaim"}
+        kinds |= {"PodDisruptionBudget", "PersistentVolumeClaim", "StatefulSet"}
     assert {m["kind"] for m in checked} == kinds
     for manifest in checked:
         kubernetes_validate.validate(manifest, KUBERNETES_VERSION, strict=True)
@@ -92,7 +96,9 @@ def test_kuberay_accepts_a_head_with_a_store(overlay: str) -> None:
 @each_overlay
 def test_a_redis_keeps_what_the_head_knows(overlay: str) -> None:
     """Its command, and what a head does with it, is in test_ray_head_restarts.py."""
-    kept = cluster_with(overlay, "head-redis")["spec"]["gcsFaultToleranceOptions"]
+    cluster = one("gpu", "RayCluster") if overlay == "gpu" else cluster_with(overlay, "head-redis")
+    crd_validator("RayCluster").validate(cluster)
+    kept = cluster["spec"]["gcsFaultToleranceOptions"]
     service, redis = redis_manifest("Service"), redis_manifest("StatefulSet")
     (port,) = service["spec"]["ports"]
     assert kept["redisAddress"] == f"{service['metadata']['name']}:{port['port']}"
@@ -208,6 +214,29 @@ def test_groups_scale_from_nothing(overlay: str) -> None:
 
 
 @each_overlay
+def test_the_autoscaler_is_version_2(overlay: str) -> None:
+    """It drains a node before it removes it, and KubeRay restarts no pod behind its back."""
+    spec = one(overlay, "RayCluster")["spec"]
+    assert spec["autoscalerOptions"]["version"] == "v2"
+    pods = [spec["headGroupSpec"], *groups(overlay).values()]
+    assert {pod["template"]["spec"].get("restartPolicy", "Never") for pod in pods} == {"Never"}
+
+
+def test_a_group_is_started_as_kuberay_starts_it() -> None:
+    bash, shell, _, line = kuberay.command(base_cluster(), "both", {})
+    assert (bash, shell) == ("/bin/bash", "-c")
+    assert line == (
+        "ulimit -n ${RAY_START_ULIMIT_OPEN_FILES:-65536}; ray start "
+        "--address=kvrelay-head-svc:6379 --block --dashboard-agent-listen-port=52365 "
+        "--memory=8589934592 --metrics-export-port=8080 --num-cpus=4 "
+        '--object-store-memory=100000000 --resources="{\\"kvrelay-both\\": 8}"'
+    )
+    head = kuberay.environment(base_cluster(), "head", "pod")
+    assert head["RAY_enable_autoscaler_v2"] == "true"
+    assert head["KVRELAY_CONFIG"] == "/etc/kvrelay/cluster.yaml"
+
+
+@each_overlay
 def test_services_and_probes_lead_to_the_router(overlay: str, tmp_path: Path) -> None:
     router = config_of(overlay, tmp_path).router
     assert router.host == "0.0.0.0"
@@ -257,18 +286,28 @@ def test_gpus_serve_a_model_whose_weights_are_fetched_once(tmp_path: Path) -> No
         (container,) = pod["containers"]
         env = {entry["name"]: entry for entry in container["env"]}
         mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-        assert env["HF_HOME"]["value"] == mounts["weights"], name
+        assert Path(env["HF_HOME"]["value"]).parent == Path(mounts["weights"]), name
+        assert env["XDG_CACHE_HOME"]["value"] == mounts["weights"], f"{name}: compiled once, too"
+        assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch", KEEPS_MODES
         assert env["HF_TOKEN"]["valueFrom"]["secretKeyRef"]["optional"] is True, name
         (volume,) = [v for v in pod["volumes"] if v["name"] == "weights"]
         assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
 
 
-def test_pods_with_gpus_tolerate_their_nodes_taint() -> None:
+def test_the_head_of_a_cluster_with_gpus_may_die() -> None:
+    assert "redisAddress" in one("gpu", "RayCluster")["spec"]["gcsFaultToleranceOptions"]
+    assert {m["metadata"]["name"] for m in render("gpu") if m["kind"] == "StatefulSet"} == {
+        "kvrelay-redis"
+    }
+
+
+def test_pods_with_gpus_are_on_nodes_with_gpus_and_tolerate_their_taint() -> None:
     for spec in groups("gpu").values():
         pod = spec["template"]["spec"]
         wants = "nvidia.com/gpu" in pod["containers"][0]["resources"]["limits"]
         tolerated = {one["key"] for one in pod.get("tolerations", [])}
         assert ("nvidia.com/gpu" in tolerated) == wants
+        assert (pod.get("nodeSelector") == {"nvidia.com/gpu.present": "true"}) == wants
 
 
 @each_overlay

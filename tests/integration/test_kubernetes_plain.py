@@ -13,13 +13,12 @@ import httpx
 import kubernetes_validate
 import pytest
 
+from cluster.config.schema import Config
 from kvrelay import Client
-from router.live.metrics import RouterMetrics
 from tests.integration.manifests import Manifest, one, render, render_with
 from tests.integration.plain_kit import ADDRESSES, KVRELAY, Process
 from tests.integration.ray_head import NOTHING_BUILT, Marked, free_ports, marked, until
-from tests.integration.test_kubernetes import KUBERNETES_VERSION
-from tests.unit.fake_dispatcher import FakeDispatcher
+from tests.integration.test_kubernetes import KEEPS_MODES, KUBERNETES_VERSION
 
 OVERLAY = "plain"
 ROLES = ("router", "prefill", "decode")
@@ -73,6 +72,47 @@ def test_a_drain_and_a_roll_take_one_pod_of_a_kind(role: str) -> None:
 def test_a_pod_has_time_to_drain(role: str) -> None:
     (drain_s,) = re.findall(r"drain_timeout=(\d+)s", " ".join(container(role)["args"]))
     assert pod(role)["terminationGracePeriodSeconds"] >= int(drain_s) + 5
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_pods_of_a_kind_are_spread_over_nodes(role: str) -> None:
+    """Where there is room: a node that dies should not take all of them."""
+    (spread,) = pod(role)["topologySpreadConstraints"]
+    assert selected_by(spread["labelSelector"]["matchLabels"]) == [role]
+    assert spread["topologyKey"] == "kubernetes.io/hostname"
+    assert spread["whenUnsatisfiable"] == "ScheduleAnyway"
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_weights_and_compiled_code_are_on_a_volume_of_all(role: str) -> None:
+    made = of_component("weights", "Deployment", f"kvrelay-{role}")
+    kubernetes_validate.validate(made, KUBERNETES_VERSION, strict=True)
+    spec = made["spec"]["template"]["spec"]
+    (run,) = spec["containers"]
+    env = {entry["name"]: entry for entry in run["env"]}
+    (mount,) = [one["mountPath"] for one in run["volumeMounts"] if one["name"] == "weights"]
+    assert Path(env["HF_HOME"]["value"]).parent == Path(mount)
+    assert env["XDG_CACHE_HOME"]["value"] == mount
+    assert env["HF_TOKEN"]["valueFrom"]["secretKeyRef"]["optional"] is True
+    assert {"POD_IP"} <= {*env}, "and what was there stays"
+    (volume,) = [one for one in spec["volumes"] if one["name"] == "weights"]
+    claim = of_component("weights", "PersistentVolumeClaim", "kvrelay-weights")
+    assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert spec["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch", KEEPS_MODES
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_signal_is_all_that_a_pod_needs_to_end(role: str) -> None:
+    """The kubelet sends it when the pod leaves its Services' endpoints, not after: who has not
+    heard yet still asks a router, which takes requests for so long after the signal: that is in
+    test_plain_processes.py."""
+    assert "lifecycle" not in container(role)
+    if role == "router":
+        assert "router.lame_duck" not in " ".join(container(role)["args"])
+        probe = container(role)["readinessProbe"]
+        lame_duck_s = Config().router.lame_duck
+        assert lame_duck_s is not None
+        assert lame_duck_s > probe["periodSeconds"] * probe["failureThreshold"]
 
 
 def test_services_lead_to_the_routers_only() -> None:
@@ -141,23 +181,6 @@ def test_roles_are_kept_by_one_controller_that_keeps_nothing() -> None:
     made, *_ = spec["template"]["spec"]["containers"]
     assert made["securityContext"] == container("prefill")["securityContext"]
     assert spec["template"]["spec"]["securityContext"] == pod("prefill")["securityContext"]
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_keda_scales_the_pods_of_a_role_by_what_is_offered(role: str) -> None:
-    scaled = of_component("keda", "ScaledObject", f"kvrelay-{role}")
-    assert scaled["spec"]["scaleTargetRef"]["name"] == deployment(role)["metadata"]["name"]
-    (trigger,) = scaled["spec"]["triggers"]
-    asked = re.fullmatch(r'sum\((\S+)\{pool="([\w-]+)"\}\)', trigger["metadata"]["query"])
-    assert asked is not None and f"--worker-pool={asked[2]}" in container(role)["args"]
-    assert asked[1] in told_by_routers()
-
-
-def told_by_routers() -> set[str]:
-    """The names of all metrics of a router that has workers."""
-    snapshot = FakeDispatcher().snapshot()
-    text = RouterMetrics("m").exposition(snapshot).decode()
-    return set(re.findall(r"^([a-z_:]+)\{", text, re.MULTILINE))
 
 
 def own_ports() -> dict[str, str]:

@@ -86,3 +86,34 @@ def test_a_folder_that_others_can_write_is_not_used(
     assert instead.stat().st_mode & 0o777 == 0o700
     assert own_folder(folder) == instead, "one for each process"
     assert "is not used, because others can write it" in caplog.text
+
+
+def _volume(tmp_path: Path) -> Path:
+    """A volume's root as the kubelet makes it for an fsGroup: the group may write, and what is made
+    there is the group's."""
+    root = tmp_path / "volume"
+    root.mkdir()
+    root.chmod(0o2777)
+    return root
+
+
+def test_a_volume_of_a_pod_is_used(tmp_path: Path) -> None:
+    folder = own_folder(_volume(tmp_path) / "kvrelay")
+    keep(folder / "code.so", b"whole")
+    assert folder.name == "kvrelay" and folder.stat().st_mode & 0o777 == 0o700
+    assert checked(folder / "code.so") == b"whole"
+
+
+def test_what_each_mount_lets_the_group_write_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the kubelet does unless the pod says `fsGroupChangePolicy: OnRootMismatch`."""
+    kept_files._instead_of.cache_clear()
+    monkeypatch.setattr(kept_files.tempfile, "tempdir", str(tmp_path))
+    folder = own_folder(_volume(tmp_path) / "kvrelay")
+    keep(folder / "code.so", b"whole")
+    folder.chmod(0o2770)
+    (folder / "code.so").chmod(0o660)
+    assert own_folder(folder) != folder
+    with pytest.raises(NotKept, match="others can write it"):
+        checked(folder / "code.so")

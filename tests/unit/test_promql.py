@@ -1,4 +1,4 @@
-"""Prometheus' own `promtool` evaluates the alert, and the queries that KEDA scales by."""
+"""Prometheus' own `promtool` evaluates the alert, and the queries that KEDA and HPAs scale by."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(
     PROMTOOL is None, reason="no promtool here: Debian's package prometheus has it"
 )
 KEDA = REPOSITORY / "deploy/kubernetes/components/keda/scaledobjects.yaml"
+HPAS = KEDA.parents[1] / "hpa" / "hpas.yaml"
 ALERT = "KvrelayPoolGetsNothing"
 RULE = 'kvrelay:pool_takes_info{model_name="m",pool="cpu",takes="prompt_tokens > 5000"}'
 BEGUN = 'kvrelay:pool_prefilled_prompts_total{model_name="m",pool="cpu",instance="%s"}'
@@ -82,19 +83,46 @@ def test_the_alert_fires_when_a_pool_gets_nothing(case: str, tmp_path: Path) -> 
     evaluated(tmp_path, {"input_series": series(rule="1x40", **values), "alert_rule_test": [asked]})
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_keda_scales_a_pool_by_the_sum_over_routers_and_roles(role: str, tmp_path: Path) -> None:
+def query_of(way: str, role: str) -> str:
+    """What KEDA asks for the pool of this role, or an adapter for its HPA."""
+    file = KEDA if way == "keda" else HPAS
     (found,) = [
-        one for one in yaml.safe_load_all(KEDA.read_text()) if role in one["metadata"]["name"]
+        one for one in yaml.safe_load_all(file.read_text()) if role in one["metadata"]["name"]
     ]
-    query = found["spec"]["triggers"][0]["metadata"]["query"]
-    desired = 'kvrelay:desired_workers{model_name="m",pool="kvrelay-%s",role="%s",instance="%s"}'
+    if way == "keda":
+        return str(found["spec"]["triggers"][0]["metadata"]["query"])
+    return by_the_adapter(found["spec"]["metrics"][0]["external"]["metric"])
+
+
+def by_the_adapter(metric: dict[str, Any]) -> str:
+    """What prometheus-adapter makes of an HPA's metric by its rules."""
+    rules = yaml.safe_load(HPAS.with_name("adapter.yaml").read_text())["rules"]["external"]
+    (rule,) = [one for one in rules if one["name"]["as"] == metric["name"]]
+    labels = metric["selector"]["matchLabels"].items()
+    matchers = ",".join(f'{name}="{value}"' for name, value in labels)
+    asked = rule["metricsQuery"].replace("<<.Series>>", rule["seriesQuery"])
+    return str(asked).replace("<<.LabelMatchers>>", matchers)
+
+
+DESIRED = 'kvrelay:desired_workers{model_name="m",pool="kvrelay-%s",role="%s",instance="%s"}'
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("way", ["keda", "hpa"])
+def test_a_pool_is_scaled_by_the_sum_over_routers_and_roles(
+    way: str, role: str, tmp_path: Path
+) -> None:
+    """Also of a worker whose role has changed: it counts to its own pool."""
     other = "decode" if role == "prefill" else "prefill"
     per_router = [
-        {"series": desired % (role, role, "a"), "values": "1.5x10"},
-        {"series": desired % (role, role, "b"), "values": "0.75x10"},
-        {"series": desired % (role, other, "a"), "values": "1x10"},
-        {"series": desired % (other, other, "a"), "values": "9x10"},
+        {"series": DESIRED % (role, role, "a"), "values": "1.5x10"},
+        {"series": DESIRED % (role, role, "b"), "values": "0.75x10"},
+        {"series": DESIRED % (role, other, "a"), "values": "1x10"},
+        {"series": DESIRED % (other, other, "a"), "values": "9x10"},
     ]
-    asked = {"expr": query, "eval_time": "5m", "exp_samples": [{"labels": "{}", "value": 3.25}]}
+    asked = {
+        "expr": query_of(way, role),
+        "eval_time": "5m",
+        "exp_samples": [{"labels": "{}", "value": 3.25}],
+    }
     evaluated(tmp_path, {"input_series": per_router, "promql_expr_test": [asked]})
