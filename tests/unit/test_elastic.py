@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 from random import Random
 
@@ -15,13 +14,9 @@ from cluster.core.elastic.fleet import Fleet
 from cluster.core.elastic.roles import RoleController
 from cluster.core.elastic.rules import RoleRules
 from engine.core.step_times import LinearTimes
-from kvrelay.types import Incarnation, Objectives, Role
-from router.core.core import RouterCore
-from router.core.events import Refuse, Submitted, WorkerJoined, WorkerLost
 from router.core.load.flow import OfferedRate
 from router.core.load.needs import Needs, WorkerModel, decode_batch
 from router.core.load.offered import OfferedWork
-from tests.unit.router_kit import PROMPT, core_with, hello, request, split, submit
 
 TIMES = LinearTimes(
     prefill_overhead_s=0.002,
@@ -50,59 +45,6 @@ def rate(
         tpot_s=per_s * (tpot_s or 0.0),
         with_tpot=per_s * (tpot_s is not None),
     )
-
-
-# --- what is offered ------------------------------------------------------------------------------
-
-
-def test_admitted_and_refused_requests_are_offered_and_who_comes_back_is_not() -> None:
-    core = split(places=1)
-    submit(core, "one")
-    first = core.state.offered.total
-    assert (first.requests, first.prompt_tokens) == (1, len(PROMPT))
-    assert first.output_tokens == 8 and first.context_tokens == 8 * (len(PROMPT) + 4)
-    [refusal] = [c for c in submit(core, "two") if isinstance(c, Refuse)]
-    assert core.state.offered.total.requests == 2
-    promise = refusal.refusal.promise
-    again = replace(request("two"), promise=promise)
-    core.handle(Submitted(request=again), 1.5)
-    assert core.state.offered.total.requests == (2 if promise is not None else 3)
-
-
-def test_without_any_worker_work_is_offered_too() -> None:
-    core = RouterCore()
-    submit(core)
-    assert core.state.offered.total.requests == 1
-
-
-def test_objectives_are_summed_over_those_that_have_some() -> None:
-    core = split(places=4)
-    submit(core, "plain")
-    asked = replace(request("asked"), objectives=Objectives(ttft_s=0.5, tpot_s=0.1))
-    core.handle(Submitted(request=asked), 1)
-    found = core.state.offered.total
-    assert (found.ttft_s, found.with_ttft, found.tpot_s, found.with_tpot) == (0.5, 1, 0.1, 1)
-
-
-def test_what_is_predicted_is_a_share_of_what_is_asked_for_admitted_or_refused() -> None:
-    core = split(places=4)
-    submit(core, "plain")
-    assert core.state.offered.shares.told() == {}
-    for ttft_s in (100.0, 1e-6):
-        asked = replace(request(f"in {ttft_s} s"), objectives=Objectives(ttft_s=ttft_s))
-        told = core.handle(Submitted(request=asked), 1)
-        assert any(isinstance(one, Refuse) for one in told) == (ttft_s < 1)
-    shares = core.state.offered.shares.told()
-    assert [*shares] == ["ttft"]
-    assert (shares["ttft"].up_to()[0.1], shares["ttft"].counts[inf]) == (1, 1)
-
-
-def test_a_request_that_is_tried_again_is_the_same_work() -> None:
-    core = core_with(places=4, p=Role.PREFILL, d=Role.DECODE)
-    submit(core)
-    core.handle(WorkerJoined(hello=hello("d2", Role.DECODE)), 2)
-    core.handle(WorkerLost(incarnation=Incarnation("d")), 3)
-    assert core.state.offered.total.requests == 1
 
 
 def test_rates_are_over_the_window_and_survive_a_router_that_begins_anew() -> None:
