@@ -16,6 +16,7 @@ import yaml
 from cluster.core.elastic.rules import RoleRules
 from cluster.elastic.keeper import Keeper
 from cluster.elastic.owners import ProcessesOfTheirOwn
+from cluster.watch.latest import LatestReports
 from kvrelay import Client, Slo
 from kvrelay.errors import Refused
 from kvrelay.types import Role
@@ -65,7 +66,7 @@ def offering(grpc_address: str, tokens: int, max_tokens: int) -> Iterator[None]:
 def keeping(cluster: Cluster) -> Iterator[None]:
     at = cluster.internal_grpc
     owner = ProcessesOfTheirOwn(role_rules=RULES, routers=lambda: [at], access=ACCESS)
-    keeper = Keeper(routers=lambda: [at], owner=owner, access=ACCESS)
+    keeper = Keeper(routers=lambda: [at], owner=owner, reports=LatestReports(ACCESS))
     thread = Thread(target=keeper.run)
     thread.start()
     try:

@@ -262,3 +262,62 @@ def test_bursts_are_doubted_more_than_requests_that_come_one_by_one() -> None:
         needs = Needs.of(seen.per_second, MODEL, seen.covers_s, seen.bursts)
         doubts.append((needs.prefill_chance, needs.decode_chance))
     assert doubts[1][0] > 1.5 * doubts[0][0] and doubts[1][1] > 1.5 * doubts[0][1]
+
+
+@pytest.mark.parametrize("prefill", [2, 18])
+def test_no_more_workers_change_than_serve_it_all(prefill: int) -> None:
+    """Of twenty, with much to spare for those that go on."""
+    work = rate(30, 2000, 10) if prefill == 2 else rate(30, 50, 1000)
+    controller, clients, wanted = keeper(), Clients(), None
+    while wanted is None and clients.now_s < 60:
+        fleet = Fleet(prefill=prefill, decode=20 - prefill, running=0)
+        wanted = controller.look(clients.second(work), fleet, clients.now_s).prefill
+    needs = controller.needs
+    assert wanted is not None and needs is not None
+    served = {p: needs.served(p, 20 - p) for p in range(1, 20)}
+    least = min(abs(p - prefill) for p, share in served.items() if share >= 1.0)
+    spared = abs(max(served, key=lambda p: served[p]) - prefill)
+    assert least <= abs(wanted - prefill) <= least + 2 < spared
+
+
+def needs_of(prefill: float, decode: float) -> Needs:
+    return Needs(
+        prefill=prefill, decode=decode, prompt_s=0.2, variation=0.1, ttft_s=20.0, batch=100
+    )
+
+
+def first_change_s(settle_s: float) -> float:
+    """Of sixteen workers, while ever more prompts come."""
+    controller = RoleController()
+    for second in range(1200):
+        fleet = Fleet(prefill=6, decode=10, running=0, settle_s=settle_s)
+        if controller.look(needs_of(1 + second / 100, 2.0), fleet, float(second)) is not None:
+            return float(second)
+    raise AssertionError("no change")
+
+
+def test_roles_change_for_when_the_change_has_settled() -> None:
+    at_once, slowly = first_change_s(0.0), first_change_s(60.0)
+    assert 25 <= at_once - slowly <= 75
+
+
+def test_nothing_else_changes_until_a_change_has_long_settled() -> None:
+    for settle_s, rests_s in ((0.5, 15), (4.0, 40)):
+        controller, changed = RoleController(), []
+        prefill, prompts = 2, 6.0
+        for second in range(100):
+            fleet = Fleet(prefill=prefill, decode=16 - prefill, running=0, settle_s=settle_s)
+            wanted = controller.look(needs_of(prompts, 2.0), fleet, float(second))
+            if wanted is not None:
+                changed.append(second)
+                prefill, prompts = wanted, 12.0
+        assert len(changed) == 2 and changed[1] - changed[0] == rests_s
+
+
+def test_roles_are_not_asked_for_while_something_is_unknown() -> None:
+    controller, clients = keeper(), Clients()
+    for _ in range(60):
+        fleet = Fleet(prefill=1, decode=7, running=0, is_known=False)
+        assert controller.look(clients.second(LONG), fleet, clients.now_s).prefill is None
+    fleet = Fleet(prefill=1, decode=7, running=0)
+    assert controller.look(clients.second(LONG), fleet, clients.now_s).prefill is not None

@@ -54,8 +54,8 @@ def offered(core: RouterCore) -> float:
 def full() -> RouterCore:
     """Its only slot is taken by another request."""
     core = split(places=1)
-    asks(core, replace(request("one"), prompt_ids=(9, 9)), 1)
-    says(core, "d", reserved("one"))
+    asks(core, replace(request("filler"), prompt_ids=(9, 9)), 1)
+    says(core, "d", reserved("filler"))
     return core
 
 
@@ -149,6 +149,19 @@ def test_a_client_that_was_served_in_the_end_offers_new_work_with_the_same_promp
     served(core, "other again", 8)
     assert asks(core, request("refused anew"), 9), "one is served meanwhile"
     assert offered(core) == 5
+
+
+def test_a_client_that_was_served_and_is_refused_anew_is_known_when_it_comes_back() -> None:
+    core = full()
+    assert asks(core, request("one"), 2)
+    _leaves(core, "filler", 3)
+    served(core, "one again", 4)
+    _leaves(core, "one again", 5)
+    asks(core, replace(request("other"), prompt_ids=(9, 9)), 6)
+    before = offered(core)
+    for number in range(3):
+        assert asks(core, request(f"anew {number}"), 7.0 + number / 100)
+    assert offered(core) == before + 1
 
 
 def _leaves(core: RouterCore, name: str, now_s: float) -> None:

@@ -7,9 +7,10 @@ A router that is lost is tried again for as long as someone looks.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Condition, Thread
 
 import grpc
@@ -24,13 +25,14 @@ STOPPED = "the router has stopped"
 
 @dataclass(slots=True)
 class Followed:
-    """The latest `report` of one router. `trouble`: why there is no newer one; empty: all is well.
-    `news` counts what has changed."""
+    """The latest `report` of one router, and when it came. `trouble`: why there is no newer one;
+    empty: all is well. `news` counts what has changed."""
 
     address: str
     report: WatchReport | None = None
     trouble: str = ""
     news: int = 0
+    heard_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -60,7 +62,7 @@ class Following:
     def now(self) -> list[Followed]:
         with self._changed:
             self._shown = self._news()
-            return [Followed(r.address, r.report, r.trouble, r.news) for r in self.routers]
+            return [replace(router) for router in self.routers]
 
     def end(self) -> None:
         with self._changed:
@@ -91,6 +93,7 @@ class Following:
         for report in call:
             with self._changed:
                 router.report, router.trouble = report, ""
+                router.heard_s = time.monotonic()
                 router.news += 1
                 self._changed.notify_all()
 
