@@ -233,6 +233,19 @@ def test_workers_come_while_a_router_is_silent_and_none_leaves() -> None:
     assert cluster.owner.resized[-1][1]
 
 
+def test_what_a_silent_router_was_offered_does_not_look_like_nothing_afterwards() -> None:
+    """The same work all the time, half of it by a router that is silent for long."""
+    work = PROMPTS.scaled(1.5)
+    cluster = sized(4, 1)
+    cluster.seconds(60, work)
+    assert not cluster.owner.resized
+    cluster.silent_s = cluster.now_s
+    cluster.seconds(3 * int(SIZED.cooldown_s), work)
+    cluster.silent_s = None
+    cluster.seconds(90, work)
+    assert not cluster.owner.resized
+
+
 def test_a_silent_worker_is_no_capacity_but_one_that_its_owner_starts_again() -> None:
     cluster = sized(2, 1)
     cluster.seconds(20, PROMPTS.scaled(0.7))

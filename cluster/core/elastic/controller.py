@@ -49,10 +49,10 @@ class ElasticController:
     needs: Needs | None = None
     rate: OfferedRate = field(init=False)
     slow_rate: OfferedRate = field(init=False)
+    _unknown_since_s: float | None = None
 
     def __post_init__(self) -> None:
-        self.rate = OfferedRate(window_s=self.window_s)
-        self.slow_rate = OfferedRate(window_s=SLOWER * self.window_s)
+        self._begin_anew()
 
     def keep(self, rules: ElasticRules, fixed: Counts) -> None:
         """`fixed`: workers that no rule is for; there may be others by now."""
@@ -63,6 +63,7 @@ class ElasticController:
             self.totals.rules = totals
 
     def look(self, offered: OfferedWork, fleet: Fleet, now_s: float) -> Decision:
+        self._note_gap(fleet, now_s)
         fast = self._needs(self.rate, offered, now_s)
         slow = self._needs(self.slow_rate, offered, now_s)
         if fast is None or slow is None:
@@ -73,6 +74,23 @@ class ElasticController:
             prefill=None if roles is None else roles.look(self.needs, fleet, now_s),
             counts=None if totals is None else _counts(totals, self._of_numbers, fleet, now_s),
         )
+
+    def _note_gap(self, fleet: Fleet, now_s: float) -> None:
+        """After a time in which not all was heard, means and what was needed begin anew: else the
+        work that was missed would look like none."""
+        since_s = self._unknown_since_s
+        if fleet.is_known:
+            self._unknown_since_s = None
+            if since_s is not None and now_s - since_s >= LEAST_S:
+                self._begin_anew()
+        elif since_s is None:
+            self._unknown_since_s = now_s
+
+    def _begin_anew(self) -> None:
+        self.rate = OfferedRate(window_s=self.window_s)
+        self.slow_rate = OfferedRate(window_s=SLOWER * self.window_s)
+        if self.totals is not None:
+            self.totals.begin_anew()
 
     @property
     def _of_numbers(self) -> Needs:

@@ -47,6 +47,11 @@ class Totals:
             self.rules.decode.clamp(_follow(needed.decode, decode, have.decode)),
         )
 
+    def begin_anew(self) -> None:
+        """What was needed lately is not known."""
+        self._seen.clear()
+        self._began_s = None
+
     def _of_both(self, needs: Needs, have: Counts, total: int) -> Counts:
         """One after the other leaves the role that it is missed less in; who comes takes any."""
         prefill, decode = have
