@@ -348,6 +348,8 @@ def test_a_change_has_settled_when_every_router_tells_it() -> None:
     for number in range(10):
         settling.asked(f"w-{number}", P, 0.0)
     assert settling.p90_s == 0.0
+    settling.hear({"w-0": [P, D]}, 0.5)
+    assert settling.p90_s == 0.0
     settling.hear({"w-0": [P, D], "w-1": [P, P]}, 1.0)
     assert settling.p90_s == 1.0
     settling.hear({"w-0": [P, P]} | {f"w-{n}": [P] for n in range(2, 9)}, 2.0)
