@@ -6,6 +6,9 @@ conversation trace (https://github.com/kvcache-ai/Mooncake, FAST25-release), cut
 
 Step, day and steady load: both kinds of requests, half of each, at a rate that jumps to three times
 as much, that goes up and down like that of a day (an hour here), and that stays.
+
+Hopeless (written after the policy): short prompts with long answers, and for three of ten requests
+prompts that no worker computes in time.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ LONG, SHORT = 4096, 512
 SIGMA = 0.3
 """Of the logarithm of lengths."""
 MOST_REQUESTS = 25_000
+HOPELESS, HOPELESS_SHARE = 24_000, 0.3
 TTFT, TPOT = "2s", "50ms"
 STEP_S, STEP_FROM, STEP_TO = 300.0, 4.0, 12.0
 DAY_S, NIGHT, NOON = 3600.0, 2.0, 11.5
@@ -84,6 +88,16 @@ def day(minutes: float, seed: int) -> list[TraceRequest]:
 
 def steady(rate_per_s: float, minutes: float, seed: int) -> list[TraceRequest]:
     return _mixed(lambda _: rate_per_s, rate_per_s, minutes, seed)
+
+
+def hopeless(rate_per_s: float, minutes: float, seed: int) -> list[TraceRequest]:
+    rng = Random(seed)
+    return [
+        TraceRequest(arrival_s=at_s, input_tokens=HOPELESS, output_tokens=100)
+        if rng.random() < HOPELESS_SHARE
+        else _request(rng, at_s, SHORT, LONG)
+        for at_s in takewhile(lambda at: at <= 60 * minutes, _poisson(rng, rate_per_s))
+    ]
 
 
 def _mixed(

@@ -5,6 +5,7 @@
     python -m bench.elastic.study step
     python -m bench.elastic.study day --minutes 60
     python -m bench.elastic.study steady --workers 4 --rate 2.5 --minutes 60
+    python -m bench.elastic.study hopeless --rate 10 --minutes 8
 
 For each cell: the share of offered requests that met their objectives, goodput, flips, and hours of
 workers, over those of the whole fleet. `roles` begins with an even split, and flips; `elastic` also
@@ -39,7 +40,7 @@ from cluster.sim.results.report import is_good, report
 from cluster.sim.simulation import ClusterSimulation, Scale, Simulated
 from cluster.sim.trace import Outcome, TraceRequest
 
-LOADS = ("swing", "conversation", "step", "day", "steady")
+LOADS = ("swing", "conversation", "step", "day", "steady", "hopeless")
 NUMBERS = ("elastic", "use", "latency")
 """Ways that change the number of workers."""
 WAYS = ("static", "roles", *NUMBERS, "xllm", "arrow", "xllm, no admission", "arrow, no admission")
@@ -71,6 +72,8 @@ class Cell:
                 return loads.day(self.minutes, self.seed)
             case "steady":
                 return loads.steady(self.rate, self.minutes, self.seed)
+            case "hopeless":
+                return loads.hopeless(self.rate, self.minutes, self.seed)
             case _:
                 return loads.swing(self.rate, self.minutes, self.seed)
 

@@ -1,9 +1,9 @@
 """Keeps roles and numbers of a cluster's workers as the offered work asks: the shell of
 ElasticController.
 
-It asks all routers each second, on a thread of its own. Where one does not answer, less is known
-than was offered: nothing changes then. It keeps nothing that matters: one that begins anew looks
-for a window's time, and goes on.
+It looks each second, on a thread of its own, at the last report of each router. Where one is old,
+more may be offered than is known: nobody leaves or changes its role then, though workers may come.
+It keeps nothing that matters: one that begins anew looks for a window's time, and goes on.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from cluster.core.desired import pool_of
 from cluster.core.elastic.controller import ElasticController, new_controller
 from cluster.core.elastic.fleet import STARTS, Busy, Counts, Fleet, who_changes, who_leaves
+from cluster.core.elastic.offered_sums import STALE_S, OfferedSums
 from cluster.core.elastic.rules import ElasticRules
-from cluster.core.elastic.starts import LatestStarts
+from cluster.core.elastic.starts import LatestStarts, Settling
+from cluster.elastic.heard import Told, roles_told, told_by
 from cluster.elastic.owners import Owner
-from cluster.process.admin import NotKnown, NotPossible, report
-from kvrelay.access.values import Access
+from cluster.process.admin import NotKnown, NotPossible
+from cluster.watch.latest import Heard
 from kvrelay.codec import MessageCodec
 from kvrelay.errors import ConfigError, PeerError
 from kvrelay.messages import WorkerHello
@@ -33,8 +36,15 @@ from router.core.load.offered import OfferedWork
 
 log = logging.getLogger(__name__)
 EVERY_S = 1.0
-ANSWER_S = 2.0
 _OFFERED = MessageCodec(OfferedWork, pb.OfferedWork, "a router")
+
+
+class Reports(Protocol):
+    """LatestReports, but for tests."""
+
+    def of(self, routers: Sequence[str]) -> Sequence[Heard]: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,9 +53,11 @@ class Keeper:
 
     routers: Callable[[], Sequence[str]]
     owner: Owner
-    access: Access
+    reports: Reports
     _controller: ElasticController | None = None
     _starts: LatestStarts | None = None
+    _sums: OfferedSums = field(default_factory=OfferedSums)
+    _settling: Settling = field(default_factory=Settling)
     _told: str = ""
     _stopping: threading.Event = field(default_factory=threading.Event)
 
@@ -53,40 +65,45 @@ class Keeper:
         """Until `stop`."""
         while not self._stopping.wait(EVERY_S):
             self.turn()
+        self.reports.close()
 
     def turn(self) -> list[str]:
         """What changes, in words. What fails is logged once, and tried again."""
-        reason = ""
+        reason, now_s = "", time.monotonic()
         try:
-            return self.look(time.monotonic())
+            heard = self.reports.of(self.routers())
+            reason = _silence(heard, now_s)
+            return self.look(heard, now_s)
         except (ConfigError, NotKnown, NotPossible, PeerError) as error:
-            reason = str(error)
-            if reason != self._told:
-                log.warning("workers stay as they are until it works: %s", reason)
+            reason = f"workers stay as they are until it works: {error}"
             return []
         finally:
+            if reason and reason != self._told:
+                log.warning("%s", reason)
             self._told = reason
 
     def stop(self) -> None:
         self._stopping.set()
 
-    def look(self, now_s: float) -> list[str]:
-        """As `turn`. Raises ConfigError where a router doesn't answer."""
-        found = [report(router, self.access, timeout_s=ANSWER_S) for router in self.routers()]
-        there = _workers(found)
-        rules = self.owner.rules([one.info.name for one in there])
-        following = [one for one in there if rules.is_followed_by(pool_of(one.info.name))]
+    def look(self, heard: Sequence[Heard], now_s: float) -> list[str]:
+        """As `turn`. Raises what a change of a worker raises."""
+        self._settling.hear(roles_told(heard, now_s), now_s)
+        for one in heard:
+            if one.report is not None:
+                self._sums.hear(one.address, _offered(one.report), one.heard_s)
+        told = told_by(heard, now_s)
+        rules = self.owner.rules([one.info.name for one in told.workers])
+        following = [one for one in told.workers if rules.is_followed_by(pool_of(one.info.name))]
         if not following:
             return []
         controller = self._prepared(rules, following)
-        fixed = [one for one in there if one not in following]
+        fixed = [one for one in told.workers if one not in following]
         controller.keep(rules, Counts(_count(fixed, Role.PREFILL), _count(fixed, Role.DECODE)))
-        starting = self._starting(there, rules)
-        fleet = _fleet(there, starting)
-        offered = sum((_offered(one) for one in found), OfferedWork())
-        decision = controller.look(offered, fleet, now_s)
+        starting = self._starting(told.workers, rules)
+        fleet = _fleet(told, starting, self._settling.p90_s)
+        decision = controller.look(self._sums.total, fleet, now_s)
         if decision.prefill is not None:
-            return self._change(following, fleet, decision.prefill)
+            return self._change(following, decision.prefill - fleet.prefill, now_s)
         if decision.counts is not None:
             return self._resize([*starting, *map(_busy, following)], fleet.all, decision.counts)
         return []
@@ -108,7 +125,8 @@ class Keeper:
         return self._controller
 
     def _starting(self, there: Sequence[pb.WatchedWorker], rules: ElasticRules) -> list[Busy]:
-        """Not those of other pools, whose numbers stay."""
+        """Also those that were not heard lately, which their owner starts again. Not those of other
+        pools, whose numbers stay."""
         known = {one.info.name for one in there}
         return [
             Busy(name=name, role=role, work=STARTS)
@@ -116,14 +134,18 @@ class Keeper:
             if name not in known and rules.is_followed_by(pool_of(name))
         ]
 
-    def _change(self, workers: Sequence[pb.WatchedWorker], fleet: Fleet, prefill: int) -> list[str]:
-        names, role = who_changes(map(_busy, workers), prefill - fleet.prefill)
+    def _change(
+        self, workers: Sequence[pb.WatchedWorker], more_prefill: int, now_s: float
+    ) -> list[str]:
+        names, role = who_changes(map(_busy, workers), more_prefill)
         for name in names:
             self.owner.change(name, role)
+            self._settling.asked(name, role, now_s)
         because = self._because()
         return [f"{name} becomes a {role} worker: {because}" for name in names]
 
     def _resize(self, workers: Sequence[Busy], have: Counts, wanted: Counts) -> list[str]:
+        """More of a role, or fewer, never both at once."""
         more = Counts(*(max(0, then - now) for then, now in zip(wanted, have, strict=True)))
         leaving = who_leaves(workers, have, wanted)
         self.owner.resize(more, leaving)
@@ -141,13 +163,24 @@ class Keeper:
         )
 
 
-def _fleet(there: Sequence[pb.WatchedWorker], starting: Sequence[Busy]) -> Fleet:
+def _silence(heard: Sequence[Heard], now_s: float) -> str:
+    """Which routers are not heard; empty: all are."""
+    silent = [one for one in heard if now_s - one.heard_s > STALE_S]
+    if not silent:
+        return ""
+    why = "; ".join(f"{one.address}: {one.trouble or 'nothing is heard'}" for one in silent)
+    return f"no worker leaves or changes its role until all routers are heard: {why}"
+
+
+def _fleet(told: Told, starting: Sequence[Busy], settle_s: float) -> Fleet:
     roles = [one.role for one in starting]
     return Fleet(
-        prefill=_count(there, Role.PREFILL),
-        decode=_count(there, Role.DECODE),
-        running=sum(one.info.running for one in there if one.info.role == Role.DECODE),
+        prefill=_count(told.workers, Role.PREFILL),
+        decode=_count(told.workers, Role.DECODE),
+        running=sum(one.info.running for one in told.workers if one.info.role == Role.DECODE),
         starting=Counts(roles.count(Role.PREFILL), roles.count(Role.DECODE)),
+        settle_s=settle_s,
+        is_known=not told.unheard,
     )
 
 
@@ -168,15 +201,6 @@ def _model(workers: Sequence[pb.WatchedWorker]) -> WorkerModel:
 
 def _hello(worker: pb.WatchedWorker) -> WorkerHello:
     return decode_hello(worker.hello)
-
-
-def _workers(found: Iterable[pb.WatchReport]) -> list[pb.WatchedWorker]:
-    """Each once, in the order of their names; those that drain are as good as gone."""
-    known = {one.info.incarnation: one for told in found for one in told.workers}
-    return sorted(
-        (one for one in known.values() if one.state != pb.WORKER_STATE_DRAINING),
-        key=lambda one: one.info.name,
-    )
 
 
 def _offered(told: pb.WatchReport) -> OfferedWork:

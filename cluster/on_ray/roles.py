@@ -25,6 +25,7 @@ from cluster.elastic.keeper import EVERY_S, Keeper
 from cluster.on_ray.actor import RouterAt
 from cluster.on_ray.wishes import Wishes
 from cluster.process.admin import NotKnown, NotPossible, flip
+from cluster.watch.latest import LatestReports
 from kvrelay.access.values import Access
 from kvrelay.errors import ConfigError
 from kvrelay.types import Role
@@ -81,6 +82,13 @@ class Roles:
 
     async def keep(self) -> None:
         """As the plan says by now, until the cluster has stopped."""
+        reports = LatestReports(self._access)
+        try:
+            await self._keep(reports)
+        finally:
+            await asyncio.to_thread(reports.close)
+
+    async def _keep(self, reports: LatestReports) -> None:
         keeper: Keeper | None = None
         owner: OnRay | None = None
         known: list[str] = []
@@ -92,7 +100,7 @@ class Roles:
                 continue
             if keeper is None or owner is None or owner.followed != rules:
                 owner = OnRay(rules, self._wishes, self._tell)
-                keeper = Keeper(routers=lambda: known, owner=owner, access=self._access)
+                keeper = Keeper(routers=lambda: known, owner=owner, reports=reports)
             known[:], owner.workers = self._routers(), self._expected()
             for line in await asyncio.to_thread(keeper.turn):
                 self._say(line)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from cluster.core.elastic.controller import ElasticPolicy
 from cluster.core.elastic.fleet import STARTS, Busy, Counts, Fleet, who_changes, who_leaves
+from cluster.core.elastic.starts import Settling
 from cluster.sim.machines.clock import Clock
 from cluster.sim.router import SimRouter
 from cluster.sim.worker import SimWorker
@@ -56,6 +57,7 @@ class SimElastic:
     goes_on: Callable[[], bool]
     flips: list[Flip] = field(default_factory=list)
     lives: list[Life] = field(default_factory=list)
+    _settling: Settling = field(default_factory=Settling)
 
     def begin(self) -> None:
         self.lives = [Life(role=one.core.role, worker=one.name) for one in self.workers.values()]
@@ -65,6 +67,7 @@ class SimElastic:
     def _look(self, _: None) -> None:
         assert self.policy is not None
         offered = sum((one.core.state.offered.total for one in self.routers), OfferedWork())
+        self._settling.hear(self._told(), self.clock.now_s)
         fleet = self._fleet()
         decision = self.policy.look(offered, fleet, self.clock.now_s)
         if decision.prefill is not None:
@@ -81,7 +84,16 @@ class SimElastic:
             decode=len(decode),
             running=sum(map(_running, decode)),
             starting=Counts(starting.count(Role.PREFILL), starting.count(Role.DECODE)),
+            settle_s=self._settling.p90_s,
         )
+
+    def _told(self) -> dict[str, list[Role]]:
+        """# worker |-> its role, as each router knows it"""
+        told: dict[str, list[Role]] = {}
+        for router in self.routers:
+            for view in router.core.state.workers.values():
+                told.setdefault(view.hello.name, []).append(view.own_role)
+        return told
 
     @property
     def _starting(self) -> list[Life]:
@@ -103,6 +115,7 @@ class SimElastic:
         names, role = who_changes(map(_busy, self._may_change), more_prefill)
         for worker in self._named(names):
             self.flips.append(Flip(at_s=self.clock.now_s, worker=worker.name, role=role))
+            self._settling.asked(worker.name, role, self.clock.now_s)
             worker.core.take_role(role)
             worker.hear(())
 

@@ -1,7 +1,7 @@
 """What the fate of a request teaches a router. Pure.
 
-How far predictions were off, how long outputs are, whether a tier keeps its objectives, and whether
-a link between two workers is to be trusted.
+How much work clients offer, how far predictions were off, how long outputs are, whether a tier
+keeps its objectives, and whether a link between two workers is to be trusted.
 """
 
 from __future__ import annotations
@@ -12,15 +12,43 @@ from math import isfinite
 from kvrelay.messages import Lifetime, LifetimeMoment, RequestFailed, Tokens
 from kvrelay.types import FinishReason
 from router.core.events import Command, PairQuarantined, PairTrusted
+from router.core.policy.admission import Admitted, Verdict
 from router.core.policy.forecast import messages_s
+from router.core.promises.returning import tells_of_refusal
 from router.core.request import Request
 from router.core.router_state import RouterState
 from router.core.state.candidate import PromptPrediction
+from router.core.state.demand import Demand
+from router.core.state.offered import could_be_kept, most_cached
 from router.core.state.quarantine import SUSPICIOUS
 
 MAX_LATENESS = 1.1
 """A late first token is recorded as at most 1.1 x its deadline, so that one outlier does not
 distort the margin: it went behind all prompts that could still be in time."""
+
+
+def was_offered(state: RouterState, request: Request, now_s: float) -> bool:
+    """It was admitted elsewhere, or comes back after it was refused."""
+    if request.admitted or tells_of_refusal(request.submitted.promise):
+        return True
+    is_due = request.promise is not None
+    return state.returning.is_back(request.digest, now_s, state.requests, is_due=is_due)
+
+
+def learn_offered(state: RouterState, request: Request, demand: Demand, verdict: Verdict) -> None:
+    """Once. What is admitted is work, whatever it asks for."""
+    request.is_counted = True
+    cached = most_cached(demand, state.workers.first)
+    if isinstance(verdict, Admitted) or _could_be_kept(state, demand, cached):
+        state.offered.add(demand, cached, verdict.shares)
+    else:
+        state.offered.add_hopeless(demand, verdict.shares)
+
+
+def _could_be_kept(state: RouterState, demand: Demand, cached: int) -> bool:
+    prefills, decodes, both = state.workers.by_role()
+    overhead_s = state.forecast.ttft.overhead_s
+    return could_be_kept(demand, cached, prefills + both, decodes + both, overhead_s)
 
 
 def learn_ttft(state: RouterState, request: Request, now_s: float) -> None:

@@ -41,7 +41,7 @@ from router.core.events import (
     stop_decoding,
     stop_idle_decode,
 )
-from router.core.learning import learn_length, learn_pace, learn_ttft
+from router.core.learning import learn_length, learn_offered, learn_pace, learn_ttft, was_offered
 from router.core.policy.admission import Admitted, Deferred
 from router.core.promises.refusal import NO_CAPACITY, Refusal
 from router.core.request import Ledger, Request, RequestState
@@ -49,7 +49,6 @@ from router.core.router_state import Move, RouterState
 from router.core.state.candidate import Candidate
 from router.core.state.demand import Demand
 from router.core.state.generation import GenerationRequest
-from router.core.state.offered import most_cached
 from router.core.state.story import Moment, choice_end, held, plain, why
 from router.core.state.worker_view import WorkerView
 from router.core.workers import book_decode, book_prefill
@@ -67,7 +66,8 @@ def submit(state: RouterState, submitted: GenerationRequest, now_s: float) -> li
         request.promise = state.promises.claim(request.digest, now_s, submitted.promise)
     if request.promise is None and submitted.promise is not None:
         request.early = state.promises.early(submitted.promise, now_s)
-    request.is_counted = request.admitted or bool(request.promise or request.early)
+    known = request.admitted or request.promise or request.digest in state.returning
+    request.is_counted = bool(known or submitted.promise) and was_offered(state, request, now_s)
     state.requests[request.request_id] = request
     told = [_admit(state, request, now_s)] if request.admitted else []
     return [*told, *seek(state, request, NO_CAPACITY, now_s)]
@@ -82,9 +82,7 @@ def seek(state: RouterState, request: Request, otherwise: Refusal, now_s: float)
         request.capped_tokens = None
     demand, verdict = decide(state, request, otherwise, now_s)
     if not request.is_counted:
-        request.is_counted = True
-        state.offered.add(demand, most_cached(demand, state.workers.first))
-        state.offered.note(verdict.shares)
+        learn_offered(state, request, demand, verdict)
     match verdict:
         case Admitted():
             return ask(state, request, demand, verdict, now_s)
@@ -173,6 +171,7 @@ def retry_waiting(state: RouterState, now_s: float) -> list[Command]:
 def reject(state: RouterState, request: Request, refusal: Refusal, now_s: float) -> list[Command]:
     told = rejection_for(state, request, refusal, now_s)
     request.story.note(Moment.REFUSED, now_s, (), why(told.reason, told.message))
+    state.returning.refused(request.digest, now_s)
     leave(state, request, now_s)
     return [Refuse(request_id=request.request_id, refusal=told)]
 
@@ -244,6 +243,8 @@ def take_slot(
 
 def _admit(state: RouterState, request: Request, now_s: float) -> Admit:
     request.admitted = True
+    if request.digest in state.returning:
+        state.returning.admitted(request.digest, request.request_id)
     if not request.submitted.is_ahead:
         state.forecast.prompts.saw(len(request.submitted.prompt_ids))
     if request.promise is not None:

@@ -30,6 +30,7 @@ from router.core.policy.kv_aware import KvAware
 from router.core.policy.placement import PlacementPolicy
 from router.core.policy.predictive import Predictive
 from router.core.promises.promises import Promises, ReleaseClock
+from router.core.promises.returning import Returning
 from router.core.request import Request, RequestState
 from router.core.state.demand import Demand
 from router.core.state.directory import Directory
@@ -186,6 +187,7 @@ class RouterState:
     waiting: WaitingRoom = field(default_factory=WaitingRoom)
     directory: Directory = field(default_factory=Directory)
     promises: Promises = field(default_factory=Promises)
+    returning: Returning = field(default_factory=Returning)
     releases: ReleaseClock = field(default_factory=ReleaseClock)
     quarantine: Quarantine = field(default_factory=Quarantine)
     recent_pairs: RecentPairs = field(default_factory=RecentPairs)
@@ -255,6 +257,7 @@ class RouterState:
     def _check_promises(self) -> None:
         """Each claim is kept, broken or given up once."""
         self.promises.validate()
+        self.returning.validate()
         claims = sum(one.promise is not None for one in self.requests.values())
         assert claims == self.promises.claimed, f"{claims} of {self.promises.claimed} claims"
 

@@ -189,6 +189,12 @@ class ClusterGauges(Collector):
             for tier, work in self._snapshot.offered.items():
                 counter.add_metric((self._model_name, tier), getattr(work, name))
             yield counter
+        text = "Requests beside these that not even an idle worker could serve in time."
+        name = "kvrelay:offered_hopeless_requests"
+        hopeless = CounterMetricFamily(name, text, labels=("model_name", "tier"))
+        for tier, count in self._snapshot.hopeless.items():
+            hopeless.add_metric((self._model_name, tier), count)
+        yield hopeless
 
     def _prefilled(self) -> Iterable[Metric]:
         """By pool of workers, whoever of them is there."""

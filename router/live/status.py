@@ -276,6 +276,7 @@ class ClusterViews:
             tiers=ladder_statuses(state.ladders, now_s),
             pauses=PAUSES,
             offered={tier: replace(work) for tier, work in state.offered.tiers.items()},
+            hopeless=dict(state.offered.hopeless),
             shares=state.offered.shares.told(),
             prefilled={pool: replace(work) for pool, work in state.prefilled.items()},
             needs=self._needs(now_s),

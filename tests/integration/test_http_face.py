@@ -204,6 +204,7 @@ async def test_metrics_are_valid_and_count(folder: Path) -> None:
         assert samples["kvrelay:qos_ladder_step", model, gold] == 2
         assert samples["kvrelay:offered_requests_total", model, gold] == 5
         assert samples["kvrelay:offered_prompt_tokens_total", model, gold] == 700
+        assert samples["kvrelay:offered_hopeless_requests_total", model, gold] == 6
         role = ("role", "decode")
         assert samples["kvrelay:desired_workers", model, ("pool", "both"), role] == 2.0
         assert samples["kvrelay:saturation", model, role] == 0.5

@@ -1,4 +1,4 @@
-"""The number of workers of a cluster on Ray follows what clients ask for, though it is refused."""
+"""The number of workers of a cluster on Ray follows what clients ask for, most of it refused."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import re
 import struct
 import subprocess
 import termios
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,11 +20,13 @@ from threading import Thread
 
 import pytest
 
-from cluster.cli.top.follow import followed
 from cluster.process.admin import NotPossible, drain, flip, open_watch
+from cluster.watch.follow import followed
+from cluster.watch.latest import LatestReports
+from kvrelay.access.values import Access
 from kvrelay.types import Role
 from kvrelay.v1 import admin_pb2 as pb
-from tests.access import ACCESS, token_file
+from tests.access import ACCESS, OTHER_TOKEN, token_file
 from tests.integration.plain_kit import KVRELAY
 from tests.integration.split_kit import (
     RouterThread,
@@ -122,6 +125,48 @@ def test_a_router_that_stops_ends_its_streams(llama: Path) -> None:
             assert not other.trouble
     finally:
         stays.close()
+
+
+def test_the_latest_report_of_a_router_comes_by_one_call_and_stays_when_it_is_lost(
+    llama: Path,
+) -> None:
+    goes, stays = RouterThread(llama), RouterThread(llama)
+    addresses = [f"127.0.0.1:{one.address.internal.grpc}" for one in (goes, stays)]
+    watches = stays.process._servers._watches
+    latest = LatestReports(ACCESS)
+    try:
+        wait_until(lambda: all(one.report for one in latest.of(addresses)), "both are heard")
+        first = latest.of(addresses)
+        wait_until(
+            lambda: latest.of(addresses)[1].heard_s >= first[1].heard_s + 1.0, "newer ones come"
+        )
+        assert watches.open == 1, "by the same call"
+        goes.close()
+        wait_until(lambda: bool(latest.of(addresses)[0].trouble), "its end is told")
+        gone, other = latest.of(addresses)
+        assert gone.report is not None and not other.trouble
+        assert latest.of(addresses)[0].heard_s == gone.heard_s < other.heard_s
+        assert [one.address for one in latest.of(addresses[:1])] == addresses[:1]
+        wait_until(lambda: watches.open == 0, "who is asked for no more is let go")
+        assert [one.report for one in latest.of(addresses[1:])] == [None]
+        wait_until(lambda: latest.of(addresses[1:])[0].report is not None, "it is heard anew")
+    finally:
+        latest.close()
+        stays.close()
+    assert not [one.name for one in threading.enumerate() if "follow" in one.name]
+
+
+def test_a_router_that_refuses_is_asked_again(llama: Path) -> None:
+    router = RouterThread(llama)
+    address = f"127.0.0.1:{router.address.internal.grpc}"
+    latest = LatestReports(Access(token=OTHER_TOKEN))
+    try:
+        for _ in range(2):
+            wait_until(lambda: "token" in latest.of([address])[0].trouble, "why is told")
+        assert latest.of([address])[0].report is None
+    finally:
+        latest.close()
+        router.close()
 
 
 def test_top_as_a_user_runs_it(llama: Path, hosts: tuple[WorkerHost, WorkerHost]) -> None:

@@ -252,6 +252,7 @@ class FakeDispatcher:
             tiers=self.tier_statuses,
             pauses=self.pauses,
             offered={"gold": OfferedWork(requests=5, prompt_tokens=700, output_tokens=90)},
+            hopeless={"gold": 6},
             prefilled={"cpu": PrefilledWork(prompts=3, tokens=20_000)},
             needs={Role.DECODE: NeedStatus(busy=1.5, desired={"both": 2.0}, saturation=0.5)},
             starts=self.starts,

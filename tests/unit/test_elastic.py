@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 from random import Random
 
@@ -15,13 +14,9 @@ from cluster.core.elastic.fleet import Fleet
 from cluster.core.elastic.roles import RoleController
 from cluster.core.elastic.rules import RoleRules
 from engine.core.step_times import LinearTimes
-from kvrelay.types import Incarnation, Objectives, Role
-from router.core.core import RouterCore
-from router.core.events import Refuse, Submitted, WorkerJoined, WorkerLost
 from router.core.load.flow import OfferedRate
 from router.core.load.needs import Needs, WorkerModel, decode_batch
 from router.core.load.offered import OfferedWork
-from tests.unit.router_kit import PROMPT, core_with, hello, request, split, submit
 
 TIMES = LinearTimes(
     prefill_overhead_s=0.002,
@@ -50,59 +45,6 @@ def rate(
         tpot_s=per_s * (tpot_s or 0.0),
         with_tpot=per_s * (tpot_s is not None),
     )
-
-
-# --- what is offered ------------------------------------------------------------------------------
-
-
-def test_admitted_and_refused_requests_are_offered_and_who_comes_back_is_not() -> None:
-    core = split(places=1)
-    submit(core, "one")
-    first = core.state.offered.total
-    assert (first.requests, first.prompt_tokens) == (1, len(PROMPT))
-    assert first.output_tokens == 8 and first.context_tokens == 8 * (len(PROMPT) + 4)
-    [refusal] = [c for c in submit(core, "two") if isinstance(c, Refuse)]
-    assert core.state.offered.total.requests == 2
-    promise = refusal.refusal.promise
-    again = replace(request("two"), promise=promise)
-    core.handle(Submitted(request=again), 1.5)
-    assert core.state.offered.total.requests == (2 if promise is not None else 3)
-
-
-def test_without_any_worker_work_is_offered_too() -> None:
-    core = RouterCore()
-    submit(core)
-    assert core.state.offered.total.requests == 1
-
-
-def test_objectives_are_summed_over_those_that_have_some() -> None:
-    core = split(places=4)
-    submit(core, "plain")
-    asked = replace(request("asked"), objectives=Objectives(ttft_s=0.5, tpot_s=0.1))
-    core.handle(Submitted(request=asked), 1)
-    found = core.state.offered.total
-    assert (found.ttft_s, found.with_ttft, found.tpot_s, found.with_tpot) == (0.5, 1, 0.1, 1)
-
-
-def test_what_is_predicted_is_a_share_of_what_is_asked_for_admitted_or_refused() -> None:
-    core = split(places=4)
-    submit(core, "plain")
-    assert core.state.offered.shares.told() == {}
-    for ttft_s in (100.0, 1e-6):
-        asked = replace(request(f"in {ttft_s} s"), objectives=Objectives(ttft_s=ttft_s))
-        told = core.handle(Submitted(request=asked), 1)
-        assert any(isinstance(one, Refuse) for one in told) == (ttft_s < 1)
-    shares = core.state.offered.shares.told()
-    assert [*shares] == ["ttft"]
-    assert (shares["ttft"].up_to()[0.1], shares["ttft"].counts[inf]) == (1, 1)
-
-
-def test_a_request_that_is_tried_again_is_the_same_work() -> None:
-    core = core_with(places=4, p=Role.PREFILL, d=Role.DECODE)
-    submit(core)
-    core.handle(WorkerJoined(hello=hello("d2", Role.DECODE)), 2)
-    core.handle(WorkerLost(incarnation=Incarnation("d")), 3)
-    assert core.state.offered.total.requests == 1
 
 
 def test_rates_are_over_the_window_and_survive_a_router_that_begins_anew() -> None:
@@ -320,3 +262,62 @@ def test_bursts_are_doubted_more_than_requests_that_come_one_by_one() -> None:
         needs = Needs.of(seen.per_second, MODEL, seen.covers_s, seen.bursts)
         doubts.append((needs.prefill_chance, needs.decode_chance))
     assert doubts[1][0] > 1.5 * doubts[0][0] and doubts[1][1] > 1.5 * doubts[0][1]
+
+
+@pytest.mark.parametrize("prefill", [2, 18])
+def test_no_more_workers_change_than_serve_it_all(prefill: int) -> None:
+    """Of twenty, with much to spare for those that go on."""
+    work = rate(30, 2000, 10) if prefill == 2 else rate(30, 50, 1000)
+    controller, clients, wanted = keeper(), Clients(), None
+    while wanted is None and clients.now_s < 60:
+        fleet = Fleet(prefill=prefill, decode=20 - prefill, running=0)
+        wanted = controller.look(clients.second(work), fleet, clients.now_s).prefill
+    needs = controller.needs
+    assert wanted is not None and needs is not None
+    served = {p: needs.served(p, 20 - p) for p in range(1, 20)}
+    least = min(abs(p - prefill) for p, share in served.items() if share >= 1.0)
+    spared = abs(max(served, key=lambda p: served[p]) - prefill)
+    assert least <= abs(wanted - prefill) <= least + 2 < spared
+
+
+def needs_of(prefill: float, decode: float) -> Needs:
+    return Needs(
+        prefill=prefill, decode=decode, prompt_s=0.2, variation=0.1, ttft_s=20.0, batch=100
+    )
+
+
+def first_change_s(settle_s: float) -> float:
+    """Of sixteen workers, while ever more prompts come."""
+    controller = RoleController()
+    for second in range(1200):
+        fleet = Fleet(prefill=6, decode=10, running=0, settle_s=settle_s)
+        if controller.look(needs_of(1 + second / 100, 2.0), fleet, float(second)) is not None:
+            return float(second)
+    raise AssertionError("no change")
+
+
+def test_roles_change_for_when_the_change_has_settled() -> None:
+    at_once, slowly = first_change_s(0.0), first_change_s(60.0)
+    assert 25 <= at_once - slowly <= 75
+
+
+def test_nothing_else_changes_until_a_change_has_long_settled() -> None:
+    for settle_s, rests_s in ((0.5, 15), (4.0, 40)):
+        controller, changed = RoleController(), []
+        prefill, prompts = 2, 6.0
+        for second in range(100):
+            fleet = Fleet(prefill=prefill, decode=16 - prefill, running=0, settle_s=settle_s)
+            wanted = controller.look(needs_of(prompts, 2.0), fleet, float(second))
+            if wanted is not None:
+                changed.append(second)
+                prefill, prompts = wanted, 12.0
+        assert len(changed) == 2 and changed[1] - changed[0] == rests_s
+
+
+def test_roles_are_not_asked_for_while_something_is_unknown() -> None:
+    controller, clients = keeper(), Clients()
+    for _ in range(60):
+        fleet = Fleet(prefill=1, decode=7, running=0, is_known=False)
+        assert controller.look(clients.second(LONG), fleet, clients.now_s).prefill is None
+    fleet = Fleet(prefill=1, decode=7, running=0)
+    assert controller.look(clients.second(LONG), fleet, clients.now_s).prefill is not None

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from bench.elastic.loads import H200_70B
+from bench.elastic.loads import H200_70B, HOPELESS
 from bench.elastic.published import Predictions, as_arrow, as_xllm, fewest_decode_workers
 from bench.elastic.study import MINUTE, Cell, calm_s, config_of, policy_of
 from cluster.config.schema import Config
 from cluster.core.elastic.fleet import Fleet
 from cluster.sim.simulation import ClusterSimulation
 from cluster.sim.trace import Outcome, TraceRequest
-from kvrelay.types import Role
+from engine.core.step_times import LinearTimes
+from kvrelay.types import Incarnation, Role
 
 
 def config(cell: Cell, *pools: tuple[str, int]) -> Config:
@@ -33,6 +34,15 @@ def test_workers_of_pools_that_take_either_role_follow_the_work_and_no_others() 
     assert len(flips) >= 2
     assert flips[0].role is Role.PREFILL
     assert {flip.worker.partition("-")[0] for flip in flips} == {"worker"}
+
+
+def test_three_of_ten_prompts_are_hopeless_even_on_an_idle_worker_and_no_others() -> None:
+    cell = Cell(load="hopeless", way="roles", prefill=8, rate=10.0, minutes=2.0)
+    simulation = ClusterSimulation(config_of(cell, H200_70B), cell.requests(), cell.scale())
+    times = LinearTimes.of(simulation.fleet.workers[Incarnation("worker-0")].hardware.told)
+    late = [times.prompt_s(one.input_tokens, 0, 2048) > 2.0 for one in cell.requests()]
+    assert 0.25 < sum(late) / len(late) < 0.35
+    assert sum(late) == sum(one.input_tokens == HOPELESS for one in cell.requests())
 
 
 def outcome(arrival_s: float, *, refused: bool) -> Outcome:

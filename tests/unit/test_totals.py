@@ -12,7 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from cluster.core.elastic.controller import ElasticController
-from cluster.core.elastic.fleet import Busy, Counts, Fleet, who_leaves
+from cluster.core.elastic.fleet import NOBODY, Busy, Counts, Fleet, who_leaves
 from cluster.core.elastic.forecast import EVERY_S, FIRST, Forecast, Holt, Seasonal
 from cluster.core.elastic.roles import RoleController
 from cluster.core.elastic.rules import Bounds, TotalRules
@@ -274,3 +274,47 @@ def test_more_is_never_removed_by_a_forecast() -> None:
     for number, one in enumerate(needs):
         wanted = totals.look(one, Counts(1, 1), number)
         assert wanted.workers >= one.prefill_workers(40) + one.decode_workers(40)
+
+
+@dataclass
+class Wanting(Totals):
+    """So many, whatever is offered."""
+
+    counts: Counts = NOBODY
+
+    def look(self, needs: Needs, have: Counts, now_s: float) -> Counts:
+        return self.counts
+
+
+@pytest.mark.parametrize(
+    ("rules", "serving", "starting", "is_known", "wanted", "found"),
+    [
+        (EACH, (1, 3), (0, 0), True, (3, 1), (3, 3)),
+        (EACH, (3, 3), (0, 0), True, (3, 1), (3, 1)),
+        (EACH, (3, 3), (0, 0), False, (3, 1), None),
+        (EACH, (3, 3), (0, 0), False, (4, 1), (4, 3)),
+        (EACH, (1, 3), (2, 0), True, (3, 1), None),
+        (EACH, (2, 3), (2, 0), True, (3, 1), (3, 3)),
+        (EACH, (2, 3), (1, 1), True, (3, 1), (3, 3)),
+        (BOTH, (4, 4), (0, 2), True, (3, 6), (4, 5)),
+        (BOTH, (4, 4), (1, 2), True, (1, 3), (4, 4)),
+        (BOTH, (4, 4), (0, 0), True, (1, 3), (1, 3)),
+    ],
+)
+def test_workers_come_first_then_those_leave_that_start_then_others(
+    rules: TotalRules,
+    serving: tuple[int, int],
+    starting: tuple[int, int],
+    is_known: bool,
+    wanted: tuple[int, int],
+    found: tuple[int, int] | None,
+) -> None:
+    totals = Wanting(rules=rules, lead_s=LEAD_S, counts=Counts(*wanted))
+    controller, clients = ElasticController(model=MODEL, window_s=20.0, totals=totals), Clients()
+    prefill, decode = serving
+    fleet = Fleet(
+        prefill=prefill, decode=decode, running=0, starting=Counts(*starting), is_known=is_known
+    )
+    for _ in range(10):
+        decision = controller.look(clients.second(LONG), fleet, clients.now_s)
+    assert decision.counts == (None if found is None else Counts(*found))

@@ -115,10 +115,11 @@ def run_controller(join: Sequence[str], rules: RoleRules, access: Access) -> Non
     """Keep the roles of the workers of these routers until SIGTERM or SIGINT."""
     from cluster.elastic.keeper import Keeper
     from cluster.elastic.owners import ProcessesOfTheirOwn
+    from cluster.watch.latest import LatestReports
 
     routers = partial(addresses_of, join)
     owner = ProcessesOfTheirOwn(role_rules=rules, routers=routers, access=access)
-    keeper = Keeper(routers=routers, owner=owner, access=access)
+    keeper = Keeper(routers=routers, owner=owner, reports=LatestReports(access))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: keeper.stop())
     print(f"roles follow the offered work at {', '.join(join)}", flush=True)

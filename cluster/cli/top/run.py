@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.live import Live
 
-from cluster.cli.top.follow import Following, followed
 from cluster.cli.top.screen import as_facts, screen
+from cluster.watch.follow import Following, followed
 from kvrelay.access.values import Access
 from kvrelay.errors import KvrelayError
 

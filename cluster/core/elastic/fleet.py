@@ -28,12 +28,15 @@ STARTS = -1
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
     """`running`: sequences that decode now. `starting`: workers that don't serve yet, by the role
-    with which they begin."""
+    with which they begin. `settle_s`: how long changes of roles took lately. `is_known` is False
+    while something was not heard lately: then there may be more work, or fewer workers."""
 
     prefill: int
     decode: int
     running: int
     starting: Counts = NOBODY
+    settle_s: float = 0.0
+    is_known: bool = True
 
     @property
     def workers(self) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+DAY_S = 24 * 3600.0
 EVERY_S = 5.0
 LEVEL, TREND, DAMPING = 0.3, 0.05, 0.98
 REMEMBERED = 720
@@ -24,6 +25,8 @@ error for as long as a start takes, and would be more than a tenth of fewer."""
 BETTER = 0.95
 """Of the last value's error."""
 MOST_ROOM = 0.5
+NINE_OF_TEN = 1.28
+"""Standard deviations, of a normal distribution."""
 
 
 class Foresees(Protocol):
@@ -128,6 +131,11 @@ class Forecast:
     def ahead(self, lead_s: float) -> float:
         return self._tried[self.used].way.ahead(_steps(lead_s))
 
+    def change(self, lead_s: float) -> float:
+        """What is foreseen over the last value: 1 where that is the best that is known."""
+        last = self._tried["last"].way.ahead(1)
+        return self.ahead(lead_s) / last if last > 0 else 1.0
+
     @property
     def used(self) -> str:
         last = self._tried["last"]
@@ -143,6 +151,11 @@ class Forecast:
         if len(errors) < _first_room(_steps(lead_s)) or value <= 0:
             return 0.0
         return min(MOST_ROOM, max(0.0, _p90(errors) / value))
+
+
+def room_for(chance: float) -> float:
+    """`chance`: a standard deviation, as a share. Nine of ten times it is no more than this."""
+    return min(MOST_ROOM, NINE_OF_TEN * chance)
 
 
 def _first_room(steps: int) -> int:

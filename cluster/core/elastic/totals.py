@@ -10,13 +10,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from cluster.core.elastic.fleet import Counts
-from cluster.core.elastic.forecast import MOST_ROOM, Forecast
+from cluster.core.elastic.forecast import DAY_S, Forecast, room_for
 from cluster.core.elastic.rules import TotalRules
 from router.core.load.needs import Needs
-
-DAY_S = 24 * 3600.0
-NINE_OF_TEN = 1.28
-"""Standard deviations, of a normal distribution."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,6 +46,11 @@ class Totals:
             self.rules.prefill.clamp(_follow(needed.prefill, prefill, have.prefill)),
             self.rules.decode.clamp(_follow(needed.decode, decode, have.decode)),
         )
+
+    def begin_anew(self) -> None:
+        """What was needed lately is not known."""
+        self._seen.clear()
+        self._began_s = None
 
     def _of_both(self, needs: Needs, have: Counts, total: int) -> Counts:
         """One after the other leaves the role that it is missed less in; who comes takes any."""
@@ -102,5 +103,5 @@ def _growth(forecast: Forecast, now: float, chance: float, lead_s: float) -> flo
     `now`, as a share of it. Nine of ten times no more is needed."""
     if now <= 0:
         return 1.0
-    room = max(forecast.room(now, lead_s), min(MOST_ROOM, NINE_OF_TEN * chance))
+    room = max(forecast.room(now, lead_s), room_for(chance))
     return max(1.0, forecast.ahead(lead_s) / now) + room

@@ -231,6 +231,8 @@ class ClusterSnapshot:
     pauses: GcPauses
     offered: Mapping[str, OfferedWork]
     """# tier |-> its work"""
+    hopeless: Mapping[str, int]
+    """# tier |-> requests beside it that no worker could serve in time"""
     shares: Mapping[str, Histogram]
     """# ttft, tpot |-> what was predicted of offered requests over what they asked for"""
     prefilled: Mapping[str, PrefilledWork]

@@ -2,14 +2,16 @@
 
 Admission keeps queues and latencies low by refusing, so they say nothing about need. What is
 offered does: the work of admitted and of refused requests. A client that was refused and comes
-back when it was told to is the same work, counted once.
+back is the same work, counted once (`router.core.promises.returning`). What no worker could serve
+in time, were it alone there, is counted apart: no number of workers would help it.
 
 Which prompts the workers of each pool have computed: the share of a pool. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -24,14 +26,18 @@ SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0, inf)
 
 @dataclass(slots=True)
 class OfferedLoad:
-    """`tiers`: # tier |-> its work. `shares` of the objectives that requests were predicted to
-    take, were they admitted."""
+    """`tiers`: # tier |-> its work. `hopeless`: # tier |-> requests that are no part of it, since
+    no worker could keep what they ask for. `shares` of the objectives that requests were predicted
+    to take, were they admitted."""
 
     tiers: dict[str, OfferedWork] = field(default_factory=dict)
+    hopeless: Counter[str] = field(default_factory=Counter)
     shares: Histograms = field(default_factory=lambda: Histograms(SHARES))
 
-    def add(self, demand: Demand, cached: int) -> None:
-        """`cached`: prompt tokens that some worker has."""
+    def add(self, demand: Demand, cached: int, shares: Mapping[str, float]) -> None:
+        """`cached`: prompt tokens that some worker has. `shares`: # ttft, tpot |-> predicted over
+        asked for"""
+        self._note(shares)
         work = self.tiers.get(demand.tier.name)
         if work is None:
             work = self.tiers[demand.tier.name] = OfferedWork()
@@ -52,8 +58,11 @@ class OfferedLoad:
             work.tpot_s += tpot_s
             work.with_tpot += 1
 
-    def note(self, shares: Mapping[str, float]) -> None:
-        """`shares`: # ttft, tpot |-> predicted over asked for"""
+    def add_hopeless(self, demand: Demand, shares: Mapping[str, float]) -> None:
+        self._note(shares)
+        self.hopeless[demand.tier.name] += 1
+
+    def _note(self, shares: Mapping[str, float]) -> None:
         for kind, share in shares.items():
             self.shares.count(kind, share)
 
@@ -67,6 +76,36 @@ def most_cached(demand: Demand, worker: WorkerView | None) -> int:
     if worker is None:
         return 0
     return max(demand.held.blocks(worker).values(), default=0) * worker.hello.block_size
+
+
+def could_be_kept(
+    demand: Demand,
+    cached: int,
+    prefills: Sequence[WorkerView],
+    decodes: Sequence[WorkerView],
+    overhead_s: float,
+) -> bool:
+    """Whether some worker of each role keeps what it asks for when it is alone there, by what step
+    times say. Where a role has no worker, nobody can tell: it may."""
+    asked, decodes = demand.objectives, decodes if demand.decodes else ()
+
+    def prompt_s(worker: WorkerView) -> float:
+        return overhead_s + worker.prompt_s(demand.prompt_tokens, cached)
+
+    def step_s(worker: WorkerView) -> float:
+        return worker.decode_s(demand.choices, demand.kv_tokens)
+
+    in_time = _some_within(map(prompt_s, prefills), asked.ttft_s, not prefills)
+    in_time = in_time and _some_within(map(step_s, decodes), asked.tpot_s, not decodes)
+    if not in_time or asked.deadline_s is None:
+        return in_time
+    soonest_s = min(map(prompt_s, prefills), default=0.0)
+    decodes_s = (demand.output_tokens - 1) * min(map(step_s, decodes), default=0.0)
+    return soonest_s + decodes_s <= asked.deadline_s
+
+
+def _some_within(times: Iterable[float], most_s: float | None, nobody: bool) -> bool:
+    return most_s is None or nobody or any(seconds <= most_s for seconds in times)
 
 
 @dataclass(slots=True)

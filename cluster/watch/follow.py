@@ -7,6 +7,7 @@ A router that is lost is tried again for as long as someone looks.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,13 +28,15 @@ STOPPED = "the router has stopped"
 
 @dataclass(slots=True)
 class Followed:
-    """The latest `report` of one router. `trouble`: why there is no newer one; empty: all is well.
-    `news` counts what has changed. `before`: its report of RATE_S ago, or the first since then."""
+    """The latest `report` of one router, and when it came. `trouble`: why there is no newer one;
+    empty: all is well. `news` counts what has changed. `before`: its report of RATE_S ago, or the
+    first since then."""
 
     address: str
     report: WatchReport | None = None
     trouble: str = ""
     news: int = 0
+    heard_s: float = 0.0
     before: WatchReport | None = None
     _lately: deque[WatchReport] = field(default_factory=deque)
 
@@ -42,7 +45,7 @@ class Followed:
         while len(self._lately) > 2 and self._lately[1].uptime_s <= report.uptime_s - RATE_S:
             self._lately.popleft()
         self.before = self._lately[0] if len(self._lately) > 1 else None
-        self.report, self.trouble = report, ""
+        self.report, self.trouble, self.heard_s = report, "", time.monotonic()
         self.news += 1
 
     def lose(self, trouble: str) -> None:

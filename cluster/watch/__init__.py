@@ -1,0 +1,1 @@
+"""What routers report, followed: one open call of Admin.Watch for each."""
