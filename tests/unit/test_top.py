@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from cluster.cli.top.follow import RATE_S, Followed
 from rich.console import Console
 
 from cluster.cli.top.screen import as_facts, merged, screen, short
+from cluster.watch.follow import RATE_S, Followed
 from kvrelay.v1 import admin_pb2 as pb
 from kvrelay.v1.inference_pb2 import LinkInfo, WorkerInfo
 
