@@ -140,7 +140,7 @@ def test_where_both_leave_no_stream_is_sent_to_and_fro(llama: Path, hosts: Hosts
         ThreadPoolExecutor(1) as pool,
     ):
         router, client, expected, running = leaving(llama, first, pool, 900)
-        first.router.call(first.router.process.leave())
+        first.router.call(first.router.process._servers.leave())
         router.close(drain_s=PATIENCE_S)
         assert running.done() and running.result() == expected
         assert client._routers.current == 0
