@@ -171,7 +171,7 @@ class Fleet:
         for router in self.cluster.routers.values():
             found += router.counts
             state = router.core.state
-            found["moves"] += state.moves.moved
+            found["moves"] += sum(state.moves.moved.values())
             found["local prefills"] += state.local_prefills
             found["promises kept"] += state.promises.kept
         for worker in self.cluster.workers.values():

@@ -74,7 +74,7 @@ def make_clients(
 
 def done(clients: Clients) -> Counter[str]:
     """What happened, those of dead workers left out."""
-    found: Counter[str] = Counter(moved=clients.cluster.core.state.moves.moved)
+    found: Counter[str] = Counter(moved=sum(clients.cluster.core.state.moves.moved.values()))
     for worker in clients.cluster.workers.values():
         assert worker.core.lookup.peers is not None
         found.update(pulled_tokens=worker.core.lookup.peers.tokens)
