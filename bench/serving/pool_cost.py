@@ -96,7 +96,7 @@ def without_hits(folder: Path, repeats: int) -> list[Row]:
         ("resident memory, all processes", "MiB", attrgetter("resident_mib"), None),
     ]
     return [
-        _row(name, unit, *([pick(arm) for arm in arms] for arms in (pooled, plain)), goal=goal)
+        _row(name, unit, [pick(arm) for arm in pooled], [pick(arm) for arm in plain], goal)
         for name, unit, pick, goal in rows
     ]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
-from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
+from torch.distributed import FileStore, ProcessGroupGloo
 
 from engine.device.group import LOADING_TIMEOUT_S, MEETING_TIMEOUT_S
 from kvrelay.errors import PeerError

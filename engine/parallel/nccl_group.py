@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore
 
 from engine.device.group import LOADING_TIMEOUT_S
 from kvrelay.errors import PeerError

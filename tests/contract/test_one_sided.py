@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -137,7 +138,8 @@ def test_a_peer_with_which_a_copy_hangs_is_not_connected_anew(
     owner, writer = make_side(), make_side()
     region, address = owner.region(64), owner.endpoint.address
     connection = writer.endpoint.connect(address)
-    remote = writer.endpoint._peers[address]._remote
+    endpoint: Any = writer.endpoint
+    remote = endpoint._peers[address]._remote
     begun, ends = threading.Event(), threading.Event()
 
     def hang(*_: object) -> None:

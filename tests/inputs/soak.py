@@ -28,12 +28,16 @@ ROUND = {"http": 500, "lines": 150, "grpc": 250, "parts": 100}
 """# kind |-> its cases of one round"""
 
 
+def _post(client: httpx.Client, request: tuple[str, bytes], headers: dict[bytes, bytes]) -> None:
+    cases.post(client, *request, headers)
+
+
 def checks(
     client: httpx.Client, stub: inference_pb2_grpc.InferenceStub
 ) -> dict[str, tuple[st.SearchStrategy[object], Callable[..., None]]]:
     """# kind |-> what is sent, and how"""
     return {
-        "http": (st.tuples(requests, headers), lambda one: cases.post(client, *one[0], one[1])),
+        "http": (st.tuples(requests, headers), lambda one: _post(client, *one)),
         "lines": (lines, lambda body: cases.post(client, "/v1/completions/stream", body, {})),
         "grpc": (generate_requests, lambda message: cases.generate(stub, message)),
         "parts": (prompt_parts, lambda parts: cases.generate_parts(stub, parts)),

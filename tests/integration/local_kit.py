@@ -75,7 +75,9 @@ class LocalHost:
     @property
     def memory(self) -> KvMemory:
         """Its KV pool."""
-        return self.device._engine.memory
+        engine: Any = self.device._engine
+        memory: KvMemory = engine.memory
+        return memory
 
     @property
     def incarnation(self) -> Incarnation:

@@ -15,8 +15,8 @@ from engine.model.checkpoint import open_checkpoint
 from engine.model.model import load_model
 from kvpool.core.blocks.runs import path
 from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.layout.block_names import ChainNames
 from kvpool.core.layout.codec import CODEC_BLOCK_TOKENS
-from kvpool.core.layout.hashes import BlockHashes
 from kvpool.core.layout.layout import KvLayout
 from kvpool.core.transfer.link_cost import LinkCost
 from kvrelay.types import Role
@@ -83,7 +83,7 @@ def kept(host: LocalHost, prompt: list[int]) -> list[torch.Tensor]:
     return [plane[:, slots] for plane in memory.planes[0]]
 
 
-def names(tables: BlockTables, prompt: list[int]) -> BlockHashes:
+def names(tables: BlockTables, prompt: list[int]) -> ChainNames:
     chain = tables.chain("", len(prompt))
     chain.extend(prompt, len(prompt))
     return chain.full(len(prompt))

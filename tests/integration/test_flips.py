@@ -37,7 +37,7 @@ def keep_asking(
 
 
 def role_of(cluster: Cluster, worker: str) -> Role:
-    return next(one.role for one in cluster.router.workers() if one.name == worker)
+    return next(Role(one.role) for one in cluster.router.workers() if one.name == worker)
 
 
 def wait_for_role(cluster: Cluster, worker: str, role: Role) -> float:

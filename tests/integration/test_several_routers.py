@@ -278,8 +278,8 @@ def test_a_tier_gets_its_share_back_from_what_another_router_lent(
     with routers(2, long_llama, workers, **told) as (one, other), ThreadPoolExecutor(4) as pool:
         fields = {"max_tokens": 1500}
         free = [pool.submit(ask_all, one, [prompt], **fields) for prompt in asked]
-        workers = other.router.process.dispatcher.core.state.workers
-        views = {view.hello.name: view for view in workers.values()}
+        known = other.router.process.dispatcher.core.state.workers
+        views = {view.hello.name: view for view in known.values()}
         decode = views["decode-0"]
         wait_until(lambda: decode.counters.decode_sequences == 4, "free ones have all places")
         body = {"model": "test-model", "prompt": [5, 6, 7], "max_tokens": 4}

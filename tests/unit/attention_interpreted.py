@@ -131,9 +131,9 @@ def test_rotated_and_stored_at_once_is_one_after_the_other(
     query, key, value = whole.split([heads, kv_heads, kv_heads], dim=1)
     cos, sin = torch.randn(1, 1, 4, dim), torch.randn(1, 1, 4, dim)
     at_once, apart = (torch.zeros(2, 9, kv_heads, dim).to(kept) for _ in range(2))
-    asked = rotate_and_store(query[0], key[0], value[0], cos, sin, *at_once, slots)
+    asked = rotate_and_store(query[0], key[0], value[0], cos, sin, at_once[0], at_once[1], slots)
     rotate = TritonOperations().rotate
-    store(rotate(key, cos, sin)[0], value[0], *apart, slots)
+    store(rotate(key, cos, sin)[0], value[0], apart[0], apart[1], slots)
     assert torch.equal(asked, rotate(query, cos, sin)[0].transpose(0, 1))
     assert torch.equal(at_once.float(), apart.float())
     assert at_once.float().abs().sum() > 0

@@ -319,6 +319,6 @@ class World:
             assert Counter(self.roles[one.name] for one in there) == wanted, pool
         for worker in self.core.workers.values():
             assert self.roles[worker.name] is worker.role, worker
-        for pool in self.core.pools.processes():
-            if pool.state is State.SERVING:
-                assert self.revisions[pool.name] == self.pool_revision, pool
+        for node in self.core.pools.processes():
+            if node.state is State.SERVING:
+                assert self.revisions[node.name] == self.pool_revision, node

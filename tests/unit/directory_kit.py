@@ -98,7 +98,7 @@ class StrandTree:
 
     def strand(self, number: int) -> Strand | None:
         part = self.parts.get(number)
-        return part and Strand(part.parent, part.begin, part.end)
+        return None if part is None else Strand(part.parent, part.begin, part.end)
 
     def hashes(self, number: int, start: int, end: int) -> bytes:
         part = self.parts[number]

@@ -54,8 +54,8 @@ class Batch:
         window = self.layout.groups[0].window
         return torch.cat(
             [
-                _attention(asked, *(t.double() for t in text), cached, scores, window)
-                for asked, (text, (cached, _)) in zip(rows, self._by_slice(), strict=True)
+                _attention(asked, keys.double(), values.double(), cached, scores, window)
+                for asked, ((keys, values), (cached, _)) in zip(rows, self._by_slice(), strict=True)
             ]
         )
 

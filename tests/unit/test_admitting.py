@@ -143,7 +143,7 @@ class TestPredictive:
         queue(p, 2.0)
         asked = demand(ttft_s=0.5)
         again_s = refusal_of(judge(Predictive(), p, d, asked=asked)).retry_after_s
-        assert again_s == pytest.approx(2.03 - 0.5)
+        assert again_s is not None and again_s == pytest.approx(2.03 - 0.5)
         assert isinstance(judge(Predictive(), p, d, asked=asked, now_s=again_s + 1e-9), Admitted)
 
     def test_an_impossible_objective_is_told_as_such(self) -> None:

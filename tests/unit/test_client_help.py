@@ -16,7 +16,7 @@ METHODS = [Client.generate, Client.stream, AsyncClient.generate, AsyncClient.str
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__qualname__)
 def test_help_shows_every_option(method: Callable[..., object]) -> None:
-    text = " ".join(pydoc.render_doc(method, renderer=pydoc.plaintext).split())
+    text = " ".join(pydoc.render_doc(method, renderer=pydoc.plaintext).split())  # type: ignore[attr-defined]
     for name, does in HELP.items():
         assert f" {name}: " in text, name
         assert f"{name}: {does}" in text, name

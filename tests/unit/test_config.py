@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -689,8 +690,9 @@ def test_who_gets_other_settings_is_replaced(key: str, value: object) -> None:
     pools = zip(changed.worker_pools, default.worker_pools, strict=True)
     assert changed.pool is not None and default.pool is not None
     nodes = (changed.pool, default.pool)
-    first, *others = [*pools, (changed.routers[0], default.routers[0]), nodes]
-    for now, before in [first, *others]:
+    pairs: list[Any] = [*pools, (changed.routers[0], default.routers[0]), nodes]
+    first = pairs[0]
+    for now, before in pairs:
         is_other = (now.settings, now.placement) != (before.settings, before.placement)
         is_of_first = key.startswith("workers.0.") and (now, before) != first
         is_replaced = now.revision != before.revision

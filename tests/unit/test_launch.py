@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import ray
@@ -15,7 +15,7 @@ from cluster.on_ray.launch import Driver
 from cluster.on_ray.reports import ControllerReport
 from kvrelay.errors import KvrelayError
 
-Answer = ControllerReport | RayError | None
+Answer: TypeAlias = ControllerReport | RayError | None
 
 
 class SilentController:

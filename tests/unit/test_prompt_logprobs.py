@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.core import step
 from engine.core.sizing import EngineLimits
 from engine.core.step import (
     MOST_SCORED_TOKENS,
@@ -28,6 +29,7 @@ from engine.runner import Engine
 from kvrelay.messages import Abort, Generate, Lifetime, Prefill, PromptLogprobs, Tokens
 from kvrelay.types import FinishReason, Incarnation, PromptLogprob, Role
 from prefill_worker.scheduler import PrefillScheduler
+from router.core.core import RouterCore
 from router.core.events import Admit, Command, Deliver, Send, Submitted, WorkerJoined, WorkerLost
 from tests.drive import Running, start
 from tests.models import VOCAB_SIZE, random_checkpoint
@@ -149,7 +151,7 @@ def ran(slices: list[SequenceSlice]) -> StepDone:
     return StepDone(outcome=outcome, seconds=0.1)
 
 
-def told(commands: list[worker_kit.Command]) -> list[tuple[int, tuple[int, ...]]]:
+def told(commands: list[step.Command]) -> list[tuple[int, tuple[int, ...]]]:
     """# of each event: first position, tokens"""
     return [
         (event.first_position, tuple(entry.token_id for entry in event.entries))
@@ -255,7 +257,7 @@ def test_a_sequence_that_decodes_is_not_scored_again() -> None:
 P, P2, D = Incarnation("p"), Incarnation("p2"), Incarnation("d")
 
 
-def submit(core: router_kit.RouterCore, *, max_tokens: int, n: int = 1) -> list[Command]:
+def submit(core: RouterCore, *, max_tokens: int, n: int = 1) -> list[Command]:
     plain = router_kit.request(n=n, max_tokens=max_tokens)
     asked = replace(plain, sampling=replace(plain.sampling, prompt_logprobs=0))
     return core.handle(Submitted(request=asked), 1)

@@ -50,10 +50,11 @@ PLAIN = (
     "simulation.slo.told=false",
 )
 POOL = (*PLAIN, "pool.enabled=on", "pool.host_memory=4GiB")
+PREFILL_TOKEN_S = 1e-4
 LINEAR = {
     "kind": "linear",
     "prefill_overhead_s": 0.01,
-    "prefill_token_s": 1e-4,
+    "prefill_token_s": PREFILL_TOKEN_S,
     "prefill_pair_s": 0.0,
     "decode_knots": [[1, 0.01], [256, 0.01]],
     "decode_kv_token_s": 0.0,
@@ -117,7 +118,7 @@ def test_an_evicted_prompt_comes_from_host_memory_in_the_time_of_the_transfer() 
     without = run(EVICTED, *SMALL, "pool.enabled=off")
     assert without.outcomes[-1].cached_tokens == 0
     assert last_ttft_s(without) - last_ttft_s(slow) == pytest.approx(
-        16 * 512 * LINEAR["prefill_token_s"] - moved_s, rel=0.01
+        16 * 512 * PREFILL_TOKEN_S - moved_s, rel=0.01
     )
 
 

@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 import yaml
-from click.testing import Result as Answer
 from typer.testing import CliRunner
+from typer.testing import Result as Answer
 
 import cluster.sim.simulation
 import cluster.sim.worker

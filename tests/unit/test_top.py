@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -109,7 +110,8 @@ def test_facts_tell_what_is_not_there() -> None:
     gold = pb.WatchedTier(name="gold", admitted=2**40, offered=offered)
     report = pb.WatchReport(tiers=[gold])
     told = as_facts([Router(trouble="gone"), Router(address="h:2", report=report)])
-    gone, here = told["routers"]  # type: ignore[misc]
+    routers: Any = told["routers"]
+    gone, here = routers
     assert gone == {"address": "h:1", "trouble": "gone", "report": None}
     assert here["report"]["open_requests"] == 0
     (tier,) = here["report"]["tiers"]
