@@ -1,10 +1,10 @@
 """Workers change their roles under load: how soon they do the new work, and what streams notice.
 
 The bundled model in float32, two prefill and two decode workers as plain processes. Roles change to
-and fro, so that there is always one of each. Requests come at 0.8 of what the slowest of the three
-splits serves. Each change stands until the worker's first request of the new kind, for at most 3 s.
-Before and after, the same load without flips. When a worker did what is read from the router's stories of its requests. All answers
-have the tokens of an undisturbed cluster.
+and fro, so that there is always one of each. Requests come at 0.8 of what the cluster serves with
+its present roles. Each change stands until the worker's first request of the new kind, for at most
+3 s. Before and after, the same without flips. When a worker did what is read from the router's
+stories of its requests. All answers have the tokens of an undisturbed cluster.
 
     python -m bench.changes.flips
 """
@@ -59,6 +59,7 @@ class Load:
     """Requests of equal lengths. `expected`: # number of a prompt |-> its tokens undisturbed"""
 
     port: int
+    rate: float = 0.0
     expected: list[tuple[int, ...]] = field(default_factory=list)
     sent: list[Sent] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -86,26 +87,26 @@ class Load:
         await asyncio.gather(*(client() for _ in range(clients)))
         return len(self.sent) / seconds
 
-    async def calm(self, rate: float, seconds: float) -> None:
+    async def calm(self, seconds: float) -> None:
         enough = asyncio.Event()
         asyncio.get_running_loop().call_later(seconds, enough.set)
-        await self.open(rate, enough)
+        await self.open(enough)
 
-    async def open(self, rate: float, enough: asyncio.Event) -> None:
+    async def open(self, enough: asyncio.Event) -> None:
         """Until it is enough, and all have ended."""
         async with asyncio.TaskGroup() as group:
             while not enough.is_set():
                 group.create_task(self.one())
-                await asyncio.sleep(self._random.expovariate(rate))
+                await asyncio.sleep(self._random.expovariate(self.rate))
 
 
-async def least_capacity(cluster: PlainCluster) -> float:
-    """Requests a second, of the split that serves the fewest."""
+async def capacities(cluster: PlainCluster) -> list[float]:
+    """Requests a second, after each change of ORDER; the last are the roles of the start."""
     served = []
     for worker, role in ORDER:
         await asyncio.to_thread(_flip, cluster, worker, role, most_s=0)
         served.append(await Load(cluster.http_port).closed(CLIENTS, CAPACITY_S))
-    return min(served)
+    return served
 
 
 def prompt(number: int) -> list[int]:
@@ -163,26 +164,27 @@ class Measured:
     first_s: list[float]
     load: Load
     calm: Load
-    rate: float
+    rates: list[float]
 
 
 async def run(cluster: PlainCluster, count: int) -> Measured:
     port = cluster.http_port
     expected = await undisturbed(port)
-    rate = SHARE * await least_capacity(cluster)
-    load, calm = Load(port, expected), Load(port, expected)
+    rates = [SHARE * served for served in await capacities(cluster)]
+    load, calm = (Load(port, rates[-1], expected) for _ in range(2))
     enough, done = asyncio.Event(), []
-    await calm.calm(rate, CALM_S)
-    asking = asyncio.create_task(load.open(rate, enough))
+    await calm.calm(CALM_S)
+    asking = asyncio.create_task(load.open(enough))
     for number in range(count):
         worker, role = ORDER[number % len(ORDER)]
+        load.rate = rates[number % len(ORDER)]
         done.append(await asyncio.to_thread(_flip, cluster, worker, role))
     enough.set()
     await asking
     began = await asyncio.to_thread(_began, cluster, load.sent)
-    await calm.calm(rate, CALM_S)
+    await calm.calm(CALM_S)
     first_s = [_first_s(done, number, began) for number in range(count)]
-    return Measured(flips=done, first_s=first_s, load=load, calm=calm, rate=rate)
+    return Measured(flips=done, first_s=first_s, load=load, calm=calm, rates=rates)
 
 
 Began = tuple[float, str, str]
@@ -227,7 +229,8 @@ def measure(count: int) -> list[Row]:
     known_s = [one.known_s for one in found.flips]
     gaps_s = [max(one.gaps_s) for one in load.sent]
     calm_s = [max(one.gaps_s) for one in calm.sent]
-    method = f"{count} flips, {len(load.sent)} requests at {found.rate:.1f}/s (0.8 of what the slowest split serves)"
+    rates = ", ".join(f"{rate:.1f}" for rate in found.rates)
+    method = f"{count} flips, {len(load.sent)} requests at {rates}/s, 0.8 of what each split serves"
     known = Row(
         name="from the command until the router goes by it, p99",
         value=_p99(known_s),

@@ -12,6 +12,9 @@ from engine.core.step_times import NotCovered, StepTimes, StepWork
 MEMORY_S = 0.25
 """How long a step that has run counts. What changes faster is over before a request that is
 predicted now gets there, and following it would only add to the error."""
+USUAL_S, FORGETS_S = 10.0, 1.0
+"""Without steps of its kind a correction goes back to the mean over so many seconds of steps: what
+the latest ones met has passed, and a worker that seems slow would get none to show it."""
 _MOST_SHARE = 0.05
 """Weight of the newest step, at most. The first ones weigh more."""
 _PROFILE_STEPS = 3
@@ -57,21 +60,35 @@ class Correction:
     factor: float = 1.0
     level: float = 1.0
     _log_level: float = 0.0
+    _log_usual: float = 0.0
+    _as_of_s: float = 0.0
     _mean: float = 1.0
     _mean_log: float = 0.0
     _steps: int = _PROFILE_STEPS
 
-    def observe(self, surprise: float, predicted_s: float, steps: int = 1) -> None:
+    def observe(self, surprise: float, predicted_s: float, now_s: float, steps: int = 1) -> None:
         """`surprise`: the logarithm of actual seconds by those that `level` predicts, of so many
         steps in a row, of `predicted_s` together. They weigh by these, not by the actual ones: else
         slow steps would count for more."""
         bounded = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, surprise))
         self._steps += steps
+        self._as_of_s = now_s
+        usual = max(1 - exp(-predicted_s / USUAL_S), steps / self._steps)
+        self._log_usual += usual * (self._log_level + bounded - self._log_usual)
         share = min(1 - exp(-predicted_s / MEMORY_S), _MOST_SHARE * steps)
         self._mean += share * (exp(bounded) - self._mean)
         self._mean_log += share * (bounded - self._mean_log)
         learnt = self._log_level + max(share, steps / self._steps) * bounded
-        self._log_level = max(-_MOST, min(_MOST, learnt))
+        self._set(max(-_MOST, min(_MOST, learnt)))
+
+    def rest(self, now_s: float) -> None:
+        """Nothing of its kind has run since the last step or `rest`."""
+        stays = exp((self._as_of_s - now_s) / FORGETS_S)
+        self._as_of_s = now_s
+        self._set(self._log_usual + stays * (self._log_level - self._log_usual))
+
+    def _set(self, log_level: float) -> None:
+        self._log_level = log_level
         self.level = exp(self._log_level)
         uneven = self._mean / exp(self._mean_log) if self.by_sum else 1.0
         self.factor = min(exp(_MOST), self.level * uneven)
@@ -115,14 +132,19 @@ class StepPace:
     def ended(self, now_s: float, steps: int = 1) -> None:
         """This many similar steps have run in a row."""
         assert self.work is not None, "a step ended that was not begun"
-        self._learn(self.work, now_s - self._begun_s, steps)
+        self._learn(self.work, now_s - self._begun_s, steps, now_s)
         self.work, self._free_s = None, now_s
 
     def idle(self) -> None:
         """There is no step to run now."""
         self._free_s = None
 
-    def _learn(self, work: StepWork, seconds: float, steps: int) -> None:
+    def rest(self, now_s: float) -> None:
+        """Time has passed."""
+        self.prefill.rest(now_s)
+        self.decode.rest(now_s)
+
+    def _learn(self, work: StepWork, seconds: float, steps: int, now_s: float) -> None:
         level = CorrectedTimes(self.times, self.prefill.level, self.decode.level)
         try:
             predicted_s = level.step_s(work)
@@ -132,6 +154,6 @@ class StepPace:
             return
         surprise = log(seconds / steps / predicted_s)
         if work.prefill_tokens:
-            self.prefill.observe(surprise, predicted_s * steps, steps)
+            self.prefill.observe(surprise, predicted_s * steps, now_s, steps)
         if work.decode_sequences:
-            self.decode.observe(surprise, predicted_s * steps, steps)
+            self.decode.observe(surprise, predicted_s * steps, now_s, steps)

@@ -18,12 +18,14 @@ TIMES = LinearTimes(
 PREFILL, DECODE = prefill_work(256), decode_work(8, 800)
 
 
-def run(pace: StepPace, work: StepWork, factor: float, *, steps: int, spread: float = 0.0) -> None:
+def run(pace: StepPace, work: StepWork, factor: float, *, steps: int, spread: float = 0.0) -> float:
+    """When the last one ends, by a clock that begins at 0."""
     now_s, random = 0.0, Random(0)
     for _ in range(steps):
         pace.begun(work, now_s)
         now_s += TIMES.step_s(work) * factor * random.uniform(1 - spread, 1 + spread)
         pace.ended(now_s)
+    return now_s
 
 
 def test_a_device_twice_as_slow_is_found_out() -> None:
@@ -70,6 +72,30 @@ def test_a_wrong_profile_is_soon_mended() -> None:
     assert 0.6 < pace.decode.factor < 0.8  # as if three steps had said 1
     run(pace, DECODE, 0.25, steps=9)
     assert pace.decode.factor < 0.37
+
+
+@pytest.mark.parametrize("work", [PREFILL, DECODE])
+def test_an_idle_worker_forgets_what_its_last_steps_met(work: StepWork) -> None:
+    pace = StepPace(TIMES)
+    run(pace, work, 1.5, steps=4000)
+    ends_s = run(pace, work, 3.0, steps=60)
+    factors = []
+    for waits_s in (0.0, 1.0, 10.0):
+        pace.rest(ends_s + waits_s)
+        factors.append(max(pace.prefill.factor, pace.decode.factor))
+    slow, later, usual = factors
+    assert slow > 2.3 and usual == pytest.approx(1.5, rel=0.15)
+    assert (later - usual) / (slow - usual) == pytest.approx(0.34, abs=0.04)
+
+
+def test_what_a_busy_worker_has_learnt_stays() -> None:
+    """The other kind of step, too, while this one's run."""
+    pace = StepPace(TIMES)
+    run(pace, DECODE, 0.5, steps=300)
+    ends_s = run(pace, PREFILL, 2.0, steps=300)
+    for now_s in (ends_s, ends_s + 60):
+        pace.rest(now_s)
+        assert (pace.prefill.factor, pace.decode.factor) == pytest.approx((2.0, 0.5), rel=0.05)
 
 
 def test_a_correction_is_bounded() -> None:

@@ -221,6 +221,7 @@ class WorkerCore:
         """Time has passed: leases may have ended, and copies taken too long. Every router hears
         that the worker lives."""
         commands: list[Any] = self._both(Tick(), now_s)
+        self.pace.rest(now_s)
         commands += self.copies.overdue(self.decode.reservations.peers.predicted_s, now_s)
         self._totals.orphaned_blocks = self.tables.orphaned()
         commands += self._restored(self.prefixes.tick(now_s), now_s)
