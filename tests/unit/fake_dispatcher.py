@@ -165,6 +165,7 @@ class FakeDispatcher:
     pairs: tuple[QuarantinedPair, ...] = ()
     is_ready: bool = True
     others: int = 0
+    asked_for_others: int = 0
     has_left: bool = False
     refusal: KvrelayError | None = None
     refusals_left: int = -1
@@ -272,6 +273,7 @@ class FakeDispatcher:
         self.has_left = True
 
     def other_routers(self) -> int:
+        self.asked_for_others += 1
         return self.others
 
     def watch_report(self) -> WatchReport:
