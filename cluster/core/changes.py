@@ -69,6 +69,11 @@ def successor(running: ClusterPlan, wanted: ClusterPlan) -> ClusterPlan:
             f"network.token_file: another token, key or certificate than the cluster {running.name}"
             " has: its processes would not hear each other"
         )
+    if (running.pool is None) != (wanted.pool is None):
+        raise ConfigError(
+            f"pool.enabled: whether there are pool nodes is decided when a cluster starts: stop "
+            f"{running.name} and start it anew"
+        )
     for pool in wanted.worker_pools:
         _check_kv(running, pool)
     known = {router.settings.process: router for router in running.routers}

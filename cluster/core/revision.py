@@ -19,8 +19,9 @@ from cluster.config.workers import WorkerPool
 
 NO_SETTINGS = {"name", "replicas", "role"}
 """A worker that runs can take another role."""
-NOT_THEIRS = ("drain_timeout", "pool.enabled")
-"""A process that stops is told its time. Whether there are pool nodes is one more question."""
+NOT_THEIRS = ("drain_timeout", "pool.enabled", "network.token_file", "network.key_file")
+"""A process that stops is told its time. Whether there are pool nodes is one more question. Where
+the caller keeps the token changes nothing; another token needs another cluster."""
 LETTERS = 12
 
 

@@ -147,10 +147,13 @@ def _pending(router: str, access: Access) -> tuple[str, ...]:
 
 
 def drain(wanted: ChangeRequest, router: str, access: Access, *, wait: bool) -> tuple[str, ...]:
-    """`change`, until the worker has left this router, if it is to `wait`."""
+    """`change`. If it is to `wait`: until the worker has left this router; what is no worker there
+    has left when the controller says that all is as desired."""
     worker = wanted.drain.name
     before = _incarnations(worker, router, access)
     told = change(wanted, router, access)
+    if wait and not before:
+        wait_settled(router, access, lambda _: None)
     while wait and before & _incarnations(worker, router, access):
         time.sleep(LOOK_S)
     return told

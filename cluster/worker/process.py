@@ -86,7 +86,8 @@ class GrpcRouterStream:
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """`report` answers DebugKv; it may be called from any thread."""
+    """`report` answers DebugKv; it may be called from any thread. `serves` hears whether routers
+    can use the worker: the first that has joined it, and one that refuses it."""
 
     def __init__(
         self,
@@ -95,8 +96,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         report: Callable[[], pb.DebugKvResponse],
         take: Callable[[pb.SetStateRequest], Awaitable[pb.SetStateResponse]],
         ledger: StartLedger,
+        serves: Callable[[bool], None],
     ) -> None:
         self._hello = hello
+        self._serves = serves
         self._ledger = ledger
         self._inbox = inbox
         self._report = report
@@ -118,6 +121,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         reader = asyncio.ensure_future(self._read(stream, requests))
         try:
             yield pb.FromWorker(hello=encode_hello(self._greeting()))
+            self._serves(True)
             async for batch in stream.batches():
                 yield batch
         finally:
@@ -151,6 +155,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             async for message in requests:
                 if message.HasField("refused"):
                     log.error("a router refuses this worker: %s", message.refused.reason)
+                    self._serves(False)
                     return
                 self._inbox.put(FromRouter(stream, decode_to_worker(message)))
         except PeerError as error:
@@ -228,15 +233,17 @@ class WorkerProcess:
         words: LastWords | None = None,
         ledger: StartLedger | None = None,
         routers: Callable[[], Sequence[str]] = tuple,
+        serves: Callable[[bool], None] = lambda _: None,
     ) -> None:
         """`words`: what routers hear when it has died. `ledger`: of a start that has begun
         earlier. `routers`: HOST:PORT of their internal gRPC; they know workers that may have the
-        model already."""
+        model already. `serves` hears whether routers can use it."""
         self._settings = settings
         self._routers = routers
         self._own = OwnCheckpoint(settings.model, settings.revision)
         self._ledger = StartLedger(time.monotonic()) if ledger is None else ledger
         self._words = words
+        self._serves = serves
         self._inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         self._closed: Future[None] = Future()
         self._parts: WorkerParts | None = None
@@ -260,7 +267,7 @@ class WorkerProcess:
         self._server = grpc_server(self._settings.access)
         hello = parts.hello
         self._service = WorkerService(
-            hello, self._inbox, self._report, self._take_state, self._ledger
+            hello, self._inbox, self._report, self._take_state, self._ledger, self._tell_serves
         )
         worker_pb2_grpc.add_WorkerServicer_to_server(self._service, self._server)
         CheckpointService(self._own).add_to(self._server)
@@ -282,6 +289,7 @@ class WorkerProcess:
     async def _stop(self, parts: WorkerParts, drain_s: float) -> None:
         if self._logging is not None:
             self._logging.cancel()
+        self._serves(False)
         core, deadline_s = parts.loop.core, time.monotonic() + drain_s
         self._inbox.put(RunOnLoop(core.drain))
         await self._until_empty(core, deadline_s)
@@ -289,6 +297,10 @@ class WorkerProcess:
         await asyncio.to_thread(self._thread.join)
         self._service.end_streams()
         await self._server.stop(grace=LAST_WORDS_S)
+
+    def _tell_serves(self, serves: bool) -> None:
+        """A router may join while the worker leaves."""
+        self._serves(serves and self._parts is not None)
 
     async def _until_empty(self, core: WorkerCore, deadline_s: float) -> None:
         while not core.empty and self._thread.is_alive():

@@ -36,8 +36,15 @@ from tests.integration.ray_head import Marked, until
 
 def test_workers_join_serve_and_join_again(here: Marked, tmp_path: Path) -> None:
     router, address = start_router(here, tmp_path / "r")
-    workers = [start_worker(here, [address], role, tmp_path / role) for role in ROLES]
+    ready = {role: tmp_path / f"{role}-ready" for role in ROLES}
+    ready["prefill"].touch()  # by one that was killed
+    workers = [
+        start_worker(here, [address], role, tmp_path / role, f"--ready-file={ready[role]}")
+        for role in ROLES
+    ]
+    until(lambda: not ready["prefill"].exists())
     until_joined(address)
+    until(lambda: all(file.exists() for file in ready.values()))
     node = start_pool_node(here, address, tmp_path / "node")
     until(lambda: pool_nodes_of(address) == 1)
     until(lambda: (tmp_path / "node").read_text().count(" joined (") == 2)
@@ -57,6 +64,7 @@ def test_workers_join_serve_and_join_again(here: Marked, tmp_path: Path) -> None
     until(lambda: pool_nodes_of(address) == 0)
     workers[0].terminate()
     assert workers[0].wait(30) == 0, (tmp_path / "prefill").read_text()
+    assert [ready[role].exists() for role in ROLES] == [False, True]
     until(lambda: workers_of(address) == {"decode"})
     workers[1].terminate()
     router.terminate()

@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import ActorDiedError
 
 from cluster.config.load import load_config, read_json
+from cluster.config.overrides import Override
 from cluster.core.changes import with_count
 from cluster.core.plan import plan_cluster
 from cluster.core.resolve import resolve
@@ -246,9 +247,15 @@ def test_a_controller_plans_a_file_with_its_own_secrets(monkeypatch: pytest.Monk
     assert heard(monkeypatch, more) == Granted(("decode: 1 -> 2 workers",))
 
 
+def test_where_the_caller_keeps_the_token_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(None, [Override(("network", "token_file"), "/home/me/token")])
+    assert heard(monkeypatch, config.model_dump_json(exclude_unset=True)) == Granted(())
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
+        ('{"workers": [{"role": "both"}], "pool": {"enabled": "off"}}', "pool.enabled: whether"),
         ('{"name": "x", "workers": [{"role": "both"}]}', "name: got x, and this router is of"),
         ('{"workers": [{"role": "cook"}]}', 'workers.0.role: got "cook", expected'),
         ('{"workerz": []}', "workerz: unknown key, did you mean workers?"),

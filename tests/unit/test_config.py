@@ -677,7 +677,10 @@ def test_how_roles_follow_the_work_is_planned(key: str) -> None:
     assert planned(changed).elastic != planned(load_config(None, auto)).elastic
 
 
-REPLACE_NOBODY = ("workers.0.replicas", "workers.0.name", "workers.0.role", "router.replicas")
+REPLACE_NOBODY = (
+    *("workers.0.replicas", "workers.0.name", "workers.0.role", "router.replicas"),
+    *("network.token_file", "network.key_file"),
+)
 
 
 @pytest.mark.parametrize(("key", "value"), CHANGES.items())

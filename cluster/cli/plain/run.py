@@ -11,8 +11,8 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 from rich.console import Console
 
 from cluster.cli.plain.joins import addresses_of, registrations
+from cluster.cli.plain.ready_file import ready_file as showing_ready
 from cluster.core.elastic.rules import RoleRules
 from cluster.core.settings import PoolNodeSettings, RouterSettings, WorkerSettings
 from cluster.process.bars import DownloadBars
@@ -70,8 +71,8 @@ async def run_router(settings: RouterSettings, *, drain_s: float) -> None:
 async def run_worker(
     settings: WorkerSettings, *, join: Sequence[str], drain_s: float, ready_file: Path | None = None
 ) -> None:
-    """Serve until SIGTERM or SIGINT. `ready_file` is there as long as it serves and does not drain.
-    Raises the error that made the worker stop by itself."""
+    """Serve until SIGTERM or SIGINT. `ready_file` is there from when a router has joined it until
+    it drains, or a router refuses it. Raises the error that made the worker stop by itself."""
     with paused():
         from cluster.worker.last_words import LastWords
         from cluster.worker.process import WorkerProcess
@@ -79,19 +80,17 @@ async def run_worker(
     stopping = _Stopping()
     words = LastWords(settings.host, settings.port_range)
     routers = partial(addresses_of, join)
-    worker = WorkerProcess(settings, words, ledger_of_process(), routers)
-    async with showing(settings.name, worker):
-        telling = asyncio.create_task(_tell_choice(worker))
-        address = await worker.start()
-    await telling
-    freeze()
-    print(f"{settings.role} worker on {address}", flush=True)
-    request = worker_pb2.RegisterRequest(address=address, routers=join)
-    registered = registrations(join, request, settings.access)
-    with _shown_by(ready_file) as shown:
-        await _first_of(
-            [stopping.wait(), worker.wait_closed(), *registered], worker, drain_s, shown
-        )
+    with showing_ready(ready_file) as ready:
+        worker = WorkerProcess(settings, words, ledger_of_process(), routers, ready.show)
+        async with showing(settings.name, worker):
+            telling = asyncio.create_task(_tell_choice(worker))
+            address = await worker.start()
+        await telling
+        freeze()
+        print(f"{settings.role} worker on {address}", flush=True)
+        request = worker_pb2.RegisterRequest(address=address, routers=join)
+        registered = registrations(join, request, settings.access)
+        await _first_of([stopping.wait(), worker.wait_closed(), *registered], worker, drain_s)
 
 
 async def run_pool_node(settings: PoolNodeSettings, *, join: Sequence[str], drain_s: float) -> None:
@@ -107,8 +106,7 @@ async def run_pool_node(settings: PoolNodeSettings, *, join: Sequence[str], drai
     print(f"internal gRPC on {addresses.reports}", flush=True)
     request = worker_pb2.RegisterRequest(address=addresses.reports, is_pool_node=True, routers=join)
     registered = registrations(join, request, settings.access)
-    with _shown_by(None) as shown:
-        await _first_of([stopping.wait(), node.wait_closed(), *registered], node, drain_s, shown)
+    await _first_of([stopping.wait(), node.wait_closed(), *registered], node, drain_s)
 
 
 def run_controller(join: Sequence[str], rules: RoleRules, access: Access) -> None:
@@ -158,32 +156,12 @@ async def _tell_choice(worker: WorkerProcess) -> None:
     log.info("%s", worker.chosen)
 
 
-@contextmanager
-def _shown_by(ready_file: Path | None) -> Iterator[Callable[[], None]]:
-    """Makes the file, if there is to be one; what is given removes it."""
-
-    def remove() -> None:
-        if ready_file is not None:
-            ready_file.unlink(missing_ok=True)
-
-    if ready_file is not None:
-        ready_file.touch()
-    try:
-        yield remove
-    finally:
-        remove()
-
-
 async def _first_of(
-    waits: Sequence[Coroutine[None, None, object]],
-    served: Stoppable,
-    drain_s: float,
-    stops: Callable[[], None],
+    waits: Sequence[Coroutine[None, None, object]], served: Stoppable, drain_s: float
 ) -> None:
     """Waits for the first task to end, stops the process, and raises the task's error."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    stops()
     await served.stop(drain_s=drain_s)
     for task in pending:
         task.cancel()
