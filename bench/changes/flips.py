@@ -37,10 +37,8 @@ from kvrelay.v1.inference_pb2_grpc import InferenceStub
 PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 64, 120, 60
 CLIENTS, CAPACITY_S, SHARE = 12, 8.0, 0.8
 PLANS = tuple(
-    WorkerPlan(role=role, cores=(0, 1), threads=1) for role in ("prefill", "decode") for _ in (0, 1)
+    WorkerPlan(role=role, cores=(core,)) for role in ("prefill", "decode") for core in (0, 1)
 )
-"""They share both cores. With a core for each pair the router would rather have both halves of a
-request on different cores, and leave a worker idle."""
 ORDER = (
     ("decode-2", Role.PREFILL),
     ("prefill-0", Role.DECODE),

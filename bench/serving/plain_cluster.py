@@ -25,11 +25,10 @@ PATIENCE_S = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlan:
-    """`cores` are where it runs; on a CPU it computes with `threads`, None: one for each."""
+    """`cores` are where it runs; on a CPU it computes with one thread on each."""
 
     role: str
     cores: tuple[int, ...]
-    threads: int | None = None
     device: str = "cpu"
     nice: int = 0
 
@@ -119,7 +118,7 @@ def plain_cluster(
                 f"--device={plan.device}",
                 f"--model={model}",
                 f"--name={name}",
-                f"--cpu-threads={plan.threads or len(plan.cores)}",
+                f"--cpu-threads={len(plan.cores)}",
                 f"--device-share={len(plans)}",
                 *extra,
             ]
