@@ -197,11 +197,11 @@ def test_the_pages_secrets_are_those_of_the_manifests(page: str) -> None:
     assert page == "security.md" or found == SECRETS
 
 
-def own_overlay(page: str, title: str, folder: Path) -> list[Manifest]:
+def own_overlay(page: str, title: str, tree: Path, name: str = "mine") -> list[Manifest]:
     """What the overlay that a page shows makes, in a copy of the manifests."""
     (text,) = re.findall(rf"# {title}\n(.*?)\n *```", text_of(page), re.S)
-    tree = shutil.copytree(REPOSITORY / "deploy" / "kubernetes", folder / "kubernetes")
-    mine = tree / "overlays" / "mine"
+    shutil.copytree(REPOSITORY / "deploy" / "kubernetes", tree, dirs_exist_ok=True)
+    mine = tree / "overlays" / name
     mine.mkdir()
     (mine / "kustomization.yaml").write_text(textwrap.dedent(text))
     (mine / "cluster.yaml").write_text("name: mine\n")
@@ -246,6 +246,27 @@ def test_the_pages_overlay_without_ray_serves_a_model_of_ones_own(tmp_path: Path
         assert ("--device=cuda" in container["args"]) == is_worker
         assert ("nvidia.com/gpu" in container["resources"]["limits"]) == is_worker
         assert trouble(shlex.join(["kvrelay", *container["args"]])) is None
+
+
+def test_another_version_is_a_second_set_of_deployments(tmp_path: Path) -> None:
+    """Behind the Services that are there, which select its pods too."""
+    old = own_overlay("deploy-kubernetes.md", "kustomization.yaml, without Ray", tmp_path)
+    new = own_overlay("operating.md", "kustomization.yaml, another version", tmp_path, "v2")
+    assert {one["kind"] for one in new} == {"Deployment"}
+    assert {*containers(new)} == {f"{name}-v2" for name in containers(old)}
+    (service,) = [one for one in old if one["metadata"]["name"] == "kvrelay-internal"]
+    for one in new:
+        kubernetes_validate.validate(one, KUBERNETES_VERSION, strict=True)
+        pod = one["spec"]["template"]
+        assert one["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+        assert one["spec"]["selector"]["matchLabels"]["version"] == "v2"
+        claims = [v["persistentVolumeClaim"] for v in pod["spec"]["volumes"] if "secret" not in v]
+        assert claims == [{"claimName": "kvrelay-weights"}], "the one that is there"
+        if one["metadata"]["name"] == "kvrelay-router-v2":
+            assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert {one["image"] for one in containers(new).values()} == {"REGISTRY/kvrelay:NEW"}
+    joined = containers(new)["kvrelay-decode-v2"]["args"]
+    assert f"--join=dns:{service['metadata']['name']}:50951" in joined
 
 
 def test_what_the_page_asks_an_api_server_for_is_in_the_manifests() -> None:
