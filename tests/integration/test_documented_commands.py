@@ -14,11 +14,13 @@ import subprocess
 import textwrap
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
 import yaml
 
 from kvrelay import Client
-from tests.integration.manifests import render
+from tests.integration import kuberay
+from tests.integration.manifests import Manifest, base_cluster, render
 from tests.integration.plain_kit import (
     RouterAddresses,
     here,
@@ -28,9 +30,10 @@ from tests.integration.plain_kit import (
 )
 from tests.integration.ray_head import BIN, NOTHING_BUILT, Head, Marked, ray_head, until
 from tests.integration.test_apply_ray import names
+from tests.integration.test_kubernetes import KUBERNETES_VERSION
 from tests.integration.test_serve_ray import assert_nothing_is_left
 from tests.unit.test_docs import REPOSITORY
-from tests.unit.test_docs_commands import in_blocks, in_sentences
+from tests.unit.test_docs_commands import in_blocks, in_sentences, trouble
 
 __all__ = ["here"]
 
@@ -49,9 +52,13 @@ ON_RAY = (
     "kvrelay stop",
 )
 """In an order in which each finds what it names."""
+IN_A_POD = "--address kvrelay-internal:50951 --token-file /run/secrets/kvrelay/token"
 AS_PROCESSES = (
     "kvrelay top --address 127.0.0.1:50951 --once",
     "kvrelay controller --join HOST:PORT",
+    f"kvrelay status {IN_A_POD}",
+    f"kvrelay top {IN_A_POD}",
+    f"kvrelay flip POD prefill {IN_A_POD}",
     "kvrelay flip WORKER ROLE --address HOST:PORT",
     "kvrelay drain WORKER --address HOST:PORT",
 )
@@ -190,35 +197,89 @@ def test_the_pages_secrets_are_those_of_the_manifests(page: str) -> None:
     assert page == "security.md" or found == SECRETS
 
 
-def test_the_pages_overlays_render() -> None:
-    folders = [line.split()[-1] for line in shell_lines() if "apply -k deploy" in line]
-    assert {Path(folder).name for folder in folders} == {"cpu", "plain"}
-    for folder in folders:
-        assert kubectl("kustomize", folder)
+def own_overlay(page: str, title: str, tree: Path, name: str = "mine") -> list[Manifest]:
+    """What the overlay that a page shows makes, in a copy of the manifests."""
+    (text,) = re.findall(rf"# {title}\n(.*?)\n *```", text_of(page), re.S)
+    shutil.copytree(REPOSITORY / "deploy" / "kubernetes", tree, dirs_exist_ok=True)
+    mine = tree / "overlays" / name
+    mine.mkdir()
+    (mine / "kustomization.yaml").write_text(textwrap.dedent(text))
+    (mine / "cluster.yaml").write_text("name: mine\n")
+    return list(yaml.safe_load_all(kubectl("kustomize", str(mine))))
+
+
+def containers(made: list[Manifest]) -> dict[str, Manifest]:
+    """# Deployment |-> its container"""
+    found = {}
+    for one in made:
+        if one["kind"] == "Deployment":
+            (found[one["metadata"]["name"]],) = one["spec"]["template"]["spec"]["containers"]
+    return found
+
+
+def test_the_page_applies_the_overlay_that_it_shows() -> None:
+    folders = {line.split()[-1] for line in shell_lines() if "apply -k" in line}
+    assert folders == {"deploy/kubernetes/overlays/mine"}
 
 
 def test_the_pages_own_overlay_renders(tmp_path: Path) -> None:
-    (text,) = re.findall(
-        r"# kustomization.yaml\n(.*?)\n *```", text_of("deploy-kubernetes.md"), re.S
-    )
-    tree = shutil.copytree(REPOSITORY / "deploy" / "kubernetes", tmp_path / "kubernetes")
-    folder = tree / "overlays" / "mine"
-    folder.mkdir()
-    (folder / "kustomization.yaml").write_text(textwrap.dedent(text))
-    made = list(yaml.safe_load_all(kubectl("kustomize", str(folder))))
+    made = own_overlay("deploy-kubernetes.md", "kustomization.yaml", tmp_path)
     (cluster,) = [one for one in made if one["kind"] == "RayCluster"]
     assert "redisAddress" in cluster["spec"]["gcsFaultToleranceOptions"]
     (container,) = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
     assert container["image"] == "REGISTRY/kvrelay:cpu"
+    (config,) = [one for one in made if one["kind"] == "ConfigMap"]
+    assert config["metadata"]["name"] == "kvrelay-config", "the pods mount it by this name"
+    assert config["data"]["cluster.yaml"] == "name: mine\n"
+
+
+def test_the_pages_overlay_without_ray_serves_a_model_of_ones_own(tmp_path: Path) -> None:
+    made = own_overlay("deploy-kubernetes.md", "kustomization.yaml, without Ray", tmp_path)
+    for one in made:
+        kubernetes_validate.validate(one, KUBERNETES_VERSION, strict=True)
+    found = containers(made)
+    assert {*found} == {"kvrelay-router", "kvrelay-prefill", "kvrelay-decode"}
+    for name, container in found.items():
+        is_worker = name != "kvrelay-router"
+        assert container["image"] == "REGISTRY/kvrelay:cuda"
+        assert "--model=Qwen/Qwen3-8B" in container["args"]
+        assert ("--device=cuda" in container["args"]) == is_worker
+        assert ("nvidia.com/gpu" in container["resources"]["limits"]) == is_worker
+        assert trouble(shlex.join(["kvrelay", *container["args"]])) is None
+
+
+def test_another_version_is_a_second_set_of_deployments(tmp_path: Path) -> None:
+    """Behind the Services that are there, which select its pods too."""
+    old = own_overlay("deploy-kubernetes.md", "kustomization.yaml, without Ray", tmp_path)
+    new = own_overlay("operating.md", "kustomization.yaml, another version", tmp_path, "v2")
+    assert {one["kind"] for one in new} == {"Deployment"}
+    assert {*containers(new)} == {f"{name}-v2" for name in containers(old)}
+    (service,) = [one for one in old if one["metadata"]["name"] == "kvrelay-internal"]
+    for one in new:
+        kubernetes_validate.validate(one, KUBERNETES_VERSION, strict=True)
+        pod = one["spec"]["template"]
+        assert one["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+        assert one["spec"]["selector"]["matchLabels"]["version"] == "v2"
+        claims = [v["persistentVolumeClaim"] for v in pod["spec"]["volumes"] if "secret" not in v]
+        assert claims == [{"claimName": "kvrelay-weights"}], "the one that is there"
+        if one["metadata"]["name"] == "kvrelay-router-v2":
+            assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert {one["image"] for one in containers(new).values()} == {"REGISTRY/kvrelay:NEW"}
+    joined = containers(new)["kvrelay-decode-v2"]["args"]
+    assert f"--join=dns:{service['metadata']['name']}:50951" in joined
 
 
 def test_what_the_page_asks_an_api_server_for_is_in_the_manifests() -> None:
     made = [*render("cpu"), *render("plain")]
     known = {f"{one['kind']}/{one['metadata']['name']}".lower() for one in made}
     asked = [line.replace("rayjob ", "rayjob/") for line in shell_lines() if "kubectl" in line]
-    named = {word for line in asked for word in re.findall(r"\w+/kvrelay[\w-]*", line)}
-    assert named == {"service/kvrelay", "deployment/kvrelay-decode", "rayjob/kvrelay-serve"}
-    assert named <= known
+    named = {word for line in asked for word in re.findall(r"(?<= )\w+/kvrelay[\w-]*", line)}
+    of_the_head = "service/kvrelay-head-svc"
+    joins = kuberay.command(base_cluster(), "both", {})[-1]
+    assert f"--address={of_the_head.partition('/')[2]}:" in joins
+    deployments = {"deployment/kvrelay-decode", "deployment/kvrelay-router"}
+    assert named - deployments == {"service/kvrelay", of_the_head, "rayjob/kvrelay-serve"}
+    assert named <= known | {of_the_head}
 
 
 def run(here: Marked, line: str, folder: Path) -> str:
@@ -287,8 +348,10 @@ def answered(log: Path) -> str:
 
 def placed(line: str, at: RouterAddresses, worker: str) -> str:
     """With this cluster's addresses and names in the places of those that a user fills in."""
-    line = line.replace("127.0.0.1:50951", at.internal).replace("HOST:PORT", at.internal)
-    return line.replace("WORKER", worker).replace("ROLE", "prefill")
+    for address in ("127.0.0.1:50951", "kvrelay-internal:50951", "HOST:PORT"):
+        line = line.replace(address, at.internal)
+    line = line.replace("/run/secrets/kvrelay/token", os.environ["KVRELAY_TOKEN_FILE"])
+    return line.replace("WORKER", worker).replace("POD", worker).replace("ROLE", "prefill")
 
 
 @pytest.mark.ray

@@ -342,10 +342,25 @@ def test_prometheus_finds_the_internal_port(overlay: str, tmp_path: Path) -> Non
     template = groups(overlay)["router"]["template"]["metadata"]["annotations"]
     assert template["prometheus.io/port"] == str(router.internal_http_port)
     assert template["prometheus.io/path"] == "/metrics"
-    assert spec["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     (endpoint,) = spec["endpoints"]
-    assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
     assert endpoint["path"] == "/metrics"
+
+
+@pytest.mark.parametrize("overlay", [*OVERLAYS, "plain"])
+def test_prometheus_reads_each_router_once(overlay: str) -> None:
+    """The component's selector finds one Service, which has the port."""
+    spec = monitor(overlay)["spec"]
+    services = [m for m in render_with(overlay, "prometheus-operator") if m["kind"] == "Service"]
+    (found,) = [m for m in services if selects(spec["selector"], m["metadata"]["labels"])]
+    (port,) = [one["targetPort"] for one in found["spec"]["ports"] if one["name"] == "metrics"]
+    assert (spec["endpoints"][0]["port"], port) == ("metrics", 8900)
+
+
+def selects(selector: Manifest, labels: dict[str, str]) -> bool:
+    assert {one["operator"] for one in selector["matchExpressions"]} == {"In"}
+    expressions = selector["matchExpressions"]
+    has_one_of_each = all(labels.get(one["key"]) in one["values"] for one in expressions)
+    return has_one_of_each and selector["matchLabels"].items() <= labels.items()
 
 
 def test_alerts_come_with_the_operator() -> None:

@@ -19,13 +19,14 @@ NOT_PARSED = ("--install-completion", "--version")
 """They act while the line is parsed."""
 PLACEHOLDER = re.compile(r"\.\.\.|…|\[")
 FOR_A_PLACEHOLDER = {"ROLE": "prefill"}
+IN_A_POD = re.compile(r"kubectl exec .*? -- (?=kvrelay )")
 
 
 def in_blocks(text: str) -> Iterator[str]:
     """Whole commands."""
     for block in re.findall(r"^```[a-z]*\n(.*?)^```", text, re.S | re.M):
         for line in block.replace("\\\n", " ").splitlines():
-            command = line.strip().removeprefix("$ ")
+            command = IN_A_POD.sub("", " ".join(line.split()).removeprefix("$ "))
             if command.startswith("kvrelay "):
                 yield command
 
