@@ -192,7 +192,7 @@ class RouterServers:
     def _send_away(self) -> None:
         """Not where all routers leave: nobody would take what is sent away."""
         has_heard = time.monotonic() >= self._left_s + HEARD_S
-        if has_heard and self.service.dispatcher.other_routers():
+        if has_heard and self.service.dispatcher.other_routers(self._left_s):
             self._movable.send_away()
 
     async def _start(self, public: Listener, internal: Listener) -> tuple[Ports, Ports]:

@@ -469,6 +469,7 @@ class Supervisor:
     def _has_left(
         self, process: Process, address: str | None, now_s: float
     ) -> list[SupervisorCommand]:
+        self._left.discard(process.name)
         if process.kind is not ProcessKind.POOL_NODE:
             self.members.remove(process)
         settled = [*self._settle_pools(now_s), *self._reconcile()]

@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from cluster.core.desired import pool_of
@@ -91,7 +91,7 @@ class Keeper:
         for one in heard:
             if one.report is not None:
                 self._sums.hear(one.address, _offered(one.report), one.heard_s)
-        told = told_by(heard, now_s)
+        told = _without_leaving(told_by(heard, now_s), self.owner.expected())
         rules = self.owner.rules([one.info.name for one in told.workers])
         following = [one for one in told.workers if rules.is_followed_by(pool_of(one.info.name))]
         if not following:
@@ -170,6 +170,17 @@ def _silence(heard: Sequence[Heard], now_s: float) -> str:
         return ""
     why = "; ".join(f"{one.address}: {one.trouble or 'nothing is heard'}" for one in silent)
     return f"no worker leaves or changes its role until all routers are heard: {why}"
+
+
+def _without_leaving(told: Told, expected: Mapping[str, Role]) -> Told:
+    """A router hears later than their owner that workers of its pools leave."""
+    pools = {pool_of(name) for name in expected}
+    there = [
+        one
+        for one in told.workers
+        if one.info.name in expected or pool_of(one.info.name) not in pools
+    ]
+    return replace(told, workers=tuple(there))
 
 
 def _fleet(told: Told, starting: Sequence[Busy], settle_s: float) -> Fleet:

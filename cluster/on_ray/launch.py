@@ -111,8 +111,19 @@ class Driver:
         return bool(ray.get(self._controller.is_own.remote(), timeout=ANSWER_S))
 
     def wish(self, wish: Wish) -> tuple[str, ...]:
-        """What changes, in words. Raises ConfigError for what can't be."""
-        answer: Granted | Denied = ray.get(self._controller.wish.remote(wish), timeout=ANSWER_S)
+        """What changes, in words. Raises ConfigError for what can't be, and KvrelayError without an
+        answer."""
+        try:
+            answer: Granted | Denied = ray.get(self._controller.wish.remote(wish), timeout=ANSWER_S)
+        except GetTimeoutError:
+            raise KvrelayError(
+                f"the controller has not answered for {ANSWER_S:g} s, and may still do it: see "
+                "kvrelay status, and ask again"
+            ) from None
+        except RayError:
+            raise KvrelayError(
+                "the controller does not answer: the cluster stops, or has lost its controller"
+            ) from None
         if isinstance(answer, Denied):
             raise ConfigError(answer.reason)
         return answer.lines

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import TYPE_CHECKING
 
 from cluster.core.elastic.fleet import Counts
@@ -57,9 +58,12 @@ class Roles:
         """Until it is done, or no longer wished."""
         name, life, role = command.name, command.life, command.role
         async with self._changing[name]:
-            while self._is_wished(command):
+            for turn in count():
+                if not self._is_wished(command):
+                    return
                 try:
-                    await asyncio.to_thread(flip, name, role, self._routers()[0], self._access)
+                    router = self._router(turn)
+                    await asyncio.to_thread(flip, name, role, router, self._access)
                 except NotPossible as error:
                     self._tell(RoleRefused(name, life, role, str(error)))
                     return
@@ -72,6 +76,11 @@ class Roles:
     def _is_wished(self, command: SetRole) -> bool:
         worker = self._core.current(command.name, command.life)
         return worker is not None and not worker.leaves and worker.role is command.role
+
+    def _router(self, turn: int) -> str:
+        """One after the other: one that has served may be gone. Raises IndexError without any."""
+        routers = self._routers()
+        return routers[turn % max(1, len(routers))]
 
     def _routers(self) -> list[str]:
         return [router.internal_grpc for router in self._routers_at()]
@@ -97,6 +106,9 @@ class Roles:
             rules = self._fleet.plan.elastic
             if rules is None or self._core.phase is not Phase.READY:
                 keeper = None
+                await asyncio.to_thread(reports.of, ())  # nobody is watched
+                continue
+            if self._wishes.are_unheard:
                 continue
             if keeper is None or owner is None or owner.followed != rules:
                 owner = OnRay(rules, self._wishes, self._tell)
@@ -132,8 +144,8 @@ class OnRay:
     def resize(self, more: Counts, leaving: Sequence[str]) -> None:
         for name in leaving:
             self._loop.call_soon_threadsafe(self._wishes.let_go, name)
-        for pool, count in self._more(more).items():
-            self._loop.call_soon_threadsafe(self._wishes.add, pool, count)
+        for pool, added in self._more(more).items():
+            self._loop.call_soon_threadsafe(self._wishes.add, pool, added)
 
     def _more(self, more: Counts) -> dict[str, int]:
         sized = self.followed.sized

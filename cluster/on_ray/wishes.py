@@ -109,7 +109,12 @@ class Wishes:
     @property
     def are_settled(self) -> bool:
         """Every process is there as desired, and serves."""
-        return self._core.is_settled() and not self._unheard
+        return self._core.is_settled() and not self.are_unheard
+
+    @property
+    def are_unheard(self) -> bool:
+        """The supervisor has yet to hear of a wish, so it still counts without it."""
+        return bool(self._unheard)
 
     def _lines(self, wish: Apply | Scale | Drain | Flip | Pending) -> list[str]:
         """Raises ConfigError for what can't be."""

@@ -250,7 +250,7 @@ class WorkerProcess:
         self.activity = StartActivity(stage=Stage.STARTS)
         self.chosen = ""
         self._logging: asyncio.Task[None] | None = None
-        self._leaving: asyncio.Task[None] | None = None  # it was asked to
+        self._leaving: asyncio.Task[None] | None = None  # since it was first asked to
 
     async def start(self) -> str:
         """Load the model and serve; "HOST:PORT" of the gRPC server.
@@ -280,6 +280,11 @@ class WorkerProcess:
     async def stop(self, *, drain_s: float) -> None:
         """Refuses new work. What runs here goes on at other workers; what none of them has room for
         ends here, for up to `drain_s`. Its pool node takes what is new. Then all is released."""
+        if self._leaving is None:
+            self._leaving = asyncio.create_task(self._leave(drain_s))
+        await asyncio.shield(self._leaving)  # whoever else wants it stopped waits for it too
+
+    async def _leave(self, drain_s: float) -> None:
         parts, self._parts = self._parts, None
         if parts is not None:
             await self._stop(parts, drain_s)
@@ -326,8 +331,8 @@ class WorkerProcess:
             answer.set_result(pb.SetStateResponse(role=core.role, role_epoch=core.role_epoch))
 
         self._inbox.put(RunOnLoop(take))
-        if request.HasField("drain_s"):
-            self._leaving = asyncio.create_task(self.stop(drain_s=request.drain_s))
+        if request.HasField("drain_s") and self._leaving is None:
+            self._leaving = asyncio.create_task(self._leave(request.drain_s))
         return await asyncio.wrap_future(answer)
 
     async def answer(self) -> None:

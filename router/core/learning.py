@@ -36,10 +36,15 @@ def was_offered(state: RouterState, request: Request, now_s: float) -> bool:
 
 
 def learn_offered(state: RouterState, request: Request, demand: Demand, verdict: Verdict) -> None:
-    """Once. What is admitted is work, whatever it asks for."""
+    """Once. What is admitted is work, whatever it asks for. What is refused of a prompt that
+    comes in parts comes again with the rest."""
+    if request.submitted.is_ahead and not isinstance(verdict, Admitted):
+        return
     request.is_counted = True
     cached = most_cached(demand, state.workers.first)
-    if isinstance(verdict, Admitted) or _could_be_kept(state, demand, cached):
+    if request.submitted.is_ahead:
+        state.offered.add_prompt(demand, cached)
+    elif isinstance(verdict, Admitted) or _could_be_kept(state, demand, cached):
         state.offered.add(demand, cached, verdict.shares)
     else:
         state.offered.add_hopeless(demand, verdict.shares)

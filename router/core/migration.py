@@ -365,12 +365,11 @@ def lead_away(state: RouterState, view: WorkerView, now_s: float) -> list[Comman
     if now_s < view.led_away_s + LEAD_LOOK_S:
         return []
     view.led_away_s = now_s
-    held_up = [one for one in state.requests.values() if _is_held_up(state, one, view)]
-    return [
-        command
-        for request in held_up
-        for command in lifecycle.place_elsewhere(state, request, DRAINING, now_s)
-    ]
+    commands: list[Command] = []
+    for request in [*state.requests.values()]:
+        if _is_held_up(state, request, view):  # beside those that were led away just now
+            commands += lifecycle.place_elsewhere(state, request, DRAINING, now_s)
+    return commands
 
 
 def _is_held_up(state: RouterState, request: Request, view: WorkerView) -> bool:

@@ -35,6 +35,8 @@ NOT_LET_IN = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITI
 FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 5.0
 REFUSAL_S = 5.0
+STATE_S = 25.0
+"""Less than a caller waits for the router's answer."""
 MESSAGE_BYTES = 64 * 1024 * 1024
 PING_MS, PATIENCE_MS = 5_000, 10_000
 """A worker that answers no ping for this long is gone or hangs: it is lost. (gRPC's
@@ -100,9 +102,14 @@ class WorkerLink:
         return await stub.DebugKv(pb.DebugKvRequest(), timeout=30, metadata=metadata)
 
     async def set_state(self, request: pb.SetStateRequest) -> pb.SetStateResponse:
+        """Raises PeerError where the worker doesn't answer."""
         metadata = self._access.metadata
         stub = worker_pb2_grpc.WorkerStub(self._channel.latest())
-        return await stub.SetState(request, timeout=30, metadata=metadata)
+        try:
+            return await stub.SetState(request, timeout=STATE_S, metadata=metadata)
+        except grpc.aio.AioRpcError as error:
+            told = f"{self.address} does not answer: {error.details()}"
+            raise PeerError(f"the worker at {told}") from None
 
     async def close(self) -> None:
         self._task.cancel()

@@ -238,9 +238,14 @@ class ClusterViews:
         quarantined = self.core.state.quarantine.active(time.monotonic())
         return obstacle(self.core.state.workers, quarantined)
 
-    def other_routers(self) -> int:
-        workers = self.core.state.workers.values()
-        return max((view.counters.routers for view in workers), default=0)
+    def other_routers(self, since_s: float) -> int:
+        """What one that hangs said before counts for nothing."""
+        lately = (
+            view.counters.routers
+            for worker, view in self.core.state.workers.items()
+            if (one := self.recent.get(worker)) is not None and (one.heard_s or 0.0) > since_s
+        )
+        return max(lately, default=0)
 
     def workers(self) -> tuple[WorkerStatus, ...]:
         workers = self.core.state.workers

@@ -272,7 +272,7 @@ class FakeDispatcher:
     def leave(self) -> None:
         self.has_left = True
 
-    def other_routers(self) -> int:
+    def other_routers(self, since_s: float) -> int:
         self.asked_for_others += 1
         return self.others
 

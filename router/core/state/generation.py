@@ -278,8 +278,8 @@ class Dispatcher(Protocol):
     def leave(self) -> None:
         """Tells the workers that this router leaves."""
 
-    def other_routers(self) -> int:
-        """How many stay, as the workers tell once `leave` has reached them."""
+    def other_routers(self, since_s: float) -> int:
+        """How many stay, as workers have told since this moment, once `leave` has reached them."""
 
     async def debug_kv(self) -> GetKvResponse:
         """Blocks by state, and all that is held with holder and age, of every worker and pool

@@ -38,14 +38,8 @@ class OfferedLoad:
         """`cached`: prompt tokens that some worker has. `shares`: # ttft, tpot |-> predicted over
         asked for"""
         self._note(shares)
-        work = self.tiers.get(demand.tier.name)
-        if work is None:
-            work = self.tiers[demand.tier.name] = OfferedWork()
-        new = max(1, demand.prompt_tokens - cached)
+        work = self.add_prompt(demand, cached)
         work.requests += 1
-        work.prompt_tokens += new
-        work.prompt_squares += new * new
-        work.prompt_pairs += pairs_of(new, cached)
         if demand.decodes:
             out = demand.output_tokens * demand.choices
             work.output_tokens += out
@@ -57,6 +51,17 @@ class OfferedLoad:
         if tpot_s is not None:
             work.tpot_s += tpot_s
             work.with_tpot += 1
+
+    def add_prompt(self, demand: Demand, cached: int) -> OfferedWork:
+        """The part of a request that has come; the request comes after all of them."""
+        work = self.tiers.get(demand.tier.name)
+        if work is None:
+            work = self.tiers[demand.tier.name] = OfferedWork()
+        new = max(1, demand.prompt_tokens - cached)
+        work.prompt_tokens += new
+        work.prompt_squares += new * new
+        work.prompt_pairs += pairs_of(new, cached)
+        return work
 
     def add_hopeless(self, demand: Demand, shares: Mapping[str, float]) -> None:
         self._note(shares)
