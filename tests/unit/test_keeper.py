@@ -131,6 +131,7 @@ class Cluster:
         self.of_worker: dict[str, dict[str, object]] = {}
         self.cut: tuple[tuple[str, str], ...] = ()
         self.last: Heard | None = None
+        self.not_heard_yet: dict[str, Role] = {}  # routers tell of them though they leave
 
     def seconds(self, count: int, work: OfferedWork) -> None:
         for _ in range(count):
@@ -151,7 +152,7 @@ class Cluster:
     def _told(self, address: str) -> Heard:
         workers = [
             watched(name, role, **self.of_worker.get(name, {}))  # type: ignore[arg-type]
-            for name, role in self.owner.roles.items()
+            for name, role in (self.owner.roles | self.not_heard_yet).items()
         ]
         return heard(report(workers, self.sums, self.cut), self.now_s, address)
 
@@ -310,6 +311,17 @@ def test_workers_are_added_first_and_removed_when_none_starts() -> None:
     cluster.seconds(3, PROMPTS)
     more, leaving = cluster.owner.resized[-1]
     assert more == Counts(0, 0) and {name.partition("-")[0] for name in leaving} == {"decode"}
+
+
+def test_a_worker_that_leaves_is_not_counted_until_routers_hear_of_it() -> None:
+    cluster = sized(1, 4)
+    there = dict(cluster.owner.roles)
+    while len(cluster.owner.roles) == len(there):
+        cluster.seconds(1, rate(10, 10, 1))
+    left, cluster.not_heard_yet = dict(cluster.owner.roles), there
+    told = len(cluster.owner.resized)
+    cluster.seconds(5, rate(10, 10, 1))
+    assert cluster.owner.resized[told:] == [] and cluster.owner.roles == left
 
 
 def test_those_that_start_may_leave_before_others() -> None:

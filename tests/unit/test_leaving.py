@@ -95,6 +95,17 @@ def the(core: RouterCore, name: str = "r") -> Request:
     return core.state.requests[name]
 
 
+def test_prompts_stay_where_they_are_once_nobody_else_has_room() -> None:
+    core = opened()
+    for name in ("a", "b", "c"):
+        submit(core, name)
+        says(core, "d", reserved(name, core.state.requests[name].attempt))
+    join(core, "d2", places=1)
+    told = asked(drains(core))
+    assert [worker for worker, _ in told] == [D2]
+    assert sum(D in one.workers for one in core.state.requests.values()) == 2
+
+
 # --- a move ---------------------------------------------------------------------------------------
 
 

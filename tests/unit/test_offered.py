@@ -222,6 +222,17 @@ def test_a_request_that_is_tried_again_is_the_same_work() -> None:
 # --- what some worker has cached ------------------------------------------------------------------
 
 
+def test_a_part_of_a_prompt_is_work_and_no_request() -> None:
+    core = split()
+    asked = replace(request(), objectives=Objectives(tpot_s=1.0))
+    asks(core, replace(asked, request_id="part", is_ahead=True, objectives=NO_OBJECTIVES), 1)
+    work = core.state.offered.total
+    assert (work.requests, work.prompt_tokens > 0) == (0, True)
+    asks(core, asked, 2)
+    work = core.state.offered.total
+    assert (work.requests, work.with_tpot) == (1, 1)
+
+
 def test_of_a_prompt_only_what_no_worker_has_is_work() -> None:
     load = OfferedLoad()
     load.add(demand(prompt_tokens=40, output_tokens=8), 30, {})
