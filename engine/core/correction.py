@@ -73,7 +73,8 @@ class Correction:
         bounded = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, surprise))
         self._steps += steps
         self._as_of_s = now_s
-        usual = max(1 - exp(-predicted_s / USUAL_S), steps / self._steps)
+        of_usual = min(1 - exp(-predicted_s / USUAL_S), _MOST_SHARE * steps)
+        usual = max(of_usual, steps / self._steps)
         self._log_usual += usual * (self._log_level + bounded - self._log_usual)
         share = min(1 - exp(-predicted_s / MEMORY_S), _MOST_SHARE * steps)
         self._mean += share * (exp(bounded) - self._mean)
@@ -82,7 +83,7 @@ class Correction:
         self._set(max(-_MOST, min(_MOST, learnt)))
 
     def rest(self, now_s: float) -> None:
-        """Nothing of its kind has run since the last step or `rest`."""
+        """No step of its kind has ended since the last one or `rest`."""
         stays = exp((self._as_of_s - now_s) / FORGETS_S)
         self._as_of_s = now_s
         self._set(self._log_usual + stays * (self._log_level - self._log_usual))
