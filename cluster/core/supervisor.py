@@ -456,7 +456,7 @@ class Supervisor:
         assert process is not None, name
         address, process.address, process.state = process.address, None, State.GONE
         if self.phase is not Phase.STOPPING:
-            return self._has_left(process, address, now_s)
+            return self._gone(process, address, now_s)
         if process.kind is ProcessKind.ROUTER:
             return self._router_stopped()
         left = [p for p in self.processes() if p.state is not State.GONE]
@@ -466,9 +466,7 @@ class Supervisor:
             return [self._stop_process(p) for p in left if not p.leaves]
         return []
 
-    def _has_left(
-        self, process: Process, address: str | None, now_s: float
-    ) -> list[SupervisorCommand]:
+    def _gone(self, process: Process, address: str | None, now_s: float) -> list[SupervisorCommand]:
         self._left.discard(process.name)
         if process.kind is not ProcessKind.POOL_NODE:
             self.members.remove(process)
