@@ -19,7 +19,7 @@ where they would be prefilled, or decoded, go elsewhere by `lead_away`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
@@ -145,10 +145,14 @@ class Moving:
         for one in leaving:
             together.setdefault(one.request_id, []).append(one)
         targets = _open(state, view)
-        places = max([target.free_places for target in targets], default=0)
+
+        def may_go(request: Request, target: WorkerView) -> bool:
+            return _is_trusted(state, view, target, now_s, request.avoided)
+
         groups = [(state.requests[name], choices) for name, choices in together.items()]
-        fitting = [group for group in groups if len(group[0].choices) <= places]
-        return [*_spread(fitting[:most], [self._load(state, target) for target in targets])]
+        fitting = [group for group in groups if any(_fits(group[0], targets, may_go))]
+        loads = [self._load(state, target) for target in targets]
+        return [*_spread(fitting[:most], loads, may_go)]
 
     def _wanted(
         self, state: RouterState, view: WorkerView, now_s: float
@@ -159,7 +163,8 @@ class Moving:
         self._looked_s[view.incarnation] = now_s
         load = self._load(state, view)
         most = MOST_MOVING - sum(m.source == view.incarnation for m in self.pending.values())
-        targets = [self._load(state, target) for target in _targets(state, view)]
+        trusted = [one for one in _targets(state, view) if _is_trusted(state, view, one, now_s)]
+        targets = [self._load(state, target) for target in trusted]
         moves = suggest(load, targets, most)
         return [(state.requests[one.request_id], target) for one, target in moves]
 
@@ -215,8 +220,7 @@ class Moving:
         target: WorkerView,
         now_s: float,
     ) -> list[Command]:
-        pair = Pair(source.incarnation, target.incarnation)
-        if state.quarantine.objection(pair, request.avoided, now_s)[0]:
+        if not _is_trusted(state, source, target, now_s, request.avoided):
             return []
         spec = request.next_spec(next(state.attempts))
         demand = demand_of(state, request, spec, now_s)
@@ -282,6 +286,18 @@ def _open(state: RouterState, source: WorkerView) -> list[WorkerView]:
     ]
 
 
+def _is_trusted(
+    state: RouterState,
+    source: WorkerView,
+    target: WorkerView,
+    now_s: float,
+    avoided: Collection[Pair] = (),
+) -> bool:
+    """Handoffs between the two did not fail lately."""
+    pair = Pair(source.incarnation, target.incarnation)
+    return not state.quarantine.objection(pair, avoided, now_s)[0]
+
+
 def _targets(state: RouterState, source: WorkerView) -> list[WorkerView]:
     others = [
         view
@@ -342,15 +358,30 @@ def _roomiest(one: Decoding, targets: Sequence[WorkerLoad]) -> WorkerLoad | None
     return targets[at] if share < LOW else None
 
 
+MayGo = Callable[[Request, WorkerView], bool]
+
+
+def _fits(request: Request, targets: Iterable[WorkerView], may_go: MayGo) -> Iterator[bool]:
+    """Whether it may go to each, which has a place for all its choices."""
+    needed = len(request.choices)
+    return (one.free_places >= needed and may_go(request, one) for one in targets)
+
+
 def _spread(
-    leaving: Iterable[tuple[Request, Sequence[Decoding]]], targets: Sequence[WorkerLoad]
+    leaving: Iterable[tuple[Request, Sequence[Decoding]]],
+    targets: Sequence[WorkerLoad],
+    may_go: MayGo,
 ) -> Iterator[tuple[Request, WorkerView]]:
-    """Each to the target that is least loaded then, unless it has no room for all its choices."""
+    """Each to the target that is least loaded then, among those where it fits."""
     loads, places = [*targets], [target.worker.free_places for target in targets]
     for request, choices in leaving:
         needed = len(request.choices)
         after = [load.beside(*choices) for load in loads]
-        fits = [(one.share(), at) for at, one in enumerate(after) if places[at] >= needed]
+        fits = [
+            (one.share(), at)
+            for at, one in enumerate(after)
+            if places[at] >= needed and may_go(request, one.worker)
+        ]
         share, at = min(fits, default=(inf, 0))
         if share <= HIGH:
             yield request, loads[at].worker

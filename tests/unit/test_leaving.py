@@ -23,6 +23,7 @@ from router.core.events import (
 from router.core.migration import LEAVING_AT_ONCE, MOST_MOVES, Moving
 from router.core.request import MAX_ATTEMPTS, Request, RequestState
 from router.core.router_state import MoveCause
+from router.core.state.quarantine import Pair
 from tests.unit.router_kit import (
     core_with,
     failed,
@@ -291,6 +292,16 @@ def test_those_that_fit_nowhere_do_not_hold_up_the_others() -> None:
     join(core, "d2", places=1)
     (ask,) = asked(drains(core))
     assert ask[1].request_id == "one"
+
+
+def test_a_target_whose_handoffs_fail_does_not_hold_up_a_drain() -> None:
+    """Not even where it is the least loaded one."""
+    core = decoding()
+    join(core, "d2")
+    join(core, "d3")
+    says(core, "d3", running=1)
+    core.state.quarantine.failed(Pair(D, D2), "transfer_failed", 2.9)
+    assert asked(drains(core)) == [(D3, key(attempt=1))]
 
 
 def test_the_prompt_of_all_choices_is_in_the_same_blocks() -> None:
