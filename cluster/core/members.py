@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -17,7 +17,16 @@ from cluster.core.desired import (
     resized,
 )
 from cluster.core.processes import Process
-from cluster.core.supervision import DesiredPool, Home, Phase, ProcessKind, Roles, State
+from cluster.core.supervision import (
+    DesiredPool,
+    Home,
+    Phase,
+    ProcessKind,
+    Roles,
+    State,
+    SupervisorCommand,
+    Withdraw,
+)
 from kvrelay.types import Role
 
 
@@ -32,6 +41,7 @@ class Kept:
     role: Role | None = None
     has_role: Role | None = None
     home: Home | None = None
+    known_at: str | None = None
     leaves: bool = False
     node_ends: bool = False
 
@@ -44,6 +54,7 @@ class Kept:
             role=process.role,
             has_role=process.role if process.has_role is process.role else None,
             home=process.home,
+            known_at=process.known_at,
             leaves=process.leaves,
             node_ends=process.leave_by_s is not None,
         )
@@ -65,13 +76,19 @@ class Former:
         known = ((name, self.kept[name]) for name in sorted(self.left & self.kept.keys()))
         return [(name, kept) for name, kept in known if kept.kind is ProcessKind.POOL_NODE]
 
+    def ended(self) -> dict[str, ProcessKind]:
+        """# address |-> kind, of those that have ended since: no router has heard of it"""
+        gone = (kept for name, kept in self.kept.items() if name not in self.left)
+        return {kept.known_at: kept.kind for kept in gone if kept.known_at is not None}
+
 
 NEW = Former(phase=Phase.STARTING)
 
 
 class Members:
     """`routers` and `workers`: # name |-> process. One that was removed may come again under the
-    same name; its lives go on. `roles`: of all processes that each pool shall have."""
+    same name; its lives go on. `roles`: of all processes that each pool shall have. `ended`: where
+    a router that an earlier controller left may still seek one."""
 
     def __init__(self, desired: Desired, former: Former) -> None:
         self.desired = desired
@@ -80,6 +97,7 @@ class Members:
         self.routers: dict[str, Process] = {}
         self.workers: dict[str, Process] = {}
         self._lives: Counter[str] = Counter()
+        self.ended = former.ended()
         self._adopt_all(former)
 
     def __iter__(self) -> Iterator[Process]:
@@ -104,6 +122,22 @@ class Members:
     def serving_routers(self) -> list[Process]:
         return [router for router in self.routers.values() if router.state is State.SERVING]
 
+    def withdrawal(self, process: Process) -> list[SupervisorCommand]:
+        """Of a worker or pool node that has ended where routers know it."""
+        address, process.known_at = process.known_at, None
+        if process.kind is ProcessKind.ROUTER or address is None:
+            return []
+        if any(one.adopted and one.state is not State.SERVING for one in self.routers.values()):
+            self.ended[address] = process.kind
+        return [Withdraw(one.name, address, process.kind) for one in self.serving_routers()]
+
+    def farewells(self, newcomer: Process, known: Iterable[Process]) -> list[SupervisorCommand]:
+        """A router that an earlier controller left hears who has ended since."""
+        if newcomer.kind is not ProcessKind.ROUTER or not newcomer.adopted:
+            return []
+        ended = self.ended.keys() - {one.address for one in known}
+        return [Withdraw(newcomer.name, at, self.ended[at]) for at in sorted(ended)]
+
     def _adopt_all(self, former: Former) -> None:
         """The routers and workers that are left, as far as it is known what they are."""
         kept = {name: former.kept.get(name) or self._as_desired(name) for name in former.left}
@@ -127,6 +161,7 @@ class Members:
         process = self._new(name, kept.pool, kept.kind, _number(name), kept.role)
         process.revision, process.has_role, process.home = kept.revision, kept.has_role, kept.home
         process.adopted, process.leave_by_s = True, inf if kept.node_ends else None
+        process.known_at = kept.known_at
         process.state = State.DRAINING if kept.leaves else State.BACKING_OFF
 
     def kept(self) -> dict[str, Kept]:

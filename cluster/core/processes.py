@@ -22,7 +22,7 @@ class Process:
     """`home` is where it runs or last ran; for a pool node, where it shall run. `joined`: the
     routers that know it. `number` counts within its pool. `revision`: the settings that it started
     with. `role`: what a worker shall be; `has_role`: what it was last known to be,
-    if it is known."""
+    if it is known. `address`: where it serves; `known_at`: where routers may still seek it."""
 
     name: str
     kind: ProcessKind
@@ -38,6 +38,7 @@ class Process:
     served_s: float | None = None
     joined: set[str] = field(default_factory=set)
     address: str | None = None
+    known_at: str | None = None
     start_at_s: float = 0.0
     home: Home | None = None
     activity: StartActivity = STARTS  # while its state is STARTING
@@ -123,10 +124,17 @@ class PoolHomes:
     def find(self, name: str) -> Process | None:
         return self._known.get(name)
 
-    def adopt(self, name: str, home: Home | None = None, revision: str = "") -> None:
+    def adopt(
+        self,
+        name: str,
+        home: Home | None = None,
+        revision: str = "",
+        known_at: str | None = None,
+    ) -> None:
         """One that an earlier controller left."""
         process = Process(name=name, kind=ProcessKind.POOL_NODE, state=State.BACKING_OFF)
         process.home, process.revision, process.adopted = home, revision, True
+        process.known_at = known_at
         self._known[name] = process
 
     def starts(self, pool: Process) -> None:

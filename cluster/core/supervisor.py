@@ -46,7 +46,6 @@ from cluster.core.supervision import (
     SupervisionTick,
     SupervisorCommand,
     SupervisorEvent,
-    Withdraw,
 )
 from cluster.core.watches import HangWatch, StartWatch
 from kvrelay.types import Role
@@ -96,7 +95,7 @@ class Supervisor:
         self.phase, self.error = former.phase, former.error
         self._left = {*former.left}
         for name, kept in former.pool_nodes():
-            self.pools.adopt(name, kept.home, kept.revision)
+            self.pools.adopt(name, kept.home, kept.revision, kept.known_at)
         self._redrained = [one for one in self.members if one.state is State.DRAINING]
         self.members.reconcile()
         if self.phase is Phase.STOPPING:
@@ -268,17 +267,19 @@ class Supervisor:
 
     def _retire(self, pool: Process, why: str) -> list[SupervisorCommand]:
         note = Note(f"{pool.name} is stopped: {why}")
-        return [note, *self._withdrawal(pool, pool.address), self._stop_process(pool)]
+        return [note, *self.members.withdrawal(pool), self._stop_process(pool)]
 
     def _serving(self, event: Serving, now_s: float) -> list[SupervisorCommand]:
         process = self.current(event.name, event.life)
         if process is None or process.state is not State.STARTING:
             return []
+        moved = [] if process.known_at == event.address else self.members.withdrawal(process)
         process.state, process.address = State.SERVING, event.address
-        process.served_s = now_s
+        process.known_at, process.served_s = event.address, now_s
         process.hears(now_s)
         note = Note(f"{process.name} serves on {event.address}")
-        return [note, *self._announcements(process), *self._set_role(process)]
+        told = [*self._announcements(process), *self._set_role(process)]
+        return [note, *moved, *self.members.farewells(process, self._announced()), *told]
 
     def _announcements(self, newcomer: Process) -> list[SupervisorCommand]:
         """Announces all serving processes to a new router, and a new process to every serving
@@ -321,14 +322,13 @@ class Supervisor:
             return []
         if self._hopeless(process, event):
             return self._fail(f"{process.name}: {event.reason}")
-        address = process.address
         if event.fatal and process.kind is ProcessKind.POOL_NODE and not self._pool_required:
             return self._leave_out(process, event.reason)
         wait_s = process.back_off(now_s)
         self._forget_router(process.name)
         self._left.discard(process.name)
         note = Note(f"{process.name} is lost: {event.reason}; starting it again in {wait_s:g} s")
-        cleaned = [*self._withdrawal(process, address), Remove(process.name)]
+        cleaned = [*self.members.withdrawal(process), Remove(process.name)]
         return [note, *cleaned, *self._reconcile()]
 
     def _leave_out(self, pool: Process, reason: str) -> list[SupervisorCommand]:
@@ -347,11 +347,6 @@ class Supervisor:
         if process.served_s is not None or not self._may_give_up():
             return False
         return event.fatal or process.failures + 1 >= STARTS_BEFORE_FATAL
-
-    def _withdrawal(self, process: Process, address: str | None) -> list[SupervisorCommand]:
-        if process.kind is ProcessKind.ROUTER or address is None:
-            return []
-        return [Withdraw(one.name, address, process.kind) for one in self.members.serving_routers()]
 
     # The desired state
 
@@ -454,9 +449,9 @@ class Supervisor:
     def _stopped(self, name: str, now_s: float) -> list[SupervisorCommand]:
         process = self._named(name)
         assert process is not None, name
-        address, process.address, process.state = process.address, None, State.GONE
+        process.address, process.state = None, State.GONE
         if self.phase is not Phase.STOPPING:
-            return self._gone(process, address, now_s)
+            return self._gone(process, now_s)
         if process.kind is ProcessKind.ROUTER:
             return self._router_stopped()
         left = [p for p in self.processes() if p.state is not State.GONE]
@@ -466,12 +461,12 @@ class Supervisor:
             return [self._stop_process(p) for p in left if not p.leaves]
         return []
 
-    def _gone(self, process: Process, address: str | None, now_s: float) -> list[SupervisorCommand]:
+    def _gone(self, process: Process, now_s: float) -> list[SupervisorCommand]:
         self._left.discard(process.name)
         if process.kind is not ProcessKind.POOL_NODE:
             self.members.remove(process)
         settled = [*self._settle_pools(now_s), *self._reconcile()]
-        return [*self._withdrawal(process, address), *settled]
+        return [*self.members.withdrawal(process), *settled]
 
     def _router_stopped(self) -> list[SupervisorCommand]:
         """After the last router, the workers stop."""

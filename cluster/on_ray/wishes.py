@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never
 
 from cluster.core.changes import changes, successor, with_count
+from cluster.core.elastic.rules import Bounds
 from cluster.core.plan import ClusterPlan
 from cluster.core.processes import Process
 from cluster.core.supervision import (
@@ -142,22 +143,27 @@ class Wishes:
 
     def _check_is_ours(self, pool: str) -> None:
         """One owner per number. Raises ConfigError."""
+        if (bounds := self._bounds(pool)) is not None:
+            raise ConfigError(
+                f"{pool}: its number follows the offered work, from {bounds.least} to "
+                f"{bounds.most}: change workers.replicas in the file, and apply it"
+            )
+
+    def _bounds(self, pool: str) -> Bounds | None:
+        """None: people say its number."""
         elastic = self._fleet.plan.elastic
-        for sized in elastic.sized.values() if elastic is not None else ():
-            if sized.name == pool:
-                raise ConfigError(
-                    f"{pool}: its number follows the offered work, from {sized.bounds.least} to "
-                    f"{sized.bounds.most}: change workers.replicas in the file, and apply it"
-                )
+        sized = elastic.sized.values() if elastic is not None else ()
+        return next((one.bounds for one in sized if one.name == pool), None)
+
+    # As the offered work asks; by now another file may have been applied, or a worker have gone.
 
     def add(self, pool: str, count: int) -> None:
-        """As the offered work asks."""
-        running = self._fleet.plan.worker_pool(pool)
-        if running is not None:
-            self._take(with_count(self._fleet.plan, pool, running.count + count))
+        running, bounds = self._fleet.plan.worker_pool(pool), self._bounds(pool)
+        if running is not None and bounds is not None:
+            wanted = bounds.clamp(running.count + count)
+            self._take(with_count(self._fleet.plan, pool, wanted))
 
     def let_go(self, name: str) -> None:
-        """As the offered work asks; another one may have gone meanwhile."""
         try:
             self._drain(Drain(name=name, replace=False), by_owner=True)
         except ConfigError as error:
@@ -200,38 +206,40 @@ class Wishes:
 
     def _named(self, name: str, among: Mapping[str, Process]) -> Process:
         """Raises ConfigError."""
-        found = among.get(name)
-        if found is None or found.leaves:
-            known = ", ".join(one.name for one in among.values() if not one.leaves)
-            raise ConfigError(f"no process is named {name}: there are {known}")
-        return found
+        told = {said.event.name for said in self._unheard if isinstance(said.event, DrainAsked)}
+        there = {one.name: one for one in among.values() if not (one.leaves or one.name in told)}
+        if name not in there:
+            raise ConfigError(f"no process is named {name}: there are {', '.join(there)}")
+        return there[name]
 
     def _drain(self, wish: Drain, *, by_owner: bool = False) -> list[str]:
         core = self._core
         process = self._named(wish.name, {**core.routers, **core.workers})
-        told = [f"{wish.name}: leaves, and another one replaces it"]
-        if not wish.replace:
-            if not by_owner:
-                self._check_is_ours(process.pool)
-            told = self._lower(process.pool, process.kind)
-        self._say(DrainAsked(name=wish.name, replace=wish.replace))
-        return told
+        if wish.replace:
+            self._say(DrainAsked(name=wish.name))
+            return [f"{wish.name}: leaves, and another one replaces it"]
+        if not by_owner:
+            self._check_is_ours(process.pool)
+        fewer = self._fewer(process.pool, process.kind)
+        self._say(DrainAsked(name=wish.name, replace=False))
+        return self._take(fewer)  # it may have left for another reason before that is heard
 
     def _say(self, event: SupervisorEvent) -> None:
         self._last = Said(event, asyncio.get_running_loop().create_future())
         self._unheard.append(self._last)
         self._tell(event)
 
-    def _lower(self, pool: str, kind: ProcessKind) -> list[str]:
-        """The supervisor lowers its own number when it hears of the drain."""
+    def _fewer(self, pool: str, kind: ProcessKind) -> ClusterPlan:
+        """Raises ConfigError."""
         if kind is ProcessKind.ROUTER:
             raise ConfigError("set router.replicas in the file, and apply it")
         known = self._fleet.plan.worker_pool(pool)
         if known is None:
             raise ConfigError(f"the pool {pool} is going already")
-        before = self._fleet.plan
-        self._fleet.plan = with_count(before, pool, known.count - 1)
-        return changes(before, self._fleet.plan)
+        bounds = self._bounds(pool)
+        if bounds is not None and known.count <= bounds.least:
+            raise ConfigError(f"{pool} shall have at least {bounds.least} workers")
+        return with_count(self._fleet.plan, pool, known.count - 1)
 
 
 def _moves(process: Process) -> bool:

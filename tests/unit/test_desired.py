@@ -536,6 +536,7 @@ def test_a_restarted_controller_drains_those_that_drained() -> None:
         revision="1",
         role=Role.DECODE,
         has_role=Role.DECODE,
+        known_at=core.workers[D].address,
         leaves=True,
     )
     former = Former(phase=Phase.READY, left=frozenset({ROUTER, P, D, D1}), kept=kept)

@@ -242,6 +242,66 @@ def test_more_are_added_where_the_pool_is_and_one_that_leaves_is_not_replaced() 
     assert staying == ["prefill-0", "decode-0", "any-0", "any-2", "any-3"]
 
 
+def test_the_offered_work_takes_no_number_beyond_its_bounds() -> None:
+    """Whoever looked at it may not have heard yet that another file was applied."""
+
+    async def run() -> list[int]:
+        cluster, counts = Cluster(ranged()), []
+        owner = OnRay(cluster.fleet.plan.elastic, cluster.wishes, cluster.tell)
+        for more, leaving in [(Counts(4, 1), []), (Counts(0, 0), [f"any-{n}" for n in range(5)])]:
+            owner.resize(more, leaving)
+            await asyncio.sleep(0)
+            counts.append(cluster.fleet.plan.worker_pool("any").count)
+        return counts
+
+    assert asyncio.run(run()) == [5, 2]
+
+
+class Late(Cluster):
+    """The supervisor hears later."""
+
+    def tell(self, event: SupervisorEvent) -> None:
+        self.told.append(event)
+
+    def hears(self) -> None:
+        events, self.told = self.told, []
+        for event in events:
+            super().tell(event)
+
+
+def numbers(cluster: Cluster, pool: str) -> tuple[int, int]:
+    """The plan's, and the supervisor's."""
+    return cluster.fleet.plan.worker_pool(pool).count, cluster.core.members.desired[pool].count
+
+
+def test_one_worker_that_is_removed_twice_takes_along_no_other() -> None:
+    async def run() -> tuple[Granted | Denied, tuple[int, int]]:
+        cluster = Late(plan({"role": "decode", "name": "more", "replicas": 3}))
+        first = asyncio.ensure_future(cluster.wishes.hear(Drain(name="more-1", replace=False)))
+        await asyncio.sleep(0)
+        second = await cluster.wishes.hear(Drain(name="more-1", replace=False))
+        cluster.hears()
+        assert isinstance(await first, Granted)
+        return second, numbers(cluster, "more")
+
+    second, found = asyncio.run(run())
+    assert isinstance(second, Denied) and second.reason.startswith("no process is named more-1")
+    assert found == (2, 2)
+
+
+def test_one_that_leaves_for_another_reason_first_leaves_the_number_as_told() -> None:
+    async def run() -> tuple[int, int]:
+        cluster = Late(plan({"role": "decode", "name": "more", "replicas": 3}))
+        wishes = [Scale("more", 2), Drain(name="more-2", replace=False)]
+        heard = [asyncio.ensure_future(cluster.wishes.hear(wish)) for wish in wishes]
+        await asyncio.sleep(0)
+        cluster.hears()
+        assert all(isinstance(one, Granted) for one in await asyncio.gather(*heard))
+        return numbers(cluster, "more")
+
+    assert asyncio.run(run()) == (1, 1)
+
+
 def test_a_role_that_the_offered_work_asks_for_leaves_nothing_open() -> None:
     """Else commands that wait until all is as desired would wait for ever."""
 

@@ -346,6 +346,61 @@ def test_what_a_former_controller_left_is_drained_before_it_is_known_to_serve() 
 # --- stopping ------------------------------------------------------------------------------------
 
 
+# --- routers that outlive a controller hear who has ended meanwhile ---
+
+
+def after(core: Supervisor, *left: str) -> Supervisor:
+    """Another controller, which finds these processes."""
+    former = Former(phase=Phase.READY, left=frozenset(left), kept=core.kept())
+    return Supervisor(pools(), LIMITS, now_s=0.0, former=former)
+
+
+def withdrawn(commands: list[SupervisorCommand]) -> list[tuple[str, str]]:
+    return [(one.router, one.address) for one in commands if isinstance(one, Withdraw)]
+
+
+def test_that_a_worker_ended_without_a_controller() -> None:
+    core = after(ready(), ROUTER, P)
+    act(core, SupervisionTick())
+    assert withdrawn(act(core, Serving(name=ROUTER, life=1, address="r"))) == [(ROUTER, "d")]
+    assert withdrawn(act(core, Serving(name=D, life=1, address="new"))) == []
+
+
+def test_that_a_worker_is_lost_before_the_router_is_found() -> None:
+    core = after(ready(), ROUTER, P, D)
+    act(core, SupervisionTick())
+    assert withdrawn(act(core, Lost(name=D, life=1, reason="gone"))) == []
+    assert withdrawn(act(core, Serving(name=ROUTER, life=1, address="r"))) == [(ROUTER, "d")]
+
+
+def test_that_a_worker_is_lost_after_the_router_was_found() -> None:
+    core = after(ready(), ROUTER, P, D)
+    act(core, SupervisionTick())
+    assert withdrawn(act(core, Serving(name=ROUTER, life=1, address="r"))) == []
+    assert withdrawn(act(core, Lost(name=D, life=1, reason="gone"))) == [(ROUTER, "d")]
+
+
+def test_that_a_worker_serves_elsewhere() -> None:
+    core = after(ready(), ROUTER, P, D)
+    act(core, SupervisionTick())
+    act(core, Serving(name=ROUTER, life=1, address="r"))
+    told = act(core, Serving(name=D, life=1, address="new"))
+    assert told == [Withdraw(ROUTER, "d"), Announce(ROUTER, D, 1, "new")]
+
+
+def test_but_not_of_an_address_where_another_one_serves() -> None:
+    core = after(ready(), ROUTER, P)
+    act(core, SupervisionTick())
+    act(core, Serving(name=D, life=1, address="d"))
+    assert withdrawn(act(core, Serving(name=ROUTER, life=1, address="r"))) == []
+
+
+def test_a_router_that_starts_anew_hears_of_none_that_ended() -> None:
+    core = after(ready(), P)
+    act(core, SupervisionTick())
+    assert withdrawn(act(core, Serving(name=ROUTER, life=1, address="r"))) == []
+
+
 def test_stop_drains_the_router_then_the_workers() -> None:
     core = ready()
     assert act(core, StopAsked()) == [StopProcess(ROUTER, drain=True)]
@@ -506,8 +561,10 @@ def place(core: Supervisor, name: str, home: Home, life: int = 1) -> list[Superv
 def serve(core: Supervisor, *names: str, life: int = 1) -> None:
     for name in names:
         for command in act(core, Serving(name=name, life=life, address=f"{name}'s")):
-            assert isinstance(command, Announce)
-            act(core, ProcessJoined(name=command.name, life=command.life, router=command.router))
+            assert isinstance(command, Announce | Withdraw)  # it may have served elsewhere before
+            if isinstance(command, Announce):
+                name, router = command.name, command.router
+                act(core, ProcessJoined(name=name, life=command.life, router=router))
 
 
 def ready_with_pool(*homes: Home) -> Supervisor:

@@ -111,11 +111,8 @@ class AsyncStream:
         return self._tour.stub.Generate(self._request, timeout=self._timeout_s)
 
     def _delay_s(self, error: KvrelayError) -> float | None:
-        if self._so_far.has_begun:
-            return self._so_far.try_go_on(self._tour, self._request, error, time.monotonic())
-        if self._tour.try_next(error):
-            return 0.0
-        return self._retries.delay_s(error, time.monotonic())
+        asked = self._tour, self._retries, self._request
+        return self._so_far.try_again(*asked, error, time.monotonic())
 
     async def ledger_ms(self) -> dict[str, float]:
         """Filled after the last chunk, if `ledger` was asked for; else empty."""

@@ -47,6 +47,19 @@ class SoFar:
         finished = sum(choice.finished for choice in self._choices.values())
         return self.has_begun and finished == _choices_of(request)
 
+    def try_again(
+        self,
+        tour: Tour[Stub],
+        retries: Retries,
+        request: pb.GenerateRequest,
+        error: KvrelayError,
+        now_s: float,
+    ) -> float | None:
+        """After how many seconds to send the request once more; None: not at all."""
+        if self.has_begun:
+            return self.try_go_on(tour, request, error, now_s)
+        return 0.0 if tour.try_next(error) else retries.delay_s(error, now_s)
+
     def try_go_on(
         self, tour: Tour[Stub], request: pb.GenerateRequest, error: KvrelayError, now_s: float
     ) -> float | None:
