@@ -73,14 +73,80 @@ CASES: dict[str, tuple[dict[str, str], str, bool]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_alert_fires_when_a_pool_gets_nothing(case: str, tmp_path: Path) -> None:
     values, at, fires = CASES[case]
-    (rule,) = RULES["spec"]["groups"][0]["rules"]
-    annotations = {
-        name: text.replace("{{ $labels.pool }}", "cpu").strip()
-        for name, text in rule["annotations"].items()
-    }
-    expected = [{"exp_labels": FIRES, "exp_annotations": annotations}] if fires else []
-    asked = {"eval_time": at, "alertname": ALERT, "exp_alerts": expected}
-    evaluated(tmp_path, {"input_series": series(rule="1x40", **values), "alert_rule_test": [asked]})
+    check(tmp_path, ALERT, series(rule="1x40", **values), at, FIRES if fires else None)
+
+
+def check(
+    tmp_path: Path,
+    alert: str,
+    given: list[dict[str, str]],
+    at: str,
+    fires: dict[str, str] | None,
+) -> None:
+    """`fires`: with these labels; None: not."""
+    (rule,) = [one for one in RULES["spec"]["groups"][0]["rules"] if one["alert"] == alert]
+    expected = []
+    if fires is not None:
+        texts = {name: filled(text, fires) for name, text in rule["annotations"].items()}
+        expected = [{"exp_labels": fires, "exp_annotations": texts}]
+    asked = {"eval_time": at, "alertname": alert, "exp_alerts": expected}
+    evaluated(tmp_path, {"input_series": given, "alert_rule_test": [asked]})
+
+
+def filled(text: str, labels: dict[str, str]) -> str:
+    for name, value in labels.items():
+        text = text.replace("{{ $labels.%s }}" % name, value)
+    return text.strip()
+
+
+def of_routers(metric: str, *values: str, labels: str = "") -> list[dict[str, str]]:
+    name = 'kvrelay:%s{model_name="m",instance="%d"%s}'
+    return [
+        {"series": name % (metric, number, labels), "values": each}
+        for number, each in enumerate(values)
+    ]
+
+
+DECODE = ',role="decode"'
+OTHERS: dict[str, tuple[str, list[dict[str, str]], dict[str, str] | None]] = {
+    "no router is ready": (
+        "KvrelayServesNothing",
+        of_routers("ready", "0x40", "0x40"),
+        {"severity": "critical", "model_name": "m"},
+    ),
+    "one router is ready": ("KvrelayServesNothing", of_routers("ready", "0x40", "1x40"), None),
+    "too much by what both routers were offered": (
+        "KvrelayLacksWorkers",
+        of_routers("saturation", "0.6x40", "0.6x40", labels=DECODE),
+        {"severity": "warning", "model_name": "m", "role": "decode"},
+    ),
+    "enough workers": (
+        "KvrelayLacksWorkers",
+        of_routers("saturation", "0.4x40", "0.4x40", labels=DECODE),
+        None,
+    ),
+    "too much for a moment": (
+        "KvrelayLacksWorkers",
+        of_routers("saturation", "0.4x12 2x5 0.4x23", labels=DECODE),
+        None,
+    ),
+    "one router keeps a pair apart": (
+        "KvrelayHandoffsFail",
+        of_routers("pairs_quarantined", "0x40", "1x40"),
+        {"severity": "warning", "model_name": "m"},
+    ),
+    "all pairs are trusted": (
+        "KvrelayHandoffsFail",
+        of_routers("pairs_quarantined", "0x40", "0x40"),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_an_alert_fires_when_it_should(case: str, tmp_path: Path) -> None:
+    alert, given, fires = OTHERS[case]
+    check(tmp_path, alert, given, "25m", fires)
 
 
 def query_of(way: str, role: str) -> str:
