@@ -95,7 +95,7 @@ def check(
 
 def filled(text: str, labels: dict[str, str]) -> str:
     for name, value in labels.items():
-        text = text.replace("{{ $labels.%s }}" % name, value)
+        text = text.replace("{{ $labels." + name + " }}", value)
     return text.strip()
 
 
