@@ -50,9 +50,9 @@ class RoleController:
         if came > 0:
             best = self._best(needs, fleet, came)
             return None if best == fleet.prefill else best
-        best = self._changed_to(needs, fleet, now_s, usual)
-        self._changed_s = self._changed_s if best is None else now_s
-        return best
+        wanted = self._changed_to(needs, fleet, now_s, usual)
+        self._changed_s = self._changed_s if wanted is None else now_s
+        return wanted
 
     def _then(self, needs: Needs, settle_s: float, now_s: float) -> Needs:
         """When a change that begins now has settled."""
