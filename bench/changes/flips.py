@@ -16,10 +16,11 @@ import asyncio
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import inf
+from itertools import count
+from math import exp, inf
 from pathlib import Path
 from random import Random
-from statistics import median
+from statistics import mean, median
 
 import grpc
 
@@ -266,14 +267,28 @@ def measure(count: int) -> list[Row]:
     wrong = Row(
         name="answers with other tokens than undisturbed", value=load.wrong, unit="", method=method
     )
-    firsts = [_first(found, role, method) for role in BEGINS]
+    firsts = [row for role in BEGINS for row in _first(found, role, method)]
     return [known, *firsts, gap, beside, failed, wrong]
 
 
-def _first(found: Measured, role: Role, method: str) -> Row:
+def by_chance_s(rates: list[float], role: Role) -> float:
+    """p99 of the time from a change to `role` to the worker's first request, if each request took
+    one of the role's workers by chance: requests come one by one, so what is by chance is
+    exponential."""
+    roles = {f"{plan.role}-{number}": plan.role for number, plan in enumerate(PLANS)}
+    own_rates = []
+    for (worker, becomes), rate in zip(ORDER, rates, strict=True):
+        roles[worker] = becomes
+        if becomes is role:
+            own_rates.append(rate / sum(one == role for one in roles.values()))
+    waits_s = (ms / 1000 for ms in count())
+    return next(s for s in waits_s if mean(exp(-one * s) for one in own_rates) <= 0.01)
+
+
+def _first(found: Measured, role: Role, method: str) -> list[Row]:
     both = zip(found.flips, found.first_s, strict=True)
     first_s = [one for flip, one in both if flip.role is role]
-    return Row(
+    goal = Row(
         name=f"from the command to the first request at a new {role} worker, p99",
         value=_p99(first_s),
         unit="s",
@@ -285,6 +300,16 @@ def _first(found: Measured, role: Role, method: str) -> Row:
         spread=f"{len(first_s)} flips, median {median(first_s):.3f}, longest {max(first_s):.3f}; "
         f"none within {MOST_S:g} s, and counted so: {first_s.count(MOST_S)}",
     )
+    limit = Row(
+        name="the same, by that of arrivals alone",
+        value=_p99(first_s),
+        unit="s",
+        against=f"each request takes a {role} worker by chance",
+        against_value=by_chance_s(found.rates, role),
+        lower_is_better=True,
+        method=method,
+    )
+    return [goal, limit]
 
 
 def main() -> None:
