@@ -343,10 +343,7 @@ def test_what_a_former_controller_left_is_drained_before_it_is_known_to_serve() 
     ]
 
 
-# --- stopping ------------------------------------------------------------------------------------
-
-
-# --- routers that outlive a controller hear who has ended meanwhile ---
+# --- routers that outlive a controller hear who has ended meanwhile ------------------------------
 
 
 def after(core: Supervisor, *left: str) -> Supervisor:
@@ -399,6 +396,9 @@ def test_a_router_that_starts_anew_hears_of_none_that_ended() -> None:
     core = after(ready(), P)
     act(core, SupervisionTick())
     assert withdrawn(act(core, Serving(name=ROUTER, life=1, address="r"))) == []
+
+
+# --- stopping ------------------------------------------------------------------------------------
 
 
 def test_stop_drains_the_router_then_the_workers() -> None:
