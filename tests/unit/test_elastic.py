@@ -157,11 +157,9 @@ def test_roles_follow_the_work_and_then_stay() -> None:
 
 
 def test_noise_changes_nothing() -> None:
-    """But once, when nothing else has come for long."""
-    for fitting, then in ((5, [7]), (6, [7]), (7, [])):
+    for fitting in (4, 5, 6):
         controller, clients = keeper(), Clients(noise=0.3)
-        found = changes(controller, clients, LONG.scaled(0.6), fitting, 3600)
-        assert [prefill for _, prefill in found] == then and all(at > 200 for at, _ in found)
+        assert changes(controller, clients, LONG.scaled(0.6), fitting, 3600) == []
 
 
 def test_few_unlike_requests_are_doubted() -> None:
@@ -194,7 +192,7 @@ def test_bounds_hold_and_what_decodes_keeps_its_workers() -> None:
         assert controller.look(clients.second(LONG.scaled(3)), fleet, clients.now_s).prefill is None
 
 
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(
@@ -217,10 +215,10 @@ def test_any_load_leaves_each_role_a_worker_and_comes_to_rest(
             prefill = controller.look(offered, fleet, clients.now_s).prefill or prefill
             assert 1 <= prefill < workers
     last, late = loads[-1], 0
-    for second in range(360):
+    for second in range(200):
         fleet = Fleet(prefill=prefill, decode=workers - prefill, running=0)
         wanted = controller.look(clients.second(rate(*last[:3])), fleet, clients.now_s).prefill
-        late += wanted is not None and second > 300
+        late += wanted is not None and second > 60
         prefill = wanted or prefill
     assert late == 0
     assert controller.needs is not None and controller.needs.served(1, 1) < inf
@@ -286,40 +284,6 @@ def needs_of(prefill: float, decode: float) -> Needs:
     return Needs(
         prefill=prefill, decode=decode, prompt_s=0.2, variation=0.1, ttft_s=20.0, batch=100
     )
-
-
-@pytest.mark.parametrize(
-    ("needs", "wanted"),
-    [
-        ((4.0, 1.5), 11),
-        ((1.5, 4.0), 5),
-        ((4.0, 3.7), None),  # hardly more room
-        ((2.2, 1.0), None),  # room enough
-        ((0.0, 0.0), None),
-    ],
-)
-def test_while_all_is_served_each_role_gets_room(
-    needs: tuple[float, float], wanted: int | None
-) -> None:
-    usual, fleet = needs_of(*needs), Fleet(prefill=8, decode=8, running=0)
-    assert RoleController().look(usual, fleet, 0.0) is None, "it may not be usual"
-    assert RoleController().look(usual, fleet, 0.0, usual) == wanted
-
-
-def test_room_is_made_once_and_only_after_a_usual_time() -> None:
-    controller, clients = keeper(), Clients(noise=0.3)
-    ((at_s, prefill),) = changes(controller, clients, LONG.scaled(0.6), 4, 1800)
-    assert 200 <= at_s <= 220 and prefill == 7
-
-
-def test_no_room_is_made_by_a_flow_that_has_just_changed() -> None:
-    controller, clients = keeper(), Clients()
-    found = [
-        one
-        for work in (LONG.scaled(0.6), SHORT.scaled(0.3)) * 4
-        for one in changes(controller, clients, work, 4, 120)
-    ]
-    assert found == []
 
 
 def first_change_s(settle_s: float) -> float:

@@ -16,8 +16,6 @@ from router.core.load.offered import OfferedWork
 
 LEAST_S = 5.0
 """Less time of looking says nothing of how many workers are needed."""
-USUAL = 10.0
-"""What is usual is a mean over so many windows."""
 SLOWER = 3.0
 """Numbers follow means over so many windows: chance in less would ask for room that nobody uses. So
 does what decodes: answers go on for about as long, and even out what comes by chance."""
@@ -51,7 +49,6 @@ class ElasticController:
     needs: Needs | None = None
     rate: OfferedRate = field(init=False)
     slow_rate: OfferedRate = field(init=False)
-    usual_rate: OfferedRate = field(init=False)
     _unknown_since_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -69,14 +66,12 @@ class ElasticController:
         self._note_gap(fleet, now_s)
         fast = self._needs(self.rate, offered, now_s)
         slow = self._needs(self.slow_rate, offered, now_s)
-        usual = self._needs(self.usual_rate, offered, now_s)
         if fast is None or slow is None:
             return NOTHING
         self.needs = fast.with_decode_of(slow)
-        usual = usual if self.usual_rate.is_full else None
         roles, totals = self.roles if fleet.is_known else None, self.totals
         return Decision(
-            prefill=None if roles is None else roles.look(self.needs, fleet, now_s, usual),
+            prefill=None if roles is None else roles.look(self.needs, fleet, now_s),
             counts=None if totals is None else _counts(totals, self._of_numbers, fleet, now_s),
         )
 
@@ -94,7 +89,6 @@ class ElasticController:
     def _begin_anew(self) -> None:
         self.rate = OfferedRate(window_s=self.window_s)
         self.slow_rate = OfferedRate(window_s=SLOWER * self.window_s)
-        self.usual_rate = OfferedRate(window_s=USUAL * self.window_s, every_s=LEAST_S)
         if self.totals is not None:
             self.totals.begin_anew()
 

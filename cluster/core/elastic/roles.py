@@ -18,9 +18,6 @@ from router.core.load.needs import Needs
 
 ALIKE = 0.01
 """Splits that serve so much less, as a share of what is offered, are as good."""
-ROOMY, EVENED = 3.0, 2.0
-"""While all is served, workers change for room up to so many times what is offered, and for so many
-times the usual gain."""
 SETTLED = 10.0
 """Times that a change takes to settle: so long nothing else changes."""
 
@@ -39,20 +36,15 @@ class RoleController:
     def __post_init__(self) -> None:
         self.prefill, self.decode = Forecast(self.period_s), Forecast(self.period_s)
 
-    def look(
-        self, needs: Needs, fleet: Fleet, now_s: float, usual: Needs | None = None
-    ) -> int | None:
-        """How many shall prefill; None: as many as do. `usual`: needs over a longer time, in which
-        what is offered did not change."""
+    def look(self, needs: Needs, fleet: Fleet, now_s: float) -> int | None:
+        """How many shall prefill; None: as many as do."""
         needs = self._then(needs, fleet.settle_s, now_s)
         came = fleet.workers - (fleet.workers if self._workers is None else self._workers)
         self._workers = fleet.workers
         if came > 0:
             best = self._best(needs, fleet, came)
             return None if best == fleet.prefill else best
-        wanted = self._changed_to(needs, fleet, now_s, usual)
-        self._changed_s = self._changed_s if wanted is None else now_s
-        return wanted
+        return self._changed(needs, fleet, now_s)
 
     def _then(self, needs: Needs, settle_s: float, now_s: float) -> Needs:
         """When a change that begins now has settled."""
@@ -60,25 +52,16 @@ class RoleController:
         self.decode.note(now_s, needs.decode, settle_s)
         return needs.scaled(self.prefill.change(settle_s), self.decode.change(settle_s))
 
-    def _changed_to(
-        self, needs: Needs, fleet: Fleet, now_s: float, usual: Needs | None
-    ) -> int | None:
-        if now_s - self._changed_s < max(self.rules.dwell_s, SETTLED * fleet.settle_s):
+    def _changed(self, needs: Needs, fleet: Fleet, now_s: float) -> int | None:
+        """Not while all is served."""
+        rests = now_s - self._changed_s < max(self.rules.dwell_s, SETTLED * fleet.settle_s)
+        if rests or needs.served(fleet.prefill, fleet.decode) >= 1.0:
             return None
-        if needs.served(fleet.prefill, fleet.decode) >= 1.0:
-            return None if usual is None else self._evened(usual, fleet)
         best = self._best(needs, fleet, fleet.workers)
-        if best == fleet.prefill or _gain(needs, fleet, best, 1.0) < self.rules.gain:
+        if best == fleet.prefill or self._gain(needs, fleet, best) < self.rules.gain:
             return None
+        self._changed_s = now_s
         return best
-
-    def _evened(self, usual: Needs, fleet: Fleet) -> int | None:
-        """All is served: workers that nobody needs are shared, so that each role can take about as
-        much more. Bursts are shorter than the means that tell what is needed."""
-        splits = self._splits(usual, fleet, fleet.workers)
-        room = {prefill: usual.served(prefill, fleet.workers - prefill) for prefill in splits}
-        best = max(room, key=lambda prefill: room[prefill], default=fleet.prefill)
-        return best if _gain(usual, fleet, best, ROOMY) >= EVENED * self.rules.gain else None
 
     def _best(self, needs: Needs, fleet: Fleet, most_changes: int) -> int:
         """Of those that serve the most nine of ten times, one with the fewest changes."""
@@ -98,14 +81,13 @@ class RoleController:
             if prefill <= fleet.prefill or _holds(needs, fleet, workers - prefill):
                 yield prefill
 
-
-def _gain(needs: Needs, fleet: Fleet, prefill: int, most: float) -> float:
-    """How much more could be served, up to `most` of what is offered, as a share of what can be
-    now, if chance spoke for the change."""
-    needs = needs.doubted(more_prefill=prefill > fleet.prefill)
-    now = min(most, needs.served(fleet.prefill, fleet.decode))
-    then = min(most, needs.served(prefill, fleet.workers - prefill))
-    return then / now - 1 if now else inf
+    def _gain(self, needs: Needs, fleet: Fleet, prefill: int) -> float:
+        """How much more would be served, as a share of what is now, if chance spoke for the
+        change."""
+        needs = needs.doubted(more_prefill=prefill > fleet.prefill)
+        now = min(1.0, needs.served(fleet.prefill, fleet.decode))
+        then = min(1.0, needs.served(prefill, fleet.workers - prefill))
+        return then / now - 1 if now else inf
 
 
 def _holds(needs: Needs, fleet: Fleet, decode: int) -> bool:

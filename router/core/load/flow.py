@@ -23,15 +23,12 @@ _Look = tuple[float, OfferedWork]
 @dataclass(slots=True, kw_only=True)
 class OfferedRate:
     """Over the last `window_s`, or since what is offered has clearly changed. Sums that have shrunk
-    come from routers that began anew. `every_s`: looks in between are not noted."""
+    come from routers that began anew."""
 
     window_s: float
-    every_s: float = 0.0
     _seen: deque[_Look] = field(default_factory=deque)
 
     def note(self, now_s: float, sums: OfferedWork) -> None:
-        if self._seen and now_s - self._seen[-1][0] < self.every_s:
-            return
         if self._seen and sums.requests < self._seen[-1][1].requests:
             self._seen.clear()
         self._seen.append((now_s, sums))
@@ -43,11 +40,6 @@ class OfferedRate:
     @property
     def covers_s(self) -> float:
         return self._seen[-1][0] - self._seen[0][0] if self._seen else 0.0
-
-    @property
-    def is_full(self) -> bool:
-        """It was offered as much for a whole window."""
-        return self.covers_s >= self.window_s
 
     @property
     def per_second(self) -> OfferedWork:
