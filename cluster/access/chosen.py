@@ -36,6 +36,16 @@ def caller_access(config: Config) -> Access:
     return Access(token=token, dials=dialled_tls(config))
 
 
+def check_token(config: Config, access: Access) -> None:
+    """Raises ConfigError for the token of another cluster. Without one, nothing is said."""
+    path = token_file(config)
+    if read(path, TOKEN_KEY) not in (None, access.token):
+        raise ConfigError(
+            f"{TOKEN_KEY}: {path}: another token than that of the cluster {config.name}, whose "
+            "processes would not hear each other"
+        )
+
+
 def token_file(config: Config) -> Path:
     given = config.network.token_file
     return Path(given) if given is not None else token_path(config.name)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,9 +27,9 @@ from kvrelay.types import Role
 
 if TYPE_CHECKING:
     from cluster.config.schema import Config
-    from cluster.core.plan import ClusterPlan
     from cluster.on_ray.launch import Driver, Stopwatch
     from kvrelay.access.values import Access
+    from kvrelay.v1.admin_pb2 import ChangeRequest
 
 MOST_DIGITS = 9
 Router = Annotated[
@@ -76,47 +77,44 @@ def apply(
     if address is not None:
         if follow:
             raise ConfigError("--follow is for a command that joins Ray: kvrelay top follows too")
-        _apply_at(address, wanted, yes=yes, no_wait=no_wait)
+        from cluster.access.chosen import caller_access
+
+        router = AtRouter(address, caller_access(wanted))
+        _change_to(wanted, router, yes=yes)
+        router.wait(no_wait=no_wait)
         return
     with _on_ray(wanted.ray.address) as say:
+        from cluster.access.chosen import check_token
         from cluster.on_ray import launch
-        from cluster.on_ray.connect import Connected, site_of
 
         if wanted.name in launch.running_clusters():
-            driver = _changed(wanted, say, yes=yes)
+            cluster = _found(wanted.name, say)
+            check_token(wanted, cluster.driver.door().access)
+            _change_to(wanted, cluster, yes=yes)
         else:
-            print(f"{wanted.name}: a new cluster", flush=True)
-            here = Connected(own=False, site=site_of(own=False))
-            driver = launch.start(wanted, here, detach=True, say=say)
-            if not no_wait:
-                print("\n".join(launch.welcome(driver.wait_ready())), flush=True)
-        _wait(driver, no_wait=no_wait)
+            cluster = _started(wanted, say, no_wait=no_wait)
+        cluster.wait(no_wait=no_wait)
         if follow:
-            driver.follow()
+            cluster.driver.follow()
 
 
-def _apply_at(address: str, wanted: Config, *, yes: bool, no_wait: bool) -> None:
+def _change_to(wanted: Config, cluster: AtRouter | OnRay, *, yes: bool) -> None:
     """The controller plans for the machines that it knows."""
-    from cluster.access.chosen import caller_access
-
-    access, file = caller_access(wanted), wanted.model_dump_json(exclude_unset=True)
-
-    def ask(*, only_tell: bool) -> tuple[str, ...]:
-        return _at(address, access, apply={"config": file, "only_tell": only_tell})
-
-    _confirmed(ask(only_tell=True), yes=yes)
-    ask(only_tell=False)
-    _wait_at(address, access, no_wait=no_wait)
+    file = wanted.model_dump_json(exclude_unset=True)
+    _confirmed(cluster.change(apply={"config": file, "only_tell": True}), yes=yes)
+    cluster.change(apply={"config": file})
 
 
-def _changed(wanted: Config, say: Stopwatch, *, yes: bool) -> Driver:
-    from cluster.on_ray.wishes import Apply
+def _started(wanted: Config, say: Stopwatch, *, no_wait: bool) -> OnRay:
+    from cluster.on_ray import launch
+    from cluster.on_ray.connect import Connected, site_of
 
-    driver = _found(wanted.name, say)
-    plan = _plan_of(wanted, own=driver.is_own())
-    _confirmed(driver.wish(Apply(plan, only_tell=True)), yes=yes)
-    driver.wish(Apply(plan))
-    return driver
+    print(f"{wanted.name}: a new cluster", flush=True)
+    here = Connected(own=False, site=site_of(own=False))
+    driver = launch.start(wanted, here, detach=True, say=say)
+    if not no_wait:
+        print("\n".join(launch.welcome(driver.wait_ready())), flush=True)
+    return OnRay(driver)
 
 
 def scale(
@@ -132,19 +130,10 @@ def scale(
 ) -> None:
     """Change the number of workers of a pool. The cluster file does not change."""
     wanted = [_pool_and_count(text) for text in pools]
-    if address is not None:
-        access = caller(name, token_file, set_)
+    with _cluster(address, name, ray_address, token_file, set_) as cluster:
         for pool, count in wanted:
-            _print(_at(address, access, scale={"pool": pool, "count": count}))
-        _wait_at(address, access, no_wait=no_wait)
-        return
-    with _on_ray(ray_address) as say:
-        from cluster.on_ray.asked import Scale
-
-        driver = _found(name, say)
-        for pool, count in wanted:
-            _print(driver.wish(Scale(pool, count)))
-        _wait(driver, no_wait=no_wait)
+            _print(cluster.change(scale={"pool": pool, "count": count}))
+        cluster.wait(no_wait=no_wait)
 
 
 def drain(
@@ -174,21 +163,9 @@ def drain(
     It gets nothing new, what it runs goes on elsewhere, and then it ends. Whoever started a worker
     as a process of its own starts another one.
     """
-    if address is not None:
-        from cluster.process import admin
-        from kvrelay.v1.admin_pb2 import ChangeRequest
-
-        asked = ChangeRequest(drain={"name": process, "replace": not remove}, drain_s=timeout)
-        access = caller(name, token_file, set_)
-        told = admin.drain(asked, address, access, wait=not no_wait)
-        print("\n".join([*told, f"{process} {'leaves' if no_wait else 'has left'}"]))
-        return
-    with _on_ray(ray_address) as say:
-        from cluster.on_ray.asked import Drain
-
-        driver = _found(name, say)
-        _print(driver.wish(Drain(name=process, replace=not remove)))
-        _wait(driver, no_wait=no_wait)
+    asked = {"name": process, "replace": not remove}
+    with _cluster(address, name, ray_address, token_file, set_) as cluster:
+        cluster.drain(asked, timeout, no_wait=no_wait)
 
 
 def flip(
@@ -205,23 +182,87 @@ def flip(
     It keeps the role when it starts again, and one that replaces it gets it, until the file is
     applied. A worker that is a process of its own has it until it starts again.
     """
-    if address is not None:
-        _at(address, caller(name, token_file, set_), flip={"name": worker, "role": role})
-    else:
-        with _on_ray(ray_address) as say:
-            from cluster.on_ray.asked import Flip
-
-            _found(name, say).wish(Flip(worker, role))
+    with _cluster(address, name, ray_address, token_file, set_) as cluster:
+        cluster.change(flip={"name": worker, "role": role})
     print(f"{worker} is a {role} worker" if role is not Role.BOTH else f"{worker} does both")
 
 
-def _at(address: str, access: Access, **wish: dict[str, object]) -> tuple[str, ...]:
-    """What changes; see `ChangeRequest`."""
-    from cluster.process import admin
+# --- who is asked, always by Admin.Change ---------------------------------------------------------
+
+Wish = Mapping[str, object]
+
+
+def _asked(**wish: Any) -> ChangeRequest:
+    """One field of its oneof."""
     from kvrelay.v1.admin_pb2 import ChangeRequest
 
-    asked: Any = wish  # one field of a oneof
-    return admin.change(ChangeRequest(**asked), address, access)
+    return ChangeRequest(**wish)
+
+
+@dataclass(frozen=True, slots=True)
+class AtRouter:
+    """A router, which passes on what its controller decides."""
+
+    address: str
+    access: Access
+
+    def change(self, **wish: Wish) -> tuple[str, ...]:
+        """What changes, in words. Raises KvrelayError."""
+        from cluster.process import admin
+
+        return admin.change(_asked(**wish), self.address, self.access)
+
+    def wait(self, *, no_wait: bool) -> None:
+        from cluster.process import admin
+
+        if not no_wait:
+            admin.wait_settled(self.address, self.access, partial(print, flush=True))
+            print("every process serves", flush=True)
+
+    def drain(self, drain: Wish, drain_s: float, *, no_wait: bool) -> None:
+        from cluster.process import admin
+
+        asked = _asked(drain=drain, drain_s=drain_s)
+        told = admin.drain(asked, self.address, self.access, wait=not no_wait)
+        print("\n".join([*told, f"{drain['name']} {'leaves' if no_wait else 'has left'}"]))
+
+
+@dataclass(frozen=True, slots=True)
+class OnRay:
+    """The controller itself, which Ray finds. It says what happens meanwhile."""
+
+    driver: Driver
+
+    def change(self, **wish: Wish) -> tuple[str, ...]:
+        """What changes, in words. Raises KvrelayError."""
+        from cluster.process import admin
+
+        door = self.driver.door()
+        return admin.change(_asked(**wish), door.address, door.access)
+
+    def wait(self, *, no_wait: bool) -> None:
+        if not no_wait:
+            self.driver.wait_settled()
+            print(f"every process of {self.driver.name} serves", flush=True)
+
+    def drain(self, drain: Wish, _: float, *, no_wait: bool) -> None:
+        _print(self.change(drain=drain))
+        self.wait(no_wait=no_wait)
+
+
+@contextmanager
+def _cluster(
+    address: str | None,
+    name: str | None,
+    ray_address: str | None,
+    token_file: str | None,
+    set_: list[str] | None,
+) -> Iterator[AtRouter | OnRay]:
+    if address is not None:
+        yield AtRouter(address, caller(name, token_file, set_))
+        return
+    with _on_ray(ray_address) as say:
+        yield _found(name, say)
 
 
 @contextmanager
@@ -237,37 +278,13 @@ def _on_ray(address: str | None) -> Iterator[Stopwatch]:
         yield launch.Stopwatch(began_s)
 
 
-def _found(name: str | None, say: Stopwatch) -> Driver:
+def _found(name: str | None, say: Stopwatch) -> OnRay:
     """What happens from now on. Raises ConfigError when `name` fits none, or several clusters."""
     from cluster.on_ray import launch
 
     driver = launch.running(name, say=say)
     driver.skip_notes()
-    return driver
-
-
-def _plan_of(config: Config, *, own: bool) -> ClusterPlan:
-    from cluster.access.chosen import secrets_of
-    from cluster.core.plan import plan_cluster
-    from cluster.core.resolve import resolve
-    from cluster.on_ray.connect import site_of
-
-    resolved = resolve(config, site_of(own=own))
-    return plan_cluster(resolved, secrets_of(resolved), given=config)
-
-
-def _wait(driver: Driver, *, no_wait: bool) -> None:
-    if not no_wait:
-        driver.wait_settled()
-        print(f"every process of {driver.name} serves", flush=True)
-
-
-def _wait_at(address: str, access: Access, *, no_wait: bool) -> None:
-    from cluster.process import admin
-
-    if not no_wait:
-        admin.wait_settled(address, access, partial(print, flush=True))
-        print("every process serves", flush=True)
+    return OnRay(driver)
 
 
 def _print(lines: tuple[str, ...]) -> None:

@@ -128,7 +128,7 @@ class WorkerHost(Host[str]):
         `routers`: HOST:PORT of the internal gRPC of those that serve."""
         configure_logging(settings.name)
         self._ledger = ledger_since(asked_at, os.getppid())
-        self._settings = replace(settings, host=_own_host(settings.host))
+        self._settings = replace(settings, host=own_host(settings.host))
         self._routers = routers
         self._worker: WorkerProcess | None = None
         self._activity = STARTS
@@ -165,7 +165,7 @@ class PoolNodeHost(Host[str]):
         configure_logging("pool-node")
         from cluster.pool_node.node import PoolNode
 
-        self._node = PoolNode(replace(settings, host=_own_host(settings.host)))
+        self._node = PoolNode(replace(settings, host=own_host(settings.host)))
 
     async def doing(self) -> Doing:
         return Doing(chosen=self._node.chosen)
@@ -190,10 +190,10 @@ class RouterHost(Host[RouterAt]):
     def __init__(self, settings: RouterSettings, controller: str, namespace: str) -> None:
         """`controller`: the name of its actor."""
         configure_logging(settings.process)
-        from cluster.on_ray.forward import ToController
+        from cluster.on_ray.door import ToController
         from cluster.router.process import RouterProcess
 
-        self._settings = replace(settings, internal_host=_own_host(settings.internal_host))
+        self._settings = replace(settings, internal_host=own_host(settings.internal_host))
         self._router = RouterProcess(self._settings, ToController(controller, namespace))
         self._closed = asyncio.Event()
         self._lame_duck_s = 0.0
@@ -245,10 +245,10 @@ class RouterHost(Host[RouterAt]):
         ports = await self._router.start()
         return RouterAt(
             name=self._settings.process,
-            host=_reachable(self._settings.host),
+            host=reachable(self._settings.host),
             http_port=ports.public.http,
             grpc_port=ports.public.grpc,
-            internal_host=_reachable(self._settings.internal_host),
+            internal_host=reachable(self._settings.internal_host),
             internal_http_port=ports.internal.http,
             internal_grpc_port=ports.internal.grpc,
             tls=self._settings.public_tls is not None,
@@ -271,9 +271,9 @@ def _worker_maker() -> Callable[[WorkerSettings, StartLedger, Sequence[str]], Wo
     return made
 
 
-def _reachable(host: str) -> str:
+def reachable(host: str) -> str:
     """The address by which others reach a listener on `host`."""
-    return _own_host(NODE_HOST) if host in EVERY_INTERFACE else host
+    return own_host(NODE_HOST) if host in EVERY_INTERFACE else host
 
 
 def _home() -> Home:
@@ -282,7 +282,7 @@ def _home() -> Home:
     return Home(host_id(), ray.get_runtime_context().get_node_id())
 
 
-def _own_host(host: str) -> str:
+def own_host(host: str) -> str:
     import ray
 
     return str(ray.util.get_node_ip_address()) if host == NODE_HOST else host

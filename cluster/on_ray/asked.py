@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.codec import EnvelopeCodec
+from kvrelay.errors import InvalidRequest, PeerError
 from kvrelay.types import Role
-from kvrelay.v1.admin_pb2 import ChangeRequest
+from kvrelay.v1.admin_pb2 import ChangeRequest, ChangeResponse
+from router.grpc_api.changes import ChangeDenied
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +68,18 @@ class Granted:
 @dataclass(frozen=True, slots=True)
 class Denied:
     reason: str
+
+
+def wish_of(asked: ChangeRequest) -> Asked:
+    """Raises InvalidRequest."""
+    try:
+        return ASKED.decode(asked)
+    except PeerError as error:
+        raise InvalidRequest(str(error), param="wish") from None
+
+
+def told(answer: Granted | Denied) -> ChangeResponse:
+    """Raises ChangeDenied."""
+    if isinstance(answer, Denied):
+        raise ChangeDenied(answer.reason)
+    return ChangeResponse(lines=answer.lines)

@@ -17,11 +17,11 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, assert_never
+from typing import assert_never
 from uuid import uuid4
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from cluster.core.members import Former
 from cluster.core.supervision import (
@@ -53,13 +53,22 @@ from cluster.core.supervision import (
 )
 from cluster.core.supervisor import Limits, Supervisor
 from cluster.on_ray.actor import Doing, RouterAt, StartFailed
-from cluster.on_ray.asked import Denied, Granted
+from cluster.on_ray.asked import Asked, Denied, Granted
+from cluster.on_ray.door import Door, DoorAt
 from cluster.on_ray.driver import DriverAt, DriverState, state_of
-from cluster.on_ray.fleet import Fleet, Handle, draining_nodes, pending_requests
+from cluster.on_ray.fleet import (
+    RETRY_S,
+    Fleet,
+    Handle,
+    answer_of,
+    draining_nodes,
+    pending_requests,
+    reason_of,
+)
 from cluster.on_ray.record import ClusterRecord, get_record, put_record, remove_record
 from cluster.on_ray.reports import ClusterStatus, ControllerReport, ProcessStatus, waits_for_room
 from cluster.on_ray.roles import Roles
-from cluster.on_ray.wishes import Wish, Wishes
+from cluster.on_ray.wishes import Wishes
 from cluster.process.logs import configure_logging
 from engine.core.activity import Stage, StartActivity
 from engine.core.own_time import OwnTime
@@ -76,7 +85,6 @@ SILENT_S = 3.0
 """If a process is silent for this long, the controller checks whether Ray has room for it."""
 DRIVER_LOOK_S = 2.0
 NODES_LOOK_S = 1.0
-RETRY_S = 1.0
 ROUTER_TRIES = 3
 """A router that fails so often to add a worker, for no known reason, has refused it."""
 LAST_REPORT_S = 3.0
@@ -103,6 +111,7 @@ class Controller:
         self._notes: list[str] = []
         self._chosen: dict[str, str] = {}
         self._router_at: dict[str, RouterAt] = {}
+        self._door = Door(self.wish)
         self._router_calls: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._last_report = asyncio.Event()
         self._tick_at_s = 0.0
@@ -152,15 +161,15 @@ class Controller:
             ),
         )
 
-    async def wish(self, wish: Wish) -> Granted | Denied:
-        """Of a person or another program."""
+    async def wish(self, wish: Asked) -> Granted | Denied:
+        """That a router passes on, or `door` has heard."""
         await self._begun.wait()
         return await self._wishes.hear(wish)
 
-    async def is_own(self) -> bool:
-        """Ray is the cluster's own."""
+    async def door(self) -> DoorAt:
+        """Where it is asked to change the cluster: for those who may use this Ray."""
         await self._begun.wait()
-        return self._record.own
+        return await self._door.at(self._record.plan)
 
     async def access(self) -> Access:
         """How the routers are called from inside: for those who may use this Ray."""
@@ -199,6 +208,7 @@ class Controller:
             event = await self._next_event()
         self._fleet.kill_strays()
         await self._linger()
+        await self._door.close()
         await asyncio.to_thread(remove_record, self._key)
 
     async def _begin(self, record: ClusterRecord) -> None:
@@ -316,25 +326,25 @@ class Controller:
             self._spawn(f"following {name}", partial(self._follow, command, host))
             if self._core.members.find(name) is not None:
                 self._spawn(f"placing {name}", partial(self._place, command, host))
-            started = await _answer(host.start)
+            started = await answer_of(host.start)
             if isinstance(started, StartFailed):
                 refused = Lost(name=name, life=life, reason=started.reason, fatal=True)
                 self._events.put_nowait(refused)
                 return
             address = self._adopt(started)
             self._events.put_nowait(Serving(name=name, life=life, address=address))
-            await _answer(host.wait_closed)
+            await answer_of(host.wait_closed)
             reason = "it closed"
         except (RayError, ValueError) as error:
-            reason = _reason(error)
+            reason = reason_of(error)
         except Exception as error:
             log.exception("%s could not be followed", name)
-            reason = _reason(error)
+            reason = reason_of(error)
         self._events.put_nowait(Lost(name=name, life=life, reason=reason))
 
     async def _place(self, command: Start, host: Handle) -> None:
         with suppress(RayError):  # `_start` gets the error too
-            home: Home = await _answer(host.home)
+            home: Home = await answer_of(host.home)
             self._events.put_nowait(Placed(name=command.name, life=command.life, home=home))
 
     async def _follow(self, command: Start, host: Handle) -> None:
@@ -344,14 +354,14 @@ class Controller:
         asked: asyncio.Future[Doing] | None = None
         with suppress(RayError):
             while self._is_starting(command):
-                asked = asked or asyncio.ensure_future(_answer(host.doing))
+                asked = asked or asyncio.ensure_future(answer_of(host.doing))
                 await asyncio.wait([asked], timeout=SILENT_S)
                 if asked.done():
                     heard, asked = self._hear(command, asked.result(), heard), None
                 elif heard is None:
                     await self._hear_nothing(command)
                 await asyncio.sleep(TICK_S)
-            asked = asked or asyncio.ensure_future(_answer(host.doing))
+            asked = asked or asyncio.ensure_future(answer_of(host.doing))
             heard, asked = self._hear(command, await asked, heard), None
         if asked is not None:
             asked.cancel()
@@ -382,7 +392,7 @@ class Controller:
         name, life = command.name, command.life
         if (host := self._fleet.find(name)) is not None and self._core.current(name, life):
             with suppress(RayActorError):  # `_start` reports a dead one
-                await _answer(host.answer)
+                await answer_of(host.answer)
                 self._events.put_nowait(ProcessAnswered(name=name, life=life))
 
     def _adopt(self, started: str | RouterAt) -> str:
@@ -401,12 +411,12 @@ class Controller:
     async def _drain(self, command: StopProcess, host: Handle) -> None:
         times_s = self._fleet.plan.stop_times_s(lame_duck=command.lame_duck)
         limit_s = sum(times_s) + STOP_GRACE_S
-        stopping = asyncio.ensure_future(_answer(host.stop, *times_s))
+        stopping = asyncio.ensure_future(answer_of(host.stop, *times_s))
         try:
             if not await _is_done(stopping, limit_s):
                 log.warning("%s has not stopped after %g s", command.name, limit_s)
         except RayError as error:
-            log.warning("%s did not stop well: %s", command.name, _reason(error))
+            log.warning("%s did not stop well: %s", command.name, reason_of(error))
 
     # A router hears of others in the order of the commands; one that died, when it is back.
 
@@ -431,7 +441,7 @@ class Controller:
                     return await self._ask_router_once(name, method, address)
                 except RayTaskError as error:
                     log.exception("%s, %s of %s", name, method, address)
-                    failed = StartFailed(_reason(error))
+                    failed = StartFailed(reason_of(error))
                 await asyncio.sleep(RETRY_S)
             return failed
 
@@ -440,7 +450,7 @@ class Controller:
         if router is None:
             return ROUTER_GONE
         try:
-            answer: StartFailed | None = await _answer(getattr(router, method), address)
+            answer: StartFailed | None = await answer_of(getattr(router, method), address)
         except RayActorError:
             return ROUTER_GONE
         return answer
@@ -461,17 +471,6 @@ def _new_core(record: ClusterRecord, left: frozenset[str]) -> Supervisor:
     )
 
 
-async def _answer(method: Handle, *arguments: object) -> Any:
-    """What an actor answers. A connection that breaks says nothing about the actor: it is asked
-    again until it answers or Ray knows that it is dead."""
-    while True:
-        try:
-            return await method.remote(*arguments)
-        except ActorUnavailableError as error:
-            log.warning("asking again: %s", _reason(error))
-        await asyncio.sleep(RETRY_S)
-
-
 async def _is_done(asked: asyncio.Future[None], limit_s: float) -> bool:
     """Within this time. A pause of this process is no part of it. Raises what the task raised."""
     own_time = OwnTime(most_s=2 * TICK_S, looked_s=time.monotonic())
@@ -482,19 +481,3 @@ async def _is_done(asked: asyncio.Future[None], limit_s: float) -> bool:
     if asked.done():
         asked.result()
     return asked.done()
-
-
-def _reason(error: BaseException) -> str:
-    """The reason in one line."""
-    match error:
-        case RayTaskError():
-            cause = error.cause
-            return f"{type(cause).__name__}: {cause}".splitlines()[0]
-        case ActorUnavailableError():
-            return "its connection broke"
-        case RayActorError() if "creation task" in str(error):
-            return str(error).strip().splitlines()[-1]
-        case RayActorError():
-            return "its process died"
-        case _:
-            return str(error).splitlines()[0] if str(error) else type(error).__name__

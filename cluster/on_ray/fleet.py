@@ -1,7 +1,8 @@
-"""Creates, finds and kills the Ray actors of one cluster, by name."""
+"""Creates, finds, asks and kills the Ray actors of one cluster, by name."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -14,6 +15,7 @@ import ray
 from ray._private.state import state
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.autoscaler.v2.sdk import get_cluster_resource_state
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.core.desired import pool_of
@@ -27,6 +29,7 @@ NAMESPACE = "kvrelay"
 CONTROLLER = "controller"
 CALLS_AT_ONCE = 64
 SMALL = 0.001
+RETRY_S = 1.0
 
 Handle = Any
 """Ray's actor handles have no useful type."""
@@ -179,3 +182,30 @@ def _ray_options(place: RayResources) -> dict[str, Any]:
         visible = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         options["runtime_env"] = {"env_vars": visible}
     return options
+
+
+async def answer_of(method: Handle, *arguments: object) -> Any:
+    """What an actor answers. A connection that breaks says nothing about the actor: it is asked
+    again until it answers or Ray knows that it is dead."""
+    while True:
+        try:
+            return await method.remote(*arguments)
+        except ActorUnavailableError as error:
+            log.warning("asking again: %s", reason_of(error))
+        await asyncio.sleep(RETRY_S)
+
+
+def reason_of(error: BaseException) -> str:
+    """The reason in one line."""
+    match error:
+        case RayTaskError():
+            cause = error.cause
+            return f"{type(cause).__name__}: {cause}".splitlines()[0]
+        case ActorUnavailableError():
+            return "its connection broke"
+        case RayActorError() if "creation task" in str(error):
+            return str(error).strip().splitlines()[-1]
+        case RayActorError():
+            return "its process died"
+        case _:
+            return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -15,16 +15,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from cluster.access.chosen import secrets_of
 from cluster.config.schema import Config
 from cluster.core.plan import ClusterPlan, plan_cluster, shortage
 from cluster.core.resolve import pinned, resolve, squeezed
 from cluster.core.supervision import Phase
-from cluster.on_ray.asked import Denied, Granted
 from cluster.on_ray.connect import Connected
 from cluster.on_ray.controller import Controller
+from cluster.on_ray.door import DoorAt
 from cluster.on_ray.driver import this_driver
 from cluster.on_ray.fleet import CONTROLLER, NAMESPACE, SMALL, Handle, actor_name
 from cluster.on_ray.record import (
@@ -36,7 +36,6 @@ from cluster.on_ray.record import (
     remove_records,
 )
 from cluster.on_ray.reports import ControllerReport
-from cluster.on_ray.wishes import Wish
 from cluster.process.bars import DownloadBars
 from kvrelay.errors import ConfigError, KvrelayError
 
@@ -106,27 +105,19 @@ class Driver:
         report = self._ask()
         self._seen, self._controller_id = report.noted, report.controller
 
-    def is_own(self) -> bool:
-        """Ray is the cluster's own."""
-        return bool(ray.get(self._controller.is_own.remote(), timeout=ANSWER_S))
-
-    def wish(self, wish: Wish) -> tuple[str, ...]:
-        """What changes, in words. Raises ConfigError for what can't be, and KvrelayError without an
-        answer."""
+    def door(self) -> DoorAt:
+        """Where the controller is asked to change the cluster. Raises KvrelayError."""
         try:
-            answer: Granted | Denied = ray.get(self._controller.wish.remote(wish), timeout=ANSWER_S)
+            found: DoorAt = ray.get(self._controller.door.remote(), timeout=ANSWER_S)
         except GetTimeoutError:
-            raise KvrelayError(
-                f"the controller has not answered for {ANSWER_S:g} s, and may still do it: see "
-                "kvrelay status, and ask again"
-            ) from None
+            raise KvrelayError(f"the controller has not answered for {ANSWER_S:g} s") from None
+        except RayTaskError as error:
+            raise KvrelayError(f"the controller can't be asked: {error.cause}") from None
         except RayError:
             raise KvrelayError(
                 "the controller does not answer: the cluster stops, or has lost its controller"
             ) from None
-        if isinstance(answer, Denied):
-            raise ConfigError(answer.reason)
-        return answer.lines
+        return found
 
     def follow(self) -> ControllerReport:
         """Sends heartbeats until the cluster has stopped. Raises KvrelayError if it stopped by

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import grpc
+
 from kvrelay.errors import InvalidRequest, KvrelayError, PeerError
 from kvrelay.v1.admin_pb2 import ChangeRequest, ChangeResponse
 from kvrelay.v1.worker_pb2 import SetStateRequest
@@ -29,6 +31,23 @@ class NobodyAnswers(KvrelayError):
 class Changes(Protocol):
     async def change(self, asked: ChangeRequest) -> ChangeResponse:
         """Raises InvalidRequest, LookupError for an unknown worker, ChangeDenied, NobodyAnswers."""
+
+
+async def answered(
+    changes: Changes, asked: ChangeRequest, context: grpc.aio.ServicerContext
+) -> ChangeResponse:
+    """For `Admin.Change`: ends the call with the reason where it can't be."""
+    try:
+        return await changes.change(asked)
+    except LookupError as error:
+        code, told = grpc.StatusCode.NOT_FOUND, str(error.args[0])
+    except InvalidRequest as error:
+        code, told = grpc.StatusCode.INVALID_ARGUMENT, str(error)
+    except ChangeDenied as error:
+        code, told = grpc.StatusCode.FAILED_PRECONDITION, str(error)
+    except NobodyAnswers as error:
+        code, told = grpc.StatusCode.ABORTED, str(error)
+    raise await context.abort(code, told)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from router.access.caller import Caller
 from router.arriving.prompt import Arriving, start_arriving
 from router.core.state.generation import Dispatcher
 from router.core.state.story import unknown
-from router.grpc_api.changes import ChangeDenied, Changes, NobodyAnswers
+from router.grpc_api.changes import Changes, answered
 from router.grpc_api.errors import abort_with
 from router.grpc_api.messages import (
     continuation_of,
@@ -257,17 +257,7 @@ class AdminApi(admin_pb2_grpc.AdminServicer):
     async def Change(  # noqa: N802
         self, request: admin_pb2.ChangeRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.ChangeResponse:
-        try:
-            return await self._changes.change(request)
-        except LookupError as error:
-            code, told = grpc.StatusCode.NOT_FOUND, str(error.args[0])
-        except InvalidRequest as error:
-            code, told = grpc.StatusCode.INVALID_ARGUMENT, str(error)
-        except ChangeDenied as error:
-            code, told = grpc.StatusCode.FAILED_PRECONDITION, str(error)
-        except NobodyAnswers as error:
-            code, told = grpc.StatusCode.ABORTED, str(error)
-        raise await context.abort(code, told)
+        return await answered(self._changes, request, context)
 
     async def Watch(  # noqa: N802
         self, request: admin_pb2.WatchClusterRequest, context: grpc.aio.ServicerContext

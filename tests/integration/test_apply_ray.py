@@ -173,6 +173,10 @@ def test_a_cluster_is_scaled_drained_and_changed_while_it_serves(
     assert "serve another model as another cluster" in refused(
         head, "apply", file, "--set", "model.path=/m"
     )
+    stranger = ("--token-file", token_file(tmp_path))
+    assert "another token than that of the cluster changing" in refused(
+        head, "apply", file, "--yes", *stranger
+    )
     driver.terminate()
     driver.wait()
     assert names(head) == ["router-0", "prefill-1", "fast-0"], "its end stops nothing"

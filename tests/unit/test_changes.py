@@ -17,15 +17,17 @@ from cluster.config.overrides import Override
 from cluster.core.changes import with_count
 from cluster.core.plan import plan_cluster
 from cluster.core.resolve import resolve
-from cluster.on_ray import connect, forward
+from cluster.on_ray import connect, door
 from cluster.on_ray.asked import ApplyFile, Asked, Denied, Drain, Flip, Granted, Pending, Scale
-from cluster.on_ray.forward import ToController
+from cluster.on_ray.door import Door, DoorAt, ToController
+from cluster.process import admin
 from kvrelay.access.values import Secrets
 from kvrelay.errors import ConfigError, InvalidRequest, PeerError
 from kvrelay.types import Role
 from kvrelay.v1.admin_pb2 import ChangeRequest, ChangeResponse
 from kvrelay.v1.worker_pb2 import SetStateRequest, SetStateResponse
 from router.grpc_api.changes import ChangeDenied, Changes, NobodyAnswers, OfProcesses
+from tests.access import ACCESS
 from tests.unit.test_docs import REPOSITORY
 from tests.unit.test_role_wishes import SITE, Cluster
 
@@ -181,7 +183,7 @@ def test_a_controller_that_does_not_answer_is_told(
 ) -> None:
     with pytest.raises(NobodyAnswers, match="c/controller does not answer"):
         changed(to_controller(dead)[1], scale())
-    monkeypatch.setattr(forward, "ANSWER_S", 0.01)
+    monkeypatch.setattr(door, "ANSWER_S", 0.01)
     with pytest.raises(NobodyAnswers, match="c/controller has not answered for 0"):
         changed(to_controller(silent)[1], scale())
 
@@ -191,6 +193,49 @@ def test_a_controller_that_does_not_answer_is_told(
     monkeypatch.setattr(ray, "get_actor", unknown)
     with pytest.raises(NobodyAnswers, match="c/controller does not answer"):
         changed(ToController("c/controller", "ours"), scale())
+
+
+# --- the controller's own door --------------------------------------------------------------------
+
+
+def at_door(asking: Callable[[DoorAt], Any], answer: Granted | Denied) -> tuple[list[Asked], Any]:
+    """What the controller has heard, and what was told to one that asks at a real port."""
+    heard: list[Asked] = []
+
+    async def hear(wish: Asked) -> Granted | Denied:
+        heard.append(wish)
+        return answer
+
+    async def run() -> Any:
+        opened = Door(hear)
+        at = await opened.at(PLAN)
+        assert at == await opened.at(PLAN), "it opens once"
+        try:
+            return await asyncio.to_thread(asking, at)
+        finally:
+            await opened.close()
+
+    return heard, asyncio.run(run())
+
+
+PLAN = plan_cluster(resolve(load_config(None), SITE), SECRETS)
+
+
+def test_a_command_on_ray_asks_the_controller_as_it_would_ask_a_router() -> None:
+    def ask(at: DoorAt) -> tuple[str, ...]:
+        return admin.change(scale(), at.address, at.access)
+
+    assert at_door(ask, Granted(("a", "b"))) == ([Scale("decode", 3)], ("a", "b"))
+    with pytest.raises(admin.NotPossible, match="no pool of workers is named x"):
+        at_door(ask, Denied("no pool of workers is named x"))
+
+
+def test_the_door_hears_those_alone_who_have_the_token() -> None:
+    def ask(at: DoorAt) -> None:
+        with pytest.raises(ConfigError, match="the token is of another cluster"):
+            admin.change(scale(), at.address, ACCESS)
+
+    assert at_door(ask, Granted(())) == ([], None)
 
 
 def test_no_number_is_too_large_for_the_controller() -> None:

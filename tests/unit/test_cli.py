@@ -492,7 +492,7 @@ def test_a_plain_router_imports_no_torch() -> None:
 @pytest.mark.processes
 def test_actors_but_workers_and_commands_before_they_run_load_no_schema_of_cluster_files() -> None:
     done = python(
-        "import sys, cluster.cli.main, cluster.on_ray.actor, cluster.on_ray.forward\n"
+        "import sys, cluster.cli.main, cluster.on_ray.actor, cluster.on_ray.door\n"
         "import cluster.pool_node.node, cluster.router.process\n"
         "print('cluster.config.schema' in sys.modules)"
     )
@@ -523,7 +523,7 @@ def test_serve_without_ray_says_what_to_do() -> None:
     )
 
 
-RAY_MODULES = ("launch", "fleet", "controller", "driver", "record", "forward")
+RAY_MODULES = ("launch", "fleet", "controller", "driver", "record", "door")
 
 
 @pytest.mark.processes

@@ -25,12 +25,12 @@ from cluster.core.supervision import (
     SupervisionTick,
 )
 from cluster.on_ray import controller as shell
-from cluster.on_ray import driver
+from cluster.on_ray import driver, fleet
 from cluster.on_ray.actor import Host, RouterAt, StartFailed
 from cluster.on_ray.asked import Asked, Drain, Granted, Pending, Scale
 from cluster.on_ray.controller import Controller
 from cluster.on_ray.driver import DriverAt, DriverState, state_of
-from cluster.on_ray.fleet import Fleet
+from cluster.on_ray.fleet import Fleet, answer_of
 from cluster.on_ray.record import ClusterRecord
 from cluster.process.site import local_site
 from kvrelay.errors import ConfigError
@@ -50,6 +50,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Controller, "_run", nothing)
     monkeypatch.setattr(shell, "RETRY_S", 0.0)
+    monkeypatch.setattr(fleet, "RETRY_S", 0.0)
 
 
 def begun(record: ClusterRecord) -> Controller:
@@ -113,9 +114,9 @@ class Actor:
 
 def test_a_connection_that_breaks_is_no_death() -> None:
     broken = ActorUnavailableError("the connection broke", None)
-    assert asyncio.run(shell._answer(Actor(broken, broken, "here"))) == "here"
+    assert asyncio.run(answer_of(Actor(broken, broken, "here"))) == "here"
     with pytest.raises(ActorDiedError):
-        asyncio.run(shell._answer(Actor(broken, ActorDiedError())))
+        asyncio.run(answer_of(Actor(broken, ActorDiedError())))
 
 
 def test_a_pause_of_the_controller_is_no_part_of_a_drain(monkeypatch: pytest.MonkeyPatch) -> None:
