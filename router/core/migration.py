@@ -149,10 +149,9 @@ class Moving:
         def may_go(request: Request, target: WorkerView) -> bool:
             return _is_trusted(state, view, target, now_s, request.avoided)
 
-        groups = [(state.requests[name], choices) for name, choices in together.items()]
-        fitting = [group for group in groups if any(_fits(group[0], targets, may_go))]
+        groups = ((state.requests[name], choices) for name, choices in together.items())
         loads = [self._load(state, target) for target in targets]
-        return [*_spread(fitting[:most], loads, may_go)]
+        return [*_spread(groups, loads, may_go, most)]
 
     def _wanted(
         self, state: RouterState, view: WorkerView, now_s: float
@@ -361,28 +360,29 @@ def _roomiest(one: Decoding, targets: Sequence[WorkerLoad]) -> WorkerLoad | None
 MayGo = Callable[[Request, WorkerView], bool]
 
 
-def _fits(request: Request, targets: Iterable[WorkerView], may_go: MayGo) -> Iterator[bool]:
-    """Whether it may go to each, which has a place for all its choices."""
-    needed = len(request.choices)
-    return (one.free_places >= needed and may_go(request, one) for one in targets)
-
-
 def _spread(
     leaving: Iterable[tuple[Request, Sequence[Decoding]]],
     targets: Sequence[WorkerLoad],
     may_go: MayGo,
+    most: int,
 ) -> Iterator[tuple[Request, WorkerView]]:
-    """Each to the target that is least loaded then, among those where it fits."""
+    """Each to the target that is least loaded then, among those with a place for all its choices;
+    at most so many are tried."""
     loads, places = [*targets], [target.worker.free_places for target in targets]
+    tried = 0
     for request, choices in leaving:
         needed = len(request.choices)
-        after = [load.beside(*choices) for load in loads]
-        fits = [
-            (one.share(), at)
-            for at, one in enumerate(after)
-            if places[at] >= needed and may_go(request, one.worker)
-        ]
-        share, at = min(fits, default=(inf, 0))
+        after = {
+            at: load.beside(*choices)
+            for at, load in enumerate(loads)
+            if places[at] >= needed and may_go(request, load.worker)
+        }
+        if not after:
+            continue
+        if tried == most:
+            return
+        tried += 1
+        share, at = min((one.share(), at) for at, one in after.items())
         if share <= HIGH:
             yield request, loads[at].worker
             loads[at] = after[at]
