@@ -24,7 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from engine.compiled.fusing import whole_rotaries
 from engine.compiled.graph import Captured, TensorKind
-from engine.device.kept_files import NotKept, cache_folder, checked, keep, own_folder
+from engine.device.kept_files import NotKept, alone, cache_folder, checked, keep, own_folder
 from engine.model import capture as capturing
 from engine.model import interface
 from engine.model.capture import capture
@@ -214,16 +214,28 @@ def _read_kind(dtype: str, shape: list[int | str], strides: list[int | str]) -> 
 
 
 def recorded(model: Model) -> Captured:
-    """The graph from its recording, else captured and recorded. Raises NotCaptured."""
+    """The graph from its recording, else captured and recorded. Of processes that start together
+    one captures, and the others wait. Raises NotCaptured."""
     path = cache_folder() / f"graph-{_key(model)}.json"
     try:
         path = own_folder(path.parent) / path.name
+    except OSError as error:
+        log.warning("compile: %s is made again: %s", path, error)
+        return _record(model, path)
+    if found := _kept(model, path):
+        return found
+    with alone(path):
+        return _kept(model, path) or _record(model, path)
+
+
+def _kept(model: Model, path: Path) -> Captured | None:
+    try:
         return replay(checked(path).decode(), model.module)
     except NotKept:
         pass
     except (OSError, NotRecorded) as error:
         log.warning("compile: %s is made again: %s", path, error)
-    return _record(model, path)
+    return None
 
 
 def _record(model: Model, path: Path) -> Captured:

@@ -6,10 +6,13 @@ are this user's and nobody else can write them, and if the content is what was k
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -73,8 +76,21 @@ def _read(path: Path) -> bytes:
         return file.read()
 
 
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """One process at a time makes this file, also of several hosts that share the folder, if the
+    file system can lock. Whoever waited looks again whether it is there."""
+    with ExitStack() as stack:
+        with suppress(OSError):
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(path.with_name(f"{path.name}.lock"), flags, 0o600)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+
+
 def keep(path: Path, content: bytes) -> None:
-    """Concurrent readers never see half of it. Raises OSError."""
+    """Concurrent readers never see half of it; writers are `alone`. Raises OSError."""
     keep_digest(path, content)
     _write(path, content)
 

@@ -6,7 +6,6 @@ Also torch's OpenMP threads for our code: a second team would take their cores.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import logging
 import os
 import platform
@@ -14,8 +13,6 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
@@ -23,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from engine.device.kept_files import NotKept, cache_folder, checked, keep_digest, own_folder
+from engine.device.kept_files import NotKept, alone, cache_folder, checked, keep_digest, own_folder
 
 SOURCES = Path(__file__).parent / "source"
 """The C++ sources of kernels. One may include parts of another."""
@@ -69,7 +66,7 @@ def built(source: Source, folder: Path | None = None, processor: str = "native")
     try:
         target = own_folder(own_folder(folder.parent) / folder.name) / name
         if not _is_kept(target):
-            with _alone_in(target.parent):
+            with alone(target):
                 if not _is_kept(target):
                     _build([compiler, *flags], source, target)
     except OSError as error:
@@ -83,17 +80,6 @@ def _is_kept(target: Path) -> bool:
     except NotKept:
         return False
     return True
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # NFS locks no directory
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _build(compiler: list[str], source: Source, target: Path) -> None:
