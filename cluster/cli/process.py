@@ -142,6 +142,7 @@ def worker(
     from cluster.config.load import load_config, read_rule
     from cluster.core.plan import access_of, worker_settings
     from cluster.core.resolve import resolve
+    from cluster.process.host_cpus import give_way
     from cluster.process.logs import configure_logging
     from cluster.process.site import site_with_gpus
 
@@ -156,6 +157,7 @@ def worker(
     if takes is not None:
         settings = replace(settings, takes=read_rule(takes, "--takes"))
     configure_logging(process_name)
+    give_way(settings.device)
     from cluster.cli.plain.run import run_worker
 
     drain_s = config.drain_timeout

@@ -13,6 +13,7 @@ from cluster.core.processes import STARTS
 from cluster.core.settings import NODE_HOST, PoolNodeSettings, RouterSettings, WorkerSettings
 from cluster.core.supervision import Home
 from cluster.process.born import ledger_since
+from cluster.process.host_cpus import give_way
 from cluster.process.logs import configure_logging
 from cluster.process.net import host_id
 from engine.core.activity import Stage, StartActivity
@@ -127,6 +128,7 @@ class WorkerHost(Host[str]):
         """`asked_at`: when its controller wanted it, by the wall clock. Hosts' clocks are close.
         `routers`: HOST:PORT of the internal gRPC of those that serve."""
         configure_logging(settings.name)
+        give_way(settings.device)
         self._ledger = ledger_since(asked_at, os.getppid())
         self._settings = replace(settings, host=own_host(settings.host))
         self._routers = routers

@@ -112,6 +112,7 @@ def _start_own(config: Config, log_to_driver: bool) -> None:
     itself."""
     ray = _import_ray()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # workers on CPUs give way by themselves
     workers = sum(pool.replicas.max for pool in config.workers)
     with _children_ignore_sigterm():
         ray.init(

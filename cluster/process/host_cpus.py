@@ -1,4 +1,5 @@
-"""Pins a worker that computes on CPUs to its own CPUs, agreed between all workers of a host.
+"""The CPUs of a worker that computes on them: its own, agreed between all workers of a host. Only the
+host's routers go first.
 
 Which CPUs this process may use follows from its affinity and its control group. A CPU is claimed by
 an abstract UNIX socket named after it. Every worker in the host's network namespace sees the claim,
@@ -15,15 +16,31 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
+from kvpool.transport.gpu_files import has_gpu_files
+
 log = logging.getLogger(__name__)
 
 
 GROUPS = Path("/sys/fs/cgroup")
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
+NICE, MOST_NICE = 10, 19
+"""As much as the command `nice` gives by default."""
+
 Core = tuple[int, int]
 """Package number, and core number in the package."""
 LimitOf = Callable[[Path], float]
+
+
+def give_way(device: str) -> None:
+    """Every thread of this process, and those they start, gets a tenth of a CPU that a router wants
+    too: what a worker computes is of no use before a router has sent it. A worker of a GPU, which
+    waits for its threads, gives way to nobody."""
+    if device == "cpu" or (device == "auto" and not has_gpu_files()):
+        for thread in map(int, os.listdir("/proc/self/task")):
+            with suppress(ProcessLookupError):  # it has just ended
+                nice = os.getpriority(os.PRIO_PROCESS, thread) + NICE
+                os.setpriority(os.PRIO_PROCESS, thread, min(nice, MOST_NICE))
 
 
 def allowed() -> frozenset[int]:

@@ -9,11 +9,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
+import psutil
 import pytest
 
-from cluster.process.host_cpus import ranges
+from cluster.process.host_cpus import MOST_NICE, NICE, ranges
 from kvrelay import Client
 from tests.integration.plain_kit import KVRELAY, start_router
 from tests.integration.ray_head import Marked, marked, until
@@ -92,6 +94,10 @@ def masks_of(process: Process) -> set[str]:
     return masks
 
 
+def nice(thread: Any) -> int:
+    return os.getpriority(os.PRIO_PROCESS, thread.id)
+
+
 @needs_two
 def test_each_worker_has_cpus_that_no_other_has(host: Host) -> None:
     workers = {name: host.start(name) for name in ("a", "b")}
@@ -102,6 +108,9 @@ def test_each_worker_has_cpus_that_no_other_has(host: Host) -> None:
         assert masks_of(process) == {shown[name]}
         assert f"pinned to CPUs {shown[name]}\n" in host.said(name)
     assert masks_of(host.router) == {ranges(CPUS)}
+    levels = [{*map(nice, psutil.Process(one.pid).threads())} for one in workers.values()]
+    assert levels == [{min(os.nice(0) + NICE, MOST_NICE)}] * 2
+    assert {*map(nice, psutil.Process(host.router.pid).threads())} == {os.nice(0)}
     table = host.environment.run(KVRELAY, "status", "--address", host.at.internal)
     assert re.search(rf"a +both +ready +cpu +{shown['a']} ", table), table
 

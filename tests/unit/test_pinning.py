@@ -124,8 +124,46 @@ gate.set()
 
 @pytest.mark.processes
 def test_every_thread_of_the_process_is_moved() -> None:
-    command = [sys.executable, "-c", SCRIPT, f"test-{os.getpid()}-"]
+    assert output(SCRIPT, f"test-{os.getpid()}-") == "True\n"
+
+
+def output(script: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", script, *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2]
     )
-    assert done.stdout == "True\n", done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+GIVES_WAY = """
+import os, sys, threading
+from cluster.process import host_cpus
+host_cpus.has_gpu_files = lambda: sys.argv[2] == "GPU"
+gate = threading.Event()
+threading.Thread(target=gate.wait).start()
+own = os.nice(0)
+host_cpus.give_way(sys.argv[1])
+threading.Thread(target=gate.wait).start()
+tasks = map(int, os.listdir("/proc/self/task"))
+print({os.getpriority(os.PRIO_PROCESS, task) - own for task in tasks})
+gate.set()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("device", "files", "nice"),
+    [
+        ("cpu", "", host_cpus.NICE),
+        ("cpu", "GPU", host_cpus.NICE),
+        ("auto", "", host_cpus.NICE),
+        ("auto", "GPU", 0),
+        ("cuda:0", "GPU", 0),
+    ],
+)
+def test_a_worker_on_cpus_gives_way_with_all_its_threads(
+    device: str, files: str, nice: int
+) -> None:
+    least = min(nice, host_cpus.MOST_NICE - os.nice(0))
+    assert output(GIVES_WAY, device, files) == f"{ {least} }\n"
