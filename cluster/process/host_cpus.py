@@ -1,5 +1,5 @@
-"""The CPUs of a worker that computes on them: its own, agreed between all workers of a host. Only the
-host's routers go first.
+"""The CPUs of a worker that computes on them: its own, agreed between all workers of a host.
+Only the host's routers go first.
 
 Which CPUs this process may use follows from its affinity and its control group. A CPU is claimed by
 an abstract UNIX socket named after it. Every worker in the host's network namespace sees the claim,
