@@ -36,6 +36,7 @@ from kvrelay.v1.inference_pb2 import GetServerInfoRequest, WorkerInfo
 from kvrelay.v1.inference_pb2_grpc import InferenceStub
 
 PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 64, 120, 60
+"""With these three prefill workers have little to do; of 600 and 30 they have more."""
 CLIENTS, CAPACITY_S, SHARE = 12, 8.0, 0.8
 PLANS = tuple(
     WorkerPlan(role=role, cores=(core,)) for role in ("prefill", "decode") for core in (0, 1)
@@ -46,8 +47,9 @@ ORDER = (
     ("decode-2", Role.DECODE),
     ("prefill-0", Role.PREFILL),
 )
-LEAST_S, MOST_S, POLL_S = 0.5, 3.0, 0.02
-"""A role stands so long at least, and at most if no request of its kind comes."""
+LEAST_S, MOST_S, POLL_S = 1.1, 3.0, 0.02
+"""A role stands so long at least, so that a stream that decodes on there since before does not end
+it, and at most if no request of its kind comes."""
 CALM_S = 20.0
 SETTINGS = ("model.dtype=float32", "engine.prefix_caching=off")
 GOAL_KNOWN_S, GOAL_GAP_S = 1.0, 0.25
@@ -60,6 +62,7 @@ class Load:
     """Requests of equal lengths. `expected`: # number of a prompt |-> its tokens undisturbed"""
 
     port: int
+    lengths: tuple[int, int]
     rate: float = 0.0
     expected: list[tuple[int, ...]] = field(default_factory=list)
     sent: list[Sent] = field(default_factory=list)
@@ -70,7 +73,7 @@ class Load:
     async def one(self) -> None:
         number = self._random.randrange(PROMPTS)
         try:
-            sent = await send(self.port, prompt(number), OUTPUT_TOKENS)
+            sent = await send(self.port, prompt(number, self.lengths[0]), self.lengths[1])
         except (RuntimeError, OSError, AssertionError) as error:
             self.failed.append(str(error))
             return
@@ -101,22 +104,23 @@ class Load:
                 await asyncio.sleep(self._random.expovariate(self.rate))
 
 
-async def capacities(cluster: PlainCluster) -> list[float]:
+async def capacities(cluster: PlainCluster, lengths: tuple[int, int]) -> list[float]:
     """Requests a second, after each change of ORDER; the last are the roles of the start."""
     served = []
     for worker, role in ORDER:
         await asyncio.to_thread(_flip, cluster, worker, role, most_s=0)
-        served.append(await Load(cluster.http_port).closed(CLIENTS, CAPACITY_S))
+        served.append(await Load(cluster.http_port, lengths).closed(CLIENTS, CAPACITY_S))
     return served
 
 
-def prompt(number: int) -> list[int]:
+def prompt(number: int, tokens: int) -> list[int]:
     random = Random(number)
-    return [random.randrange(3, 3000) for _ in range(PROMPT_TOKENS)]
+    return [random.randrange(3, 3000) for _ in range(tokens)]
 
 
-async def undisturbed(port: int) -> list[tuple[int, ...]]:
-    return [(await send(port, prompt(i), OUTPUT_TOKENS)).token_ids for i in range(PROMPTS)]
+async def undisturbed(port: int, lengths: tuple[int, int]) -> list[tuple[int, ...]]:
+    asked = [prompt(number, lengths[0]) for number in range(PROMPTS)]
+    return [(await send(port, one, lengths[1])).token_ids for one in asked]
 
 
 def _told(cluster: PlainCluster, worker: str) -> WorkerInfo:
@@ -168,11 +172,11 @@ class Measured:
     rates: list[float]
 
 
-async def run(cluster: PlainCluster, count: int) -> Measured:
+async def run(cluster: PlainCluster, count: int, lengths: tuple[int, int]) -> Measured:
     port = cluster.http_port
-    expected = await undisturbed(port)
-    rates = [SHARE * served for served in await capacities(cluster)]
-    load, calm = (Load(port, rates[-1], expected) for _ in range(2))
+    expected = await undisturbed(port, lengths)
+    rates = [SHARE * served for served in await capacities(cluster, lengths)]
+    load, calm = (Load(port, lengths, rates[-1], expected) for _ in range(2))
     enough, done = asyncio.Event(), []
     await calm.calm(CALM_S)
     asking = asyncio.create_task(load.open(enough))
@@ -222,16 +226,19 @@ def _p99(values: list[float]) -> float:
     return sorted(values)[int(0.99 * (len(values) - 1))]
 
 
-def measure(count: int) -> list[Row]:
+def measure(count: int, lengths: tuple[int, int]) -> list[Row]:
     router = (*HANDED_OVER, "router.admission.policy=none")
     with plain_cluster(checkpoint_path(), PLANS, SETTINGS, router_settings=router) as cluster:
-        found = asyncio.run(run(cluster, count))
+        found = asyncio.run(run(cluster, count, lengths))
     load, calm = found.load, found.calm
     known_s = [one.known_s for one in found.flips]
     gaps_s = [max(one.gaps_s) for one in load.sent]
     calm_s = [max(one.gaps_s) for one in calm.sent]
     rates = ", ".join(f"{rate:.1f}" for rate in found.rates)
-    method = f"{count} flips, {len(load.sent)} requests at {rates}/s, 0.8 of what each split serves"
+    method = (
+        f"{count} flips, {len(load.sent)} requests of {lengths[0]} tokens in and {lengths[1]} out "
+        f"at {rates}/s, 0.8 of what each split serves"
+    )
     known = Row(
         name="from the command until the router goes by it, p99",
         value=_p99(known_s),
@@ -315,9 +322,11 @@ def _first(found: Measured, role: Role, method: str) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--flips", type=int, default=200)
+    parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS)
+    parser.add_argument("--output-tokens", type=int, default=OUTPUT_TOKENS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows = measure(options.flips)
+    rows = measure(options.flips, (options.prompt_tokens, options.output_tokens))
     print_table("flips", rows)
     if options.json:
         write_json(options.json, rows)
