@@ -24,8 +24,9 @@ log = logging.getLogger(__name__)
 GROUPS = Path("/sys/fs/cgroup")
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
-NICE, MOST_NICE = 10, 19
-"""As much as the command `nice` gives by default."""
+NICE, MOST_NICE = 5, 19
+"""A thread that is 5 above a busy one gets a quarter of their CPU. With 10 it would be a tenth, and
+any other busy program of the host would hold up all answers."""
 
 Core = tuple[int, int]
 """Package number, and core number in the package."""
@@ -33,9 +34,9 @@ LimitOf = Callable[[Path], float]
 
 
 def give_way(device: str) -> None:
-    """Every thread of this process, and those they start, gets a tenth of a CPU that a router wants
-    too: what a worker computes is of no use before a router has sent it. A worker of a GPU, which
-    waits for its threads, gives way to nobody."""
+    """Every thread of this process, and those they start, gets a quarter of a CPU that a router
+    wants too: what a worker computes is of no use before a router has sent it. A worker of a GPU,
+    which waits for its threads, gives way to nobody."""
     if device == "cpu" or (device == "auto" and not has_gpu_files()):
         for thread in map(int, os.listdir("/proc/self/task")):
             with suppress(ProcessLookupError):  # it has just ended
