@@ -22,7 +22,7 @@ from cluster.cli.options import (
     given,
     parsed,
 )
-from kvrelay.errors import ConfigError
+from kvrelay.errors import ConfigError, KvrelayError
 from kvrelay.types import Role
 
 if TYPE_CHECKING:
@@ -238,7 +238,13 @@ class OnRay:
         from cluster.process import admin
 
         door = self.driver.door()
-        return admin.change(_asked(**wish), door.address, door.access)
+        try:
+            return admin.change(_asked(**wish), door.address, door.access)
+        except ConfigError:
+            raise KvrelayError(
+                "the controller has not answered, and may still do it: see kvrelay status, and ask "
+                "again"
+            ) from None
 
     def wait(self, *, no_wait: bool) -> None:
         if not no_wait:

@@ -6,12 +6,14 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
+from cluster.cli.change import OnRay
 from cluster.config.load import load_config, read_json
 from cluster.config.overrides import Override
 from cluster.core.changes import with_count
@@ -22,7 +24,7 @@ from cluster.on_ray.asked import ApplyFile, Asked, Denied, Drain, Flip, Granted,
 from cluster.on_ray.door import Door, DoorAt, ToController
 from cluster.process import admin
 from kvrelay.access.values import Secrets
-from kvrelay.errors import ConfigError, InvalidRequest, PeerError
+from kvrelay.errors import ConfigError, InvalidRequest, KvrelayError, PeerError
 from kvrelay.types import Role
 from kvrelay.v1.admin_pb2 import ChangeRequest, ChangeResponse
 from kvrelay.v1.worker_pb2 import SetStateRequest, SetStateResponse
@@ -228,6 +230,12 @@ def test_a_command_on_ray_asks_the_controller_as_it_would_ask_a_router() -> None
     assert at_door(ask, Granted(("a", "b"))) == ([Scale("decode", 3)], ("a", "b"))
     with pytest.raises(admin.NotPossible, match="no pool of workers is named x"):
         at_door(ask, Denied("no pool of workers is named x"))
+
+
+def test_a_controller_that_dies_meanwhile_is_told() -> None:
+    gone = SimpleNamespace(door=lambda: DoorAt("127.0.0.1:1", ACCESS))
+    with pytest.raises(KvrelayError, match="has not answered, and may still do it"):
+        OnRay(gone).change(scale={"pool": "decode", "count": 3})  # type: ignore[arg-type]
 
 
 def test_the_door_hears_those_alone_who_have_the_token() -> None:
