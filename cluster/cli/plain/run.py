@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -40,6 +41,12 @@ EXIT_INTERRUPTED = 130
 SHOW_S = 0.25
 
 
+def say(text: str) -> None:
+    """In one piece with its newline: lines of the log come beside it, from other threads."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
 class Active(Protocol):
     activity: StartActivity
 
@@ -60,10 +67,10 @@ async def run_router(settings: RouterSettings, *, drain_s: float) -> None:
     internal = settings.internal_host
     tls = "" if settings.public_tls is None else ", with TLS"
     internal_tls = "" if settings.access.serves is None else ", with TLS"
-    print(f"HTTP on {settings.host}:{address.public.http}{tls}", flush=True)
-    print(f"gRPC on {settings.host}:{address.public.grpc}{tls}", flush=True)
-    print(f"internal HTTP on {internal}:{address.internal.http}{internal_tls}", flush=True)
-    print(f"internal gRPC on {internal}:{address.internal.grpc}{internal_tls}", flush=True)
+    say(f"HTTP on {settings.host}:{address.public.http}{tls}")
+    say(f"gRPC on {settings.host}:{address.public.grpc}{tls}")
+    say(f"internal HTTP on {internal}:{address.internal.http}{internal_tls}")
+    say(f"internal gRPC on {internal}:{address.internal.grpc}{internal_tls}")
     await stopping.wait()
     await router.stop(drain_s=drain_s, lame_duck_s=settings.lame_duck_s)
 
@@ -87,7 +94,7 @@ async def run_worker(
             address = await worker.start()
         await telling
         freeze()
-        print(f"{settings.role} worker on {address}", flush=True)
+        say(f"{settings.role} worker on {address}")
         request = worker_pb2.RegisterRequest(address=address, routers=join)
         registered = registrations(join, request, settings.access)
         await _first_of([stopping.wait(), worker.wait_closed(), *registered], worker, drain_s)
@@ -102,8 +109,8 @@ async def run_pool_node(settings: PoolNodeSettings, *, join: Sequence[str], drai
     addresses = await node.start()
     freeze()
     for address in addresses.links:
-        print(f"pool node of {settings.name} on {address}", flush=True)
-    print(f"internal gRPC on {addresses.reports}", flush=True)
+        say(f"pool node of {settings.name} on {address}")
+    say(f"internal gRPC on {addresses.reports}")
     request = worker_pb2.RegisterRequest(address=addresses.reports, is_pool_node=True, routers=join)
     registered = registrations(join, request, settings.access)
     await _first_of([stopping.wait(), node.wait_closed(), *registered], node, drain_s)
@@ -120,7 +127,7 @@ def run_controller(join: Sequence[str], rules: RoleRules, access: Access) -> Non
     keeper = Keeper(routers=routers, owner=owner, reports=LatestReports(access))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: keeper.stop())
-    print(f"roles follow the offered work at {', '.join(join)}", flush=True)
+    say(f"roles follow the offered work at {', '.join(join)}")
     keeper.run()
 
 
