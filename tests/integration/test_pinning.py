@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import psutil
@@ -94,8 +93,10 @@ def masks_of(process: Process) -> set[str]:
     return masks
 
 
-def nice(thread: Any) -> int:
-    return os.getpriority(os.PRIO_PROCESS, thread.id)
+def levels(process: Process) -> set[int]:
+    """The nice level of each of its threads."""
+    threads = psutil.Process(process.pid).threads()
+    return {os.getpriority(os.PRIO_PROCESS, one.id) for one in threads}
 
 
 @needs_two
@@ -108,9 +109,9 @@ def test_each_worker_has_cpus_that_no_other_has(host: Host) -> None:
         assert masks_of(process) == {shown[name]}
         assert f"pinned to CPUs {shown[name]}\n" in host.said(name)
     assert masks_of(host.router) == {ranges(CPUS)}
-    levels = [{*map(nice, psutil.Process(one.pid).threads())} for one in workers.values()]
-    assert levels == [{min(os.nice(0) + NICE, MOST_NICE)}] * 2
-    assert {*map(nice, psutil.Process(host.router.pid).threads())} == {os.nice(0)}
+    gives_way = {min(os.nice(0) + NICE, MOST_NICE)}
+    assert [levels(one) for one in workers.values()] == [gives_way] * 2
+    assert levels(host.router) == {os.nice(0)}
     table = host.environment.run(KVRELAY, "status", "--address", host.at.internal)
     assert re.search(rf"a +both +ready +cpu +{shown['a']} ", table), table
 
