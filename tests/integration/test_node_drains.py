@@ -210,6 +210,7 @@ def has_ended(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_raylet_that_ends_takes_its_worker_but_no_request(tmp_path: Path) -> None:
     """Ray drains nothing then: streams go on from where their decode worker died."""

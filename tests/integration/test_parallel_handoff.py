@@ -32,9 +32,9 @@ LENGTHS = [1, 16, 65, 200]
     ("family", "degrees", "changes"),
     [
         ("llama", (2, 1), {}),
-        ("gemma2", (1, 2), {}),
+        pytest.param("gemma2", (1, 2), {}, marks=pytest.mark.long),
         ("mistral", (2, 2), {"handoff": "pull"}),
-        ("mixtral", (2, 1), {}),
+        pytest.param("mixtral", (2, 1), {}, marks=pytest.mark.long),
         ("qwen3", (1, 2), {"handoff": "pull"}),
     ],
 )
@@ -117,10 +117,16 @@ def rank_of(worker: Process) -> psutil.Process:
 @pytest.mark.parametrize(
     ("harm", "told"),
     [
-        (psutil.Process.kill, "rank 1 has ended with exit code -9|rank 1 is gone"),
-        (psutil.Process.suspend, "rank 1 is gone, or hangs"),
+        pytest.param(
+            psutil.Process.kill, "rank 1 has ended with exit code -9|rank 1 is gone", id="killed"
+        ),
+        pytest.param(
+            psutil.Process.suspend,
+            "rank 1 is gone, or hangs",
+            id="stopped",
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["killed", "stopped"],
 )
 def test_a_rank_that_is_lost_takes_its_worker_along_and_no_request(
     harm: Callable[[psutil.Process], None], told: str, here: Marked, tmp_path: Path

@@ -136,6 +136,7 @@ def test_degrees_differ_and_tokens_do_not(
         assert (cpus["prefill-0"], cpus["decode-0"]) == threads
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_or_hangs_is_replaced_with_its_worker(
     head: Head, model: Path, references: list[Reference], tmp_path: Path
 ) -> None:

@@ -121,6 +121,7 @@ def test_each_worker_has_cpus_that_no_other_has(host: Host) -> None:
     assert host.until_there("b", "again")["again"] not in ("", shown["b"])
 
 
+@pytest.mark.long
 @needs_two
 def test_who_finds_too_few_runs_anywhere_and_says_so(host: Host) -> None:
     anywhere = ranges(CPUS)

@@ -43,7 +43,9 @@ CHUNK = 64
     [
         ("llama", {"pipeline": 2}, {"tensor": 2}, {}),
         ("gemma2", {"pipeline": 2}, {}, {"handoff": "pull"}),
-        ("llama", {"pipeline": 2, "tensor": 2}, {"pipeline": 2}, {}),
+        pytest.param(
+            *("llama", {"pipeline": 2, "tensor": 2}, {"pipeline": 2}, {}), marks=pytest.mark.long
+        ),
     ],
     ids=["stages to ranks", "stages to one, pulled", "stages of ranks to stages"],
 )

@@ -133,6 +133,7 @@ def test_by_default_a_pool_node_starts_once_the_cluster_is_ready(
     assert_nothing_is_left(head.marked, http, grpc)
 
 
+@pytest.mark.long
 def test_by_default_a_cluster_serves_without_a_pool_node_that_can_not_start(
     head: Head, tmp_path: Path
 ) -> None:

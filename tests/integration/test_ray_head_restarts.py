@@ -186,7 +186,10 @@ def accepts(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-@pytest.mark.parametrize("store", [on_disk, in_redis], ids=["disk", "redis"])
+@pytest.mark.parametrize(
+    "store",
+    [pytest.param(on_disk, marks=pytest.mark.long, id="disk"), pytest.param(in_redis, id="redis")],
+)
 def test_with_a_store_requests_go_on_without_the_head(store: Store, tmp_path: Path) -> None:
     with store(tmp_path) as env:
         assert_requests_go_on(env | {"RAY_gcs_rpc_server_reconnect_timeout_s": "120"})

@@ -256,6 +256,7 @@ def test_the_containers_exact_command_serves_beyond_its_end(head: Head, tmp_path
     assert_nothing_is_left(head.marked, http, grpc)
 
 
+@pytest.mark.long
 def test_a_detached_cluster_lives_until_it_is_stopped(head: Head, tmp_path: Path) -> None:
     options = ["--name", "detached", *PLAIN]
     pool = ["--set", "workers=[{role: both}]"]
@@ -283,6 +284,7 @@ def assert_a_silent_controller_is_one_line(head: Head) -> None:
     assert done.stderr == "kvrelay: the controller of detached is silent for 10 s\n"
 
 
+@pytest.mark.long
 def test_a_worker_that_has_no_room_is_told_of(head: Head, tmp_path: Path) -> None:
     log = tmp_path / "serve.log"
     options = ["--name", "roomless", "--device", "cuda", "--set", "ray.startup_timeout=18s"]

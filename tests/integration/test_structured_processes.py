@@ -74,6 +74,7 @@ def _start_worker(
     return here.start(KVRELAY, "worker", *joins, *options, *small, *NOTHING_BUILT, log=log)
 
 
+@pytest.mark.long
 def test_an_object_survives_whoever_is_killed(here: Marked, tmp_path: Path) -> None:
     """In the middle of it: a decode worker, then the router of its client."""
     addresses, processes = started(here, tmp_path)

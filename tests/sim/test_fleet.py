@@ -11,7 +11,7 @@ from tests.sim import replays
 from tests.sim.fleet import Fleet
 from tests.sim.seeds import seeds
 
-BATCH, BATCHES = 10, 14
+BATCH, BATCHES = 10, 9
 LEAST_EVENTS = 3_000
 """Of one world, on average."""
 FOLLOWS = (
@@ -42,7 +42,7 @@ def happened() -> Counter[str]:
     return Counter()
 
 
-@pytest.mark.parametrize("batch", seeds(BATCHES, long=60))
+@pytest.mark.parametrize("batch", seeds(BATCHES, long=65))
 def test_every_fault_at_any_moment(batch: int, happened: Counter[str]) -> None:
     events = 0
     for seed in range(batch * BATCH, (batch + 1) * BATCH):

@@ -45,6 +45,7 @@ def test_a_rehearsal_runs_the_parts_on_the_cpu(parts: list[str], tmp_path: Path)
 
 
 @pytest.mark.processes
+@pytest.mark.long
 def test_a_rehearsal_interprets_the_kernels(tmp_path: Path) -> None:
     _rehearse(tmp_path, "mixed", "fp8-kv", "vllm", "tilings")
 

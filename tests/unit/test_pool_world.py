@@ -6,6 +6,7 @@ import pytest
 
 from kvpool.core.blocks.eviction import policies
 from kvpool.core.node import changes
+from tests.sim.seeds import seeds
 from tests.unit.directory_kit import known
 from tests.unit.pool_world import World
 
@@ -37,7 +38,7 @@ def _check_routers(world: World) -> None:
 
 
 @pytest.mark.parametrize("policy", policies())
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(6, long=6))
 def test_random_schedules(seed: int, policy: str) -> None:
     world = World(seed, policy=policy)
     for _ in range(_STEPS):
@@ -47,7 +48,7 @@ def test_random_schedules(seed: int, policy: str) -> None:
     assert sum(worker.fetched for worker in world.workers) > 15, "the schedule does something"
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(6, long=6))
 def test_routers_know_what_the_node_holds_however_slowly_they_read(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,7 +66,7 @@ def test_routers_know_what_the_node_holds_however_slowly_they_read(
     assert sum(router.drops for router in world.routers) > 0, "some read too slowly"
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(2, long=2))
 def test_a_node_that_restarts_takes_over_what_is_on_disk(seed: int) -> None:
     """Also an evicted block whose slot could not be written anew: its file is still there."""
     world = World(seed)

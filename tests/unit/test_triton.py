@@ -20,29 +20,28 @@ def _run(arguments: list[str], **environment: str) -> None:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert found.returncode == 0, found.stdout + found.stderr
 
 
 @pytest.mark.processes
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize(
-    "tests",
+    "files",
     [
-        "triton_interpreted",
-        "attention_interpreted",
-        "triton_engine_interpreted",
-        "draw_interpreted",
-        "fused_interpreted",
-        "kernels_interpreted",
+        "triton attention draw kernels",
+        "triton_engine fused",
     ],
 )
-def test_kernels_interpreted_on_the_cpu(tests: str) -> None:
-    arguments = ["-m", "pytest", f"tests/unit/{tests}.py", "-p", "no:cacheprovider"]
+def test_kernels_interpreted_on_the_cpu(files: str) -> None:
+    tests = [f"tests/unit/{name}_interpreted.py" for name in files.split()]
+    arguments = ["-m", "pytest", *tests, "-p", "no:cacheprovider"]
     _run(arguments, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
 
 @pytest.mark.processes
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("program", ["triton_compiled", "attention_compiled", "draw_compiled"])
 def test_kernels_compiled_for_devices_reach_memory_as_meant(program: str, tmp_path: Path) -> None:
     _run(["-m", f"tests.unit.{program}"], TRITON_CACHE_DIR=str(tmp_path))

@@ -20,6 +20,7 @@ from cluster.core.elastic.roles import RoleController
 from kvrelay.types import Role
 from router.core.load.needs import Needs
 from router.live.status import _need
+from tests.sim.seeds import seeds
 from tests.unit.test_promql import KEDA
 
 P, D = Role.PREFILL, Role.DECODE
@@ -104,7 +105,7 @@ class Pods:
         own.extend([pool] * (count - len(own)))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(8, long=22))
 def test_they_come_to_rest_and_serve_what_is_offered(seed: int) -> None:
     random = Random(seed)
     pods = Pods(random)

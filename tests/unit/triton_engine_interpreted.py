@@ -34,7 +34,7 @@ from tests.reference import assert_same_tokens, generate_reference
 from tests.unit import fake_attention_libraries
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run by tests/unit/test_triton.py"
-_CHUNK_TOKENS, _TOKENS = 32, 4
+_CHUNK_TOKENS, _TOKENS = 32, 3
 
 
 def _engine(
@@ -44,7 +44,7 @@ def _engine(
         max_model_len=128, prefill_chunk_tokens=_CHUNK_TOKENS, max_running_requests=4
     )
     return load_engine(
-        open_checkpoint(str(random_checkpoint(folder, family))),
+        open_checkpoint(str(random_checkpoint(folder, family, num_hidden_layers=2))),
         device="cpu",
         dtype="float32",
         block_size=16,
@@ -62,7 +62,7 @@ def _prompts(*lengths: int) -> list[list[int]]:
 
 
 def _check(engine: Engine) -> None:
-    prompts = _prompts(1, 17, 60)
+    prompts = _prompts(1, 17, 35)
     references = [generate_reference(engine.model, p, tokens=_TOKENS) for p in prompts]
     sequences = start(engine, prompts, max_tokens=_TOKENS)
     run_mixed(engine, sequences, chunk_tokens=_CHUNK_TOKENS)
@@ -91,7 +91,7 @@ def test_tokens_of_a_graph_whose_attention_rotates(
     engine = _engine(tmp_path, family)
     with monkeypatch.context() as patched:
         patched.setattr(Model, "on_cpu", property(lambda _: False))
-        patched.setattr(build, "_LENGTHS", (1, 5, 19))
+        patched.setattr(build, "_LENGTHS", (1, 2, 5))
         engine.model = build.compile_model(engine.model)
     _check(engine)
     assert set(rotated) == set(range(engine.model.config.num_hidden_layers))
