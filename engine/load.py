@@ -9,17 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from engine.attention.choosing.choice import ChosenBackend, choose_backend
-from engine.compiled.build import compile_model
+from engine.checks.self_check import Loaded, Reference, check_against_eager
+from engine.compiled.build import Expected, compile_model, expected_logits
 from engine.compiled.fp8 import check_fp8, in_fp8
+from engine.compiled.merging import linears
 from engine.core.activity import ReportActivity, Stage, StartActivity, unheard
 from engine.core.options import DEFAULT_OPTIONS, CudaOptions
 from engine.core.sizing import EngineLimits, KvSizing, MemoryProfile, size_kv
 from engine.core.step import StepBatch
-from engine.memory_profile import profile_memory
+from engine.kept_start import KeptStart, Start, kept_start, written
+from engine.memory_profile import profile_memory, profile_of_all
 from engine.model.checkpoint import Checkpoint, eos_token_ids
 from engine.model.kv_layout import derive_layout
 from engine.model.model import Model
@@ -30,8 +34,6 @@ from engine.recording import record_decode, rehearse_recording
 from engine.runner import Engine, EngineFacts
 from engine.sampling.grammars import Grammars, open_grammars
 from engine.sampling.sampler import prepare_draws
-from engine.self_check import Reference, check_against_eager
-from engine.share import Share, check_share, load_share, profile_of_all
 from kvpool.core.layout.layout import KvLayout
 from kvpool.memory.kv_memory import Allocate, KvMemory
 from kvrelay.errors import ModelError
@@ -143,12 +145,14 @@ def load_engine(
     compiled: bool = True,
     ranks: Ranks = ALONE,
     report: ReportActivity = unheard,
+    reuses_starts: bool = False,
 ) -> Engine:
     """`dtype` "auto" is the checkpoint's own; `blocks` None fills the memory that `limits` give.
     `allocate` gives the KV pool's memory, on `device`; None takes plain memory. `attention` is a
     backend of `engine.attention` or "auto". `compiled`: take seconds to make steps faster. All of
     `ranks` call this, for an engine with their share of the model; only rank 0's is used directly.
-    `report` is called with each stage.
+    `report` is called with each stage. `reuses_starts`: what an earlier start kept is used, where
+    that is possible; the engine's model may then have no code of its own.
 
     Raises ModelError when the family, the files or the memory don't allow serving.
     """
@@ -156,58 +160,126 @@ def load_engine(
         check_fp8(torch.device(device))
     if torch.device(device).type == "cuda":
         torch.set_float32_matmul_precision("high" if cuda.tf32 else "highest")
-    longest = _max_model_len(checkpoint, limits)
-
-    def load() -> Share:
-        return load_share(checkpoint, device=device, dtype=dtype, own=ranks.own)
-
-    report(StartActivity(stage=Stage.LOADS))
-    with _memory_errors(device):
-        loaded = check_share(ranks.together(load), longest, ranks.own)
-    if compiled:
-        report(StartActivity(stage=Stage.COMPILES))
-    model = _made_fast(loaded.model, limits, cuda, compiled=compiled)
-    kept = "float8_e4m3fn" if cuda.fp8_kv else model.dtype_name
-    layout = derive_layout(loaded.shapes, dtype=kept, block_size=block_size)
-    own = own_layout(layout, ranks.own, None if model.stage is None else model.layers)
-    assembly = Assembly(
-        model=model,
-        facts=_facts(checkpoint, layout, model, longest, ranks.own),
-        layout=layout,
-        own=own,
-        backend=choose_backend(attention, model, own, loaded.own),
+    order = _Order(
+        checkpoint=checkpoint,
+        device=device,
+        dtype=dtype,
+        block_size=block_size,
+        longest=_max_model_len(checkpoint, limits),
         limits=limits,
-        needs_masks=loaded.needs_masks,
-        goes_first=cuda.goes_first,
-        records=cuda.graphs,
+        attention=attention,
+        cuda=cuda,
+        compiled=compiled,
         ranks=ranks,
+        report=report,
     )
-    report(StartActivity(stage=Stage.CHECKS))
+    report(StartActivity(stage=Stage.LOADS))
+    place = order.kept_start() if reuses_starts else None
+    assembly = None if place is None else order.as_kept(place)
+    assembly = assembly or order.by_transformers(place)
     with _memory_errors(device):
-        assembly.check(loaded.reference)
         engine = assembly.serving(assembly.sizing(blocks), allocate)
-        prepare_draws(model.device, checkpoint.vocab_size)
+        prepare_draws(assembly.model.device, checkpoint.vocab_size)
         engine.grammars = _grammars(checkpoint)
-        if cuda.graphs and model.device.type == "cuda":
+        if cuda.graphs and assembly.model.device.type == "cuda":
             report(StartActivity(stage=Stage.RECORDS))
         if cuda.graphs:
             record_decode(engine, limits.max_running_requests)
         return engine
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Order:
+    """What is to be loaded, and how. `longest`: tokens of the longest sequence."""
+
+    checkpoint: Checkpoint
+    device: str
+    dtype: str
+    block_size: int
+    longest: int
+    limits: EngineLimits
+    attention: str
+    cuda: CudaOptions
+    compiled: bool
+    ranks: Ranks
+    report: ReportActivity
+
+    def kept_start(self) -> KeptStart | None:
+        """None: this start needs transformers' code whatever earlier ones kept."""
+        device = torch.device(self.device)
+        if not self.compiled or device.type != "cpu" or self.ranks.own is not None:
+            return None
+        return kept_start(self.checkpoint, device, self.dtype, self.longest)
+
+    def as_kept(self, place: KeptStart) -> Assembly | None:
+        """None: nothing is kept, or its logits are not those of this checkpoint."""
+        start = place.read()
+        try:
+            return None if start is None else self._checked(start.loaded, start.expected)
+        except (ModelError, RuntimeError) as error:
+            place.drop(error)
+            return None
+
+    def by_transformers(self, place: KeptStart | None) -> Assembly:
+        """Keeps what it learns in `place`. Raises ModelError."""
+        from engine.family.read_weights import plain_sources
+        from engine.family.share import check_share, load_share
+
+        own = self.ranks.own
+        load = partial(load_share, self.checkpoint, device=self.device, dtype=self.dtype, own=own)
+        with _memory_errors(self.device):
+            loaded = check_share(self.ranks.together(load), self.longest, own)
+        if place is None:
+            return self._checked(loaded, None)
+        start = Start(loaded=loaded, expected=expected_logits(loaded.model))
+        layers = [found.module for found in linears(loaded.model.module)]
+        sources = plain_sources(loaded.model.module, self.checkpoint.weights)
+        content = None if sources is None else written(start, layers, sources)
+        assembly = self._checked(loaded, start.expected)
+        if content is not None and assembly.model.flat is not None:
+            place.keep(content)
+        return assembly
+
+    def _checked(self, loaded: Loaded, expected: Expected | None) -> Assembly:
+        """Raises ModelError if its logits are not those that are expected."""
+        if self.compiled:
+            self.report(StartActivity(stage=Stage.COMPILES))
+        model = self._made_fast(loaded.model, expected)
+        kept = "float8_e4m3fn" if self.cuda.fp8_kv else model.dtype_name
+        layout = derive_layout(loaded.shapes, dtype=kept, block_size=self.block_size)
+        own_rank = self.ranks.own
+        own = own_layout(layout, own_rank, None if model.stage is None else model.layers)
+        assembly = Assembly(
+            model=model,
+            facts=_facts(self.checkpoint, layout, model, self.longest, own_rank),
+            layout=layout,
+            own=own,
+            backend=choose_backend(self.attention, model, own, loaded.own),
+            limits=self.limits,
+            needs_masks=loaded.needs_masks,
+            goes_first=self.cuda.goes_first,
+            records=self.cuda.graphs,
+            ranks=self.ranks,
+        )
+        self.report(StartActivity(stage=Stage.CHECKS))
+        with _memory_errors(self.device):
+            assembly.check(loaded.reference)
+        return assembly
+
+    def _made_fast(self, model: Model, expected: Expected | None) -> Model:
+        """Prepares decode steps of all sizes, the first of which would take longer otherwise."""
+        fp8 = self.cuda.fp8_products
+        if not self.compiled:
+            return in_fp8(model) if fp8 else model
+        model = compile_model(model, fp8=fp8, expected=expected)
+        for rows in sizes(self.limits.max_running_requests):
+            model.prepare(rows, rows)
+        return model
+
+
 def _grammars(checkpoint: Checkpoint) -> Grammars:
     eos_ids = eos_token_ids(checkpoint.path)
     return open_grammars(checkpoint.path, checkpoint.vocab_size, eos_ids)
-
-
-def _made_fast(model: Model, limits: EngineLimits, cuda: CudaOptions, *, compiled: bool) -> Model:
-    """Prepares decode steps of all sizes, the first of which would take longer otherwise."""
-    if not compiled:
-        return in_fp8(model) if cuda.fp8_products else model
-    model = compile_model(model, fp8=cuda.fp8_products)
-    for rows in sizes(limits.max_running_requests):
-        model.prepare(rows, rows)
-    return model
 
 
 @contextmanager

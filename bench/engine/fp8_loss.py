@@ -15,9 +15,10 @@ from bench.kvpool.kv_scales import distance
 from engine.bundled import checkpoint_path
 from engine.compiled.build import _OwnTokens
 from engine.compiled.fp8 import in_fp8
+from engine.family.build import load_model
 from engine.model.checkpoint import open_checkpoint
 from engine.model.interface import attention_state
-from engine.model.model import Model, load_model
+from engine.model.model import Model
 
 _TEXT = Path(__file__).parents[2] / "README.md"
 _TOKENS = 1024

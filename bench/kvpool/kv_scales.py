@@ -17,9 +17,10 @@ from tokenizers import Tokenizer
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.bundled import checkpoint_path
+from engine.family.build import load_model
 from engine.model.checkpoint import open_checkpoint
 from engine.model.interface import Scores, attention_state
-from engine.model.model import Model, load_model
+from engine.model.model import Model
 
 _TEXT = Path(__file__).parents[2] / "README.md"
 _TOKENS = 1024

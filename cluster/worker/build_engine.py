@@ -140,6 +140,7 @@ def open_engine(
         attention=settings.attention,
         cuda=settings.cuda,
         report=report,
+        reuses_starts=True,
     )
 
 

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from engine.checks.summation_noise import noise_bound, row_differences, typical
 from engine.compiled.chaining import FEW_TOKENS, by_tokens, chained, products_left
 from engine.compiled.fp8 import in_fp8
 from engine.compiled.fusing import (
@@ -35,7 +36,6 @@ from engine.model.families import has_experts
 from engine.model.interface import Scores, attention_state
 from engine.model.model import Model
 from engine.model.packed_linear import padded
-from engine.model.summation_noise import noise_bound, row_differences, typical
 from kvrelay.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ _ROWS = 19
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Expected:
+class Expected:
     """The logits of the loaded model. `bound`: the largest allowed difference, as a share of their
     range."""
 
@@ -57,11 +57,12 @@ class _Expected:
     bound: float
 
 
-def compile_model(model: Model, *, fp8: bool = False) -> Model:
-    """Changes the modules of `model`. `fp8`: afterwards its linear layers multiply in FP8. Raises
-    ModelError if its new weights give other logits before that."""
+def compile_model(model: Model, *, fp8: bool = False, expected: Expected | None = None) -> Model:
+    """Changes the modules of `model`. `fp8`: afterwards its linear layers multiply in FP8.
+    `expected`: the model's own logits; None: they are measured. Raises ModelError if its new
+    weights give other logits before that."""
     started_s = time.monotonic()
-    expected = _expected(model)
+    expected = expected or expected_logits(model)
     compiled = _on_cpu(model) if model.on_cpu else _on_device(model)
     if compiled is None:
         _check(model, expected)
@@ -88,6 +89,8 @@ def _on_cpu(model: Model) -> _Compiled | None:
     try:
         made = _captured(model)
     except NotCaptured as error:
+        if model.recording is not None:
+            return None
         pack_modules(model.module)
         log.info("compile: weights packed, but the forward pass is no graph: %s", error)
         return None
@@ -166,7 +169,7 @@ def _open(dtype: torch.dtype) -> Fused | None:
         return None
 
 
-def _worst(compiled: Model, expected: _Expected) -> float:
+def _worst(compiled: Model, expected: Expected) -> float:
     try:
         return _difference(compiled, expected)
     except RuntimeError as error:
@@ -174,7 +177,9 @@ def _worst(compiled: Model, expected: _Expected) -> float:
         return float("inf")
 
 
-def _check(model: Model, expected: _Expected) -> None:
+def _check(model: Model, expected: Expected) -> None:
+    if model.recording is not None:
+        raise ModelError("its recorded forward pass can't be used, and it has no other")
     worst = _difference(model, expected)
     if not worst <= expected.bound:
         raise ModelError(
@@ -183,16 +188,16 @@ def _check(model: Model, expected: _Expected) -> None:
         )
 
 
-def _difference(model: Model, expected: _Expected) -> float:
+def _difference(model: Model, expected: Expected) -> float:
     return _typical(model, row_differences(_logits(model).float(), expected.rows))
 
 
-def _expected(model: Model) -> _Expected:
+def expected_logits(model: Model) -> Expected:
     """The bound is measured in one short run, which takes a fraction of the time."""
     runs = [_run(model, tokens).float() for tokens in _LENGTHS]
     bounds = noise_bound(lambda: _run(model, _LENGTHS[_MEASURED]), runs[_MEASURED])
     rows = torch.cat(runs)
-    return _Expected(rows=rows, bound=_typical(model, bounds))
+    return Expected(rows=rows, bound=_typical(model, bounds))
 
 
 def _typical(model: Model, differences: torch.Tensor) -> float:

@@ -15,11 +15,11 @@ import operator
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch.fx import Graph, GraphModule, Node
 
 from engine.compiled.fusing import whole_rotaries
@@ -216,7 +216,7 @@ def _read_kind(dtype: str, shape: list[int | str], strides: list[int | str]) -> 
 def recorded(model: Model) -> Captured:
     """The graph from its recording, else captured and recorded. Of processes that start together
     one captures, and the others wait. Raises NotCaptured."""
-    path = cache_folder() / f"graph-{_key(model)}.json"
+    path = cache_folder() / f"graph-{model.recording or recording_name(model)}.json"
     try:
         path = own_folder(path.parent) / path.name
     except OSError as error:
@@ -224,6 +224,8 @@ def recorded(model: Model) -> Captured:
         return _record(model, path)
     if found := _kept(model, path):
         return found
+    if model.recording is not None:
+        raise capturing.NotCaptured("its recording is gone")
     with alone(path):
         return _kept(model, path) or _record(model, path)
 
@@ -262,11 +264,11 @@ def _captured(model: Model) -> GraphModule:
         return capture(model.whole, model.device)
 
 
-def _key(model: Model) -> str:
+def recording_name(model: Model) -> str:
     config = {key: value for key, value in model.config.to_dict().items() if key[0] != "_"}
     files = (interface.__file__, capturing.__file__, __file__)
     sources = [Path(str(file)).read_text() for file in files]
-    versions = (torch.__version__, transformers.__version__, model.dtype_name, str(model.device))
+    versions = (torch.__version__, version("transformers"), model.dtype_name, str(model.device))
     shapes = [(name, *part.shape) for name, part in model.module.named_parameters()]
     text = json.dumps([config, versions, sources, shapes], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Decides which model families can be served, from the configuration, before weights are loaded.
+"""What a family's configuration says that decides how it is run.
 
 LongRoPE picks its factors by the longest position of a call (arXiv:2402.13753 §3). A chunk of a
 long sequence must have the long factors even if its own positions are short.
@@ -11,13 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from engine.core.step import SequenceSlice
-from engine.support.matrix import NAMED
 from kvrelay.errors import ModelError
 
-_SPANS = {"full_attention", "sliding_attention"}
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Names that configurations have for the number of experts."""
 
 
 def refusal(kind: str, check: str, reason: str) -> ModelError:
@@ -25,55 +24,23 @@ def refusal(kind: str, check: str, reason: str) -> ModelError:
     return ModelError(f"the {kind} family can't be served ({check} check): {reason}")
 
 
-def check_family(config: PretrainedConfig) -> None:
-    """Raises ModelError, with the reason, for a family that would give wrong tokens."""
-    kind = config.model_type
-    if kind in NAMED:
-        raise refusal(kind, "family", NAMED[kind])
-    _check_class(config)
-    odd = sorted(set(getattr(config, "layer_types", None) or ()) - _SPANS)
-    if odd:
-        raise refusal(kind, "layer types", f"it has {', '.join(odd)} layers")
-    if any(rope.get("rope_type") == "dynamic" for rope in _ropes(config)):
-        raise refusal(
-            kind,
-            "RoPE",
-            "with dynamic RoPE a token's KV depends on the longest sequence of its batch",
-        )
-
-
-def _check_class(config: PretrainedConfig) -> None:
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise refusal(
-            config.model_type, "architecture", "it has no causal language model in transformers"
-        )
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if not model_class._supports_attention_backend:
-        raise refusal(
-            config.model_type,
-            "interface",
-            "its attention bypasses transformers' attention interface",
-        )
-
-
-def longrope_border_tokens(config: PretrainedConfig) -> int | None:
+def longrope_border_tokens(config: Any) -> int | None:
     """Sequences longer than this use other RoPE factors (LongRoPE, arXiv:2402.13753 §3); None: the
     model has no LongRoPE."""
     borders = [
         int(rope["original_max_position_embeddings"])
-        for rope in _ropes(config)
+        for rope in ropes(config)
         if rope.get("rope_type") == "longrope"
     ]
     return min(borders, default=None)
 
 
-def has_experts(config: PretrainedConfig) -> bool:
+def has_experts(config: Any) -> bool:
     """Each token picks some of several feed-forward networks."""
-    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    return any((getattr(config, name, None) or 0) > 1 for name in names)
+    return any((getattr(config, name, None) or 0) > 1 for name in EXPERT_COUNTS)
 
 
-def _ropes(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
+def ropes(config: Any) -> Iterator[Mapping[str, Any]]:
     """The RoPE parameters, of all layers or of each kind of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     if "rope_type" in parameters:

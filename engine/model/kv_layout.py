@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.model.families import refusal
-from engine.model.interface import NAME, Scores
-from engine.model.masks import MaskFunction, cached_windows, composed_masks, mask_difference
+from engine.model.interface import Scores
 from engine.model.model import LOAD_ERRORS, Model
 from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
 
@@ -31,7 +30,7 @@ class LayerShape:
 
 
 @dataclass(slots=True)
-class _Recorder:
+class ShapeRecorder:
     kind: str
     shapes: dict[int, LayerShape] = field(default_factory=dict)
 
@@ -62,26 +61,13 @@ class _Recorder:
 def probe(model: Model) -> dict[int, LayerShape]:
     """# layer |-> its shape. Raises ModelError when the family hides layers or their windows, or
     needs more than causal attention."""
-    recorder = _Recorder(model.config.model_type)
-    _run(model, recorder)
+    recorder = ShapeRecorder(model.config.model_type)
+    run_probe(model, recorder)
     _check_layers(model, recorder.shapes)
     return recorder.shapes
 
 
-def check_masks(model: Model, shapes: dict[int, LayerShape], longest: int) -> None:
-    """The mask that transformers composes for a layer, and the tokens that its cache keeps, must
-    match the layer's call, in sequences of up to `longest` tokens. Raises ModelError."""
-    kind = model.config.model_type
-    with composed_masks(model.module, NAME) as masks:
-        _run(model, _Recorder(kind))
-    for layer, shape in shapes.items():
-        _check_mask(kind, layer, masks.of_layer(layer), shape.window, longest)
-    for layer, kept in enumerate(cached_windows(model.module.config)):
-        if layer in shapes:
-            _check_cache(kind, layer, kept, shapes[layer].window, longest)
-
-
-def _run(model: Model, recorder: _Recorder) -> None:
+def run_probe(model: Model, recorder: ShapeRecorder) -> None:
     ids = torch.zeros(1, _TOKENS, dtype=torch.long, device=model.device)
     positions = torch.arange(_TOKENS, device=model.device)
     try:
@@ -111,25 +97,6 @@ def _check_layers(model: Model, shapes: dict[int, LayerShape]) -> None:
                 f"layer {layer} is {kind} but its attention was called with a window of "
                 f"{shapes[layer].window}",
             )
-
-
-def _check_mask(
-    kind: str, layer: int, visible: MaskFunction | None, window: int | None, longest: int
-) -> None:
-    if visible is None:
-        raise refusal(kind, "mask", f"layer {layer} uses a mask that transformers did not compose")
-    if difference := mask_difference(visible, window, longest):
-        raise refusal(kind, "mask", f"layer {layer}: {difference}")
-
-
-def _check_cache(kind: str, layer: int, kept: int | None, window: int | None, longest: int) -> None:
-    if kept is not None and kept < longest and (window is None or window > kept):
-        raise refusal(
-            kind,
-            "cache",
-            f"layer {layer}: transformers caches {kept} tokens, but its attention was called with "
-            f"a window of {window}",
-        )
 
 
 def derive_layout(shapes: dict[int, LayerShape], *, dtype: str, block_size: int) -> KvLayout:

@@ -10,9 +10,9 @@ from typing import Any
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.core.sizing import EngineLimits
+from engine.family.allowed import check_family
 from engine.load import load_engine
 from engine.model.checkpoint import open_checkpoint
-from engine.model.families import check_family
 from engine.runner import Engine
 from kvrelay.errors import ModelError
 from tests.drive import run_forced, run_mixed, start

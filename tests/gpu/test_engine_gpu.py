@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from engine import self_check
+from engine.checks import self_check
 from engine.core.options import CudaOptions
 from engine.core.sizing import EngineLimits
 from engine.load import load_engine

@@ -9,8 +9,8 @@ import pytest
 
 from bench.serving.plain_cluster import HANDED_OVER, PlainCluster, WorkerPlan, plain_cluster
 from engine.bundled import checkpoint_path
+from engine.family.build import load_model
 from engine.model.checkpoint import open_checkpoint
-from engine.model.model import load_model
 from kvrelay import Client
 from tests.reference import Reference, assert_same_tokens, generate_reference
 

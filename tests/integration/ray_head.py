@@ -27,12 +27,9 @@ from tests.integration.ray_questions import Questions
 
 BIN = Path(sys.executable).parent
 MARK = "KVRELAY_TEST_MARK"
-PATIENCE_S = 120.0
+PATIENCE_S = 200.0
 POLL_S = 0.1
-NOTHING_BUILT = (
-    *("--set", "engine.compile=off", "--set", "engine.profile=off"),
-    *("--set", "attention.backend=sdpa"),
-)
+NOTHING_BUILT = (*("--set", "engine.profile=off", "--set", "attention.backend=sdpa"),)
 """For a cluster that shall serve soon, though each HOME is a new one."""
 
 Answer = TypeVar("Answer")
@@ -164,6 +161,7 @@ def marked(**extra: str) -> Iterator[Marked]:
             "OMP_NUM_THREADS": "1",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_memory_monitor_refresh_ms": "0",  # what else the machine runs ends no test
+            "RAY_raylet_start_wait_time_s": "120",
             "RAY_worker_niceness": "0",  # nor makes it wait: Ray's is 15
             MARK: uuid4().hex,
         }

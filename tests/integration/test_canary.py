@@ -11,8 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.cli import status
+from engine.family.build import load_model
 from engine.model.checkpoint import open_checkpoint
-from engine.model.model import load_model
 from kvrelay.types import Role
 from router.core.state import quarantine
 from router.core.state.generation import WorkerStatus

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 
 from cluster.worker.process import WorkerProcess
+from engine.family.build import load_model
 from engine.model.checkpoint import open_checkpoint
-from engine.model.model import Model, load_model
+from engine.model.model import Model
 from kvrelay.errors import ModelError
 from kvrelay.types import Role
 from tests.integration.split_kit import (

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.family.build import load_model
 from engine.model.checkpoint import open_checkpoint
-from engine.model.model import load_model
 from kvpool.core.blocks.runs import path
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.layout.block_names import ChainNames

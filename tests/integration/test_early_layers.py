@@ -11,8 +11,8 @@ import cluster.worker.mover
 from cluster.worker.device import StepEngine
 from engine.core.step import StepBatch, StepOutcome
 from engine.device.layer_marks import LayerMarks
+from engine.family.build import load_model
 from engine.model.checkpoint import open_checkpoint
-from engine.model.model import load_model
 from kvpool.core.blocks.holding import CopyPairs
 from kvpool.core.transfer import piece
 from kvrelay.types import Role

@@ -13,8 +13,8 @@ from uuid import uuid4
 import pytest
 
 from cluster.core.settings import host_pool_address
+from engine.family.build import load_model
 from engine.model.checkpoint import open_checkpoint
-from engine.model.model import load_model
 from kvpool.core.layout.block_names import BlockNames
 from kvrelay.types import Incarnation, RequestKey, Role
 from router.core.load.prefill_queue import Ahead

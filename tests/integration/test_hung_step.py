@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cluster.worker.watchdog import EXIT_HUNG_STEP
+from engine.family.build import load_model
 from engine.model.checkpoint import open_checkpoint
-from engine.model.model import load_model
 from kvrelay.types import Role
 from tests.integration.split_kit import WorkerHost, running_cluster, wait_until, worker_settings
 from tests.integration.streams_kit import Streams

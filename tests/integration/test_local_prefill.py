@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from engine.family.build import load_model
 from engine.model.checkpoint import open_checkpoint
-from engine.model.model import load_model
 from kvrelay.types import Role
 from router.core.policy.choice import Policies
 from tests.integration.split_kit import Cluster, WorkerHost, running_cluster, worker_settings

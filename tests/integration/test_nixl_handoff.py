@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.family.build import load_model
 from engine.model.checkpoint import open_checkpoint
-from engine.model.model import load_model
 from kvrelay.types import Role
 from tests.integration.split_kit import WorkerHost, running_cluster, worker_settings
 from tests.integration.test_handoff_exact import TOKENS, ask, check, mapped_slabs, prompts

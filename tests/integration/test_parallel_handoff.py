@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from cluster.cli import status
+from engine.family.build import load_model
 from engine.model.checkpoint import open_checkpoint
-from engine.model.model import load_model
 from kvrelay import Client
 from kvrelay.types import Role
 from tests.access import ACCESS

@@ -17,8 +17,8 @@ import psutil
 import pytest
 import yaml
 
+from engine.family.build import load_model
 from engine.model.checkpoint import open_checkpoint
-from engine.model.model import load_model
 from kvrelay import Client
 from tests.integration.ray_head import Head, Marked, ray_head, until
 from tests.integration.test_handoff_exact import prompts

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.family.build import load_model
 from engine.model.checkpoint import open_checkpoint
-from engine.model.model import load_model
 from kvpool.core.layout.layout import KvLayout
 from kvrelay.types import Role
 from tests.integration.local_kit import READ_DIRECTLY, USE_SLABS, LocalHost, unmeasured

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from engine.family.build import load_model
 from engine.model.checkpoint import open_checkpoint
-from engine.model.model import load_model
 from kvrelay import Client
 from kvrelay.types import Role
 from tests.integration.plain_kit import RouterAddresses, start_router

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.family.build import load_model
 from engine.model.checkpoint import open_checkpoint
-from engine.model.model import load_model
 from kvrelay import Client
 from kvrelay.errors import InvalidRequest
 from kvrelay.types import Role

@@ -18,8 +18,8 @@ import pytest
 from cluster.core.settings import WorkerSettings, host_pool_address
 from cluster.worker.pool.links import FAREWELL_S
 from cluster.worker.process import STORE_S
+from engine.family.build import load_model
 from engine.model.checkpoint import open_checkpoint
-from engine.model.model import load_model
 from kvpool.core.layout.block_names import BlockNames
 from kvrelay.types import Role
 from kvrelay.v1.pool_node_pb2 import PoolReportRequest

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from engine.family.build import load_model
 from engine.model.checkpoint import open_checkpoint
-from engine.model.model import load_model
 from kvrelay import Client
 from kvrelay.types import Role
 from router.text.preload import PreloadText, preload_specs

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from engine.family.build import load_model
 from engine.model.checkpoint import open_checkpoint
-from engine.model.model import load_model
 from kvrelay.types import RequestKey, Role
 from router.core.load.prefill_queue import Ahead
 from tests.integration.split_kit import (

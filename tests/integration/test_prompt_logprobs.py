@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from engine.family.build import load_model
 from engine.model.checkpoint import open_checkpoint
-from engine.model.model import Model, load_model
+from engine.model.model import Model
 from kvrelay import Client
 from kvrelay.types import PromptLogprob, Role
 from router.core.policy.choice import Policies

@@ -23,8 +23,9 @@ from cluster.sim.profiles.capacity import (
 from cluster.sim.profiles.load import known_device
 from cluster.sim.profiles.roofline import Parallel
 from engine.core.model_shape import read_shape
+from engine.family.build import bare_model
 from engine.model.checkpoint import open_checkpoint
-from engine.model.model import Model, bare_model
+from engine.model.model import Model
 from engine.parallel.split import check_degree
 from kvrelay.errors import ModelError
 from tests.models import random_checkpoint

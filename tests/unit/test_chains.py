@@ -15,10 +15,11 @@ from engine.compiled.chain import BufferPlace, Chain, Plan
 from engine.compiled.chaining import FEW_TOKENS
 from engine.compiled.library import SOURCE, Fused, Op, OpKind, OpValue, open_fused, open_library
 from engine.device.native_build import built
+from engine.family.build import load_model
 from engine.model import packed_linear
 from engine.model.checkpoint import open_checkpoint
 from engine.model.interface import Scores, attention_state
-from engine.model.model import Model, load_model
+from engine.model.model import Model
 from engine.model.packed_linear import Packed, pack, panel_depth
 from tests.models import random_checkpoint
 

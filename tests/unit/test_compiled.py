@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.checks.summation_noise import row_differences
 from engine.compiled import build, library, recordings
 from engine.compiled.build import compile_model
 from engine.compiled.library import Fused
@@ -19,13 +20,13 @@ from engine.compiled.recordings import NotRecorded
 from engine.core.sizing import EngineLimits
 from engine.device import native_build as native
 from engine.device.native_build import BuildError
+from engine.family.build import load_model
 from engine.load import load_engine
 from engine.model.checkpoint import open_checkpoint
 from engine.model.families import has_experts
 from engine.model.interface import attention_state
-from engine.model.model import Model, load_model
+from engine.model.model import Model
 from engine.model.packed_linear import Packed, PackedLinear, rounded, sizes
-from engine.model.summation_noise import row_differences
 from tests.models import FAMILIES, random_checkpoint
 
 TOKENS = (1, 2, 3, 7, 16, 33, 64)

@@ -18,10 +18,11 @@ from engine import memory_profile
 from engine.attention import torch_paged
 from engine.core.sizing import EngineLimits
 from engine.device.cuda_memory import in_steps
+from engine.family.allowed import check_family
+from engine.family.build import load_model
 from engine.load import load_engine
 from engine.model.checkpoint import SINGLE, open_checkpoint
-from engine.model.families import check_family, longrope_border_tokens
-from engine.model.model import load_model
+from engine.model.families import longrope_border_tokens
 from engine.runner import Engine
 from engine.sampling.native_draw import host_draw
 from kvpool.memory.collate import slab_bytes
@@ -132,7 +133,7 @@ def test_whatever_transformers_raises_becomes_one_line(
     def fail(*_: object, **__: object) -> None:
         raise error("it needs\na package")
 
-    monkeypatch.setattr("engine.model.model.read_weights", fail)
+    monkeypatch.setattr("engine.family.build.read_weights", fail)
     with pytest.raises(ModelError, match=r"can't be loaded on cpu: .*needs.*a package") as caught:
         load(llama)
     assert "\n" not in str(caught.value)

@@ -15,20 +15,22 @@ from transformers.masking_utils import (
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 
-from engine import self_check
+from engine.checks.self_check import eager_reference
+from engine.checks.summation_noise import noise_bound
 from engine.compiled import build, recordings
 from engine.core.sizing import EngineLimits
+from engine.family.attention import attention as attend
+from engine.family.build import load_model
+from engine.family.long_check import BORDER_TOKENS, check_long_sequences, small_config
+from engine.family.masks import MaskFunction, mask_difference
 from engine.load import load_engine
 from engine.model import capture as capturing
 from engine.model import interface, kv_layout
 from engine.model.capture import NotCaptured, capture
 from engine.model.checkpoint import open_checkpoint
-from engine.model.interface import attention as attend
-from engine.model.masks import MaskFunction, mask_difference
-from engine.model.model import Model, load_model
-from engine.model.summation_noise import noise_bound
+from engine.model.families import longrope_border_tokens
+from engine.model.model import Model
 from engine.runner import Engine
-from engine.self_check import BORDER_TOKENS, check_long_sequences, eager_reference, small_config
 from kvrelay.errors import ModelError
 from tests.families.kit import write_weights
 from tests.families.walk import family_folder
@@ -196,7 +198,7 @@ def test_the_small_copy() -> None:
 
 def test_longrope_has_its_border_early_in_the_small_copy() -> None:
     small = small_config(family_config("phi3_longrope"), 1024)
-    assert self_check.longrope_border_tokens(small) == BORDER_TOKENS
+    assert longrope_border_tokens(small) == BORDER_TOKENS
 
 
 def test_a_window_that_is_never_reached_stays() -> None:
@@ -244,7 +246,7 @@ def test_a_dropped_soft_cap_is_noticed_in_16_bits(
         return own(*args, **others)
 
     monkeypatch.setattr(modeling_gemma2, "eager_attention_forward", uncapped)
-    monkeypatch.setattr("engine.share.check_long_sequences", lambda *_: None)
+    monkeypatch.setattr("engine.family.share.check_long_sequences", lambda *_: None)
     assert "the gemma2 family can't be served (self check)" in refused(folder, dtype="bfloat16")
 
 
@@ -290,5 +292,5 @@ def test_a_graph_that_is_wrong_for_long_runs_is_not_used(
 
     folder = random_checkpoint(tmp_path / "model")
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
-    monkeypatch.setattr("engine.share.check_long_sequences", lambda *_: None)
+    monkeypatch.setattr("engine.family.share.check_long_sequences", lambda *_: None)
     assert load(folder, compiled=True).model.flat is None

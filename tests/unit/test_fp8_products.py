@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import self_check
+from engine.checks import self_check
+from engine.checks.summation_noise import row_differences
 from engine.compiled import build
 from engine.compiled.build import compile_model
 from engine.compiled.fp8 import Fp8Linear, in_fp8, to_fp8
@@ -16,7 +17,6 @@ from engine.core.sizing import EngineLimits
 from engine.load import load_engine
 from engine.model.checkpoint import open_checkpoint
 from engine.model.model import Model
-from engine.model.summation_noise import row_differences
 from kvrelay.errors import ModelError
 from tests.models import random_checkpoint
 from tests.unit.test_compiled import cache, logits, plain_model, shared_cache

@@ -8,10 +8,10 @@ import pytest
 
 from engine.core.sizing import EngineLimits
 from engine.core.step import MOST_SCORED_TOKENS, StepBatch
+from engine.family.build import load_model
 from engine.memory_profile import profile_memory
 from engine.model.checkpoint import open_checkpoint
 from engine.model.kv_layout import derive_layout, probe
-from engine.model.model import load_model
 from tests.models import random_checkpoint
 
 

@@ -21,17 +21,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.core.sizing import EngineLimits
 from engine.core.step import SequenceSlice, StepBatch
 from engine.device.layer_marks import LayerMarks
+from engine.family.build import bare_model, fill, load_model
+from engine.family.split_check import check_split, first_layers
 from engine.load import load_engine
 from engine.load_ranks import load_split
 from engine.model.checkpoint import open_checkpoint
-from engine.model.model import bare_model, fill, load_model
 from engine.parallel import leader
 from engine.parallel.grid import Grid
 from engine.parallel.leader import Leader
 from engine.parallel.message import StepKind
 from engine.parallel.split import _Cutter, check_plan
 from engine.runner import Engine
-from engine.split_check import check_split, first_layers
 from kvpool.core.layout.shards import Shard, ShardLayout
 from kvpool.core.transfer.plan import cut
 from kvpool.core.transfer.write import Side, TokenSpan

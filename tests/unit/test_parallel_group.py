@@ -20,6 +20,7 @@ from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-d
 from engine.core.sizing import MemoryProfile
 from engine.core.step import SampleRequest, SequenceSlice
 from engine.device.group import Group
+from engine.memory_profile import profile_of_all
 from engine.parallel import message, nccl_group, ranks
 from engine.parallel.channel import Channel
 from engine.parallel.grid import Grid
@@ -29,7 +30,6 @@ from engine.parallel.nccl_group import NcclGroup, side_by_side
 from engine.parallel.opening import OwnRank, open_rank
 from engine.parallel.ranks import check_gpus, rank_devices
 from engine.parallel.split import check_degree
-from engine.share import profile_of_all
 from kvpool.core.layout.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane, Tables
 from kvpool.core.transfer.pool_map import PoolMap
 from kvrelay.errors import ModelError, PeerError

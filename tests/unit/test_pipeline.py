@@ -17,15 +17,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.core.step import StepBatch
 from engine.device.layer_marks import LayerMarks
+from engine.family.build import bare_model
+from engine.family.split_check import check_stages_of_copy
 from engine.load import load_engine
 from engine.model.checkpoint import open_checkpoint
-from engine.model.model import Model, bare_model
+from engine.model.model import Model
 from engine.parallel.grid import Grid
 from engine.parallel.host_line import HostLine
 from engine.parallel.leader import Leader
 from engine.parallel.stages import check_stages
 from engine.runner import Engine
-from engine.split_check import check_stages_of_copy
 from kvrelay.errors import ModelError, PeerError
 from tests.drive import run_mixed, start
 from tests.models import random_checkpoint, save_tokenizer

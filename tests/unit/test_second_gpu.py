@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from engine.attention.cuda.graphs import CudaRecorder
-from engine.model import model
+from engine.family import build
 from engine.model.checkpoint import open_checkpoint
 from tests.models import random_checkpoint
 
@@ -92,10 +92,10 @@ def test_loading_makes_the_device_current(
     def load_config(_: object) -> None:
         raise Loading
 
-    monkeypatch.setattr(model, "_load_config", load_config)
+    monkeypatch.setattr(build, "_load_config", load_config)
     checkpoint = open_checkpoint(str(random_checkpoint(tmp_path)))
     with pytest.raises(Loading):
-        model.load_model(checkpoint, device="cuda:1", dtype="auto")
+        build.load_model(checkpoint, device="cuda:1", dtype="auto")
     assert cuda.current == 1
 
 

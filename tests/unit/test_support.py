@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from engine.model.families import check_family
+from engine.family.allowed import check_family
 from engine.support.matrix import CHECKS, FORMATS, NAMED, support_matrix
 from kvrelay.errors import ModelError
 from tests.families.page import PAGE, renewed

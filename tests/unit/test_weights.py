@@ -19,12 +19,15 @@ from transformers.core_model_loading import (
 )
 
 from engine.device.group import Group
+from engine.family import read_weights
+from engine.family.build import bare_model, fill, load_model
+from engine.family.read_weights import before
+from engine.family.share import _kv_heads, _whole_shapes
 from engine.model import weights
 from engine.model.checkpoint import INDEX, Checkpoint, open_checkpoint
-from engine.model.model import Model, bare_model, fill, load_model
-from engine.model.weights import Cut, Cuts, WeightReader, before
+from engine.model.model import Model
+from engine.model.weights import Cut, Cuts, WeightReader
 from engine.parallel.split import plan_cuts
-from engine.share import _kv_heads, _whole_shapes
 from tests.models import FAMILIES, random_checkpoint
 from tests.unit.test_parallel import KINDS, Kind
 
@@ -167,8 +170,8 @@ def test_parts_of_other_shares_are_no_join() -> None:
 
 def test_what_is_not_joined_is_read_whole_and_cut() -> None:
     """A parameter that transformers takes out of a larger one."""
-    uses = {"qkv": weights._Use("q", converter(Chunk(dim=0), sources=1, targets=3))}
-    assert weights._parts_before(uses, {"q": PART, "k": PART}) == {}
+    uses = {"qkv": read_weights._Use("q", converter(Chunk(dim=0), sources=1, targets=3))}
+    assert read_weights._parts_before(uses, {"q": PART, "k": PART}) == {}
 
 
 def test_a_part_is_padded_with_zeros() -> None:

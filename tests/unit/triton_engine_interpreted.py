@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine import self_check
 from engine.attention.choosing.choice import group_shapes, opener
 from engine.attention.cuda.graphs import DecodeGraphs, StaticDecode
 from engine.attention.triton.backend import TritonBackend, TritonState
+from engine.checks import self_check
 from engine.compiled import build
 from engine.core.options import CudaOptions
 from engine.core.sizing import EngineLimits

@@ -13,6 +13,7 @@ from engine.attention.choosing.choice import choose_backend
 from engine.compiled.build import compile_model
 from engine.core.sizing import KvSizing
 from engine.core.step import SampleRequest, SequenceSlice, StepBatch
+from engine.family import attention
 from engine.model import interface
 from engine.model.kv_layout import derive_layout, probe
 from engine.model.model import Model
@@ -64,7 +65,7 @@ def random_engine(
     KV begins as zeros. And the attention backend's name."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = layers or config.num_hidden_layers
-    interface.register()
+    attention.register()
     torch.manual_seed(0)
     with torch.device(device):
         module = AutoModelForCausalLM.from_config(

@@ -16,7 +16,11 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PretrainedConfig
 
-from engine.model.interface import attention
+from engine.family.attention import attention
+from engine.model.families import refusal
+from engine.model.interface import NAME as SERVING
+from engine.model.kv_layout import LayerShape, ShapeRecorder, run_probe
+from engine.model.model import Model
 
 NAME = "kvrelay_probe"
 
@@ -38,6 +42,38 @@ class Masks:
 
 
 _MASKS: ContextVar[Masks] = ContextVar("kvrelay_masks")
+
+
+def check_masks(model: Model, shapes: dict[int, LayerShape], longest: int) -> None:
+    """The mask that transformers composes for a layer, and the tokens that its cache keeps, must
+    match the layer's call, in sequences of up to `longest` tokens. Raises ModelError."""
+    kind = model.config.model_type
+    with composed_masks(model.module, SERVING) as masks:
+        run_probe(model, ShapeRecorder(kind))
+    for layer, shape in shapes.items():
+        _check_mask(kind, layer, masks.of_layer(layer), shape.window, longest)
+    for layer, kept in enumerate(cached_windows(model.module.config)):
+        if layer in shapes:
+            _check_cache(kind, layer, kept, shapes[layer].window, longest)
+
+
+def _check_mask(
+    kind: str, layer: int, visible: MaskFunction | None, window: int | None, longest: int
+) -> None:
+    if visible is None:
+        raise refusal(kind, "mask", f"layer {layer} uses a mask that transformers did not compose")
+    if difference := mask_difference(visible, window, longest):
+        raise refusal(kind, "mask", f"layer {layer}: {difference}")
+
+
+def _check_cache(kind: str, layer: int, kept: int | None, window: int | None, longest: int) -> None:
+    if kept is not None and kept < longest and (window is None or window > kept):
+        raise refusal(
+            kind,
+            "cache",
+            f"layer {layer}: transformers caches {kept} tokens, but its attention was called with "
+            f"a window of {window}",
+        )
 
 
 @contextmanager

@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from engine.core.sizing import MemoryProfile
+from engine.checks.self_check import Loaded, eager_reference
 from engine.device.stage import Stage
+from engine.family.build import bare_model, fill
+from engine.family.long_check import check_long_sequences, small_copy
+from engine.family.masks import check_masks
+from engine.family.split_check import FirstLayers, check_split, check_stages_of_copy, first_layers
 from engine.model.checkpoint import Checkpoint
 from engine.model.families import refusal
-from engine.model.kv_layout import LayerShape, check_masks, probe
-from engine.model.model import Model, bare_model, fill
+from engine.model.kv_layout import LayerShape, probe
+from engine.model.model import Model
 from engine.parallel.grid import Grid
 from engine.parallel.opening import OwnRank
 from engine.parallel.split import check_degree, check_plan, join_ranks, plan_cuts, whole_attention
 from engine.parallel.stages import check_stages, take_stage
-from engine.self_check import Reference, check_long_sequences, eager_reference, small_copy
-from engine.split_check import FirstLayers, check_split, check_stages_of_copy, first_layers
 from kvpool.core.layout.shards import Shard
 from kvrelay.errors import ModelError
 
@@ -34,21 +36,6 @@ class Share:
     model: Model
     whole: dict[int, LayerShape] | None = None
     first: FirstLayers | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """The layers' `shapes` are those of the whole model, `own` those of this rank, which has only
-    some layers, or some of their heads. The `reference` logits are of the model's own attention."""
-
-    model: Model
-    shapes: dict[int, LayerShape]
-    own: dict[int, LayerShape]
-    reference: Reference
-
-    @property
-    def needs_masks(self) -> bool:
-        return not all(shape.is_plain for shape in self.shapes.values())
 
 
 def load_share(checkpoint: Checkpoint, *, device: str, dtype: str, own: OwnRank | None) -> Share:
@@ -109,26 +96,6 @@ def check_share(share: Share, longest: int, own: OwnRank | None) -> Loaded:
     _count_own_groups(model, shapes)
     check_split(model, share.first)
     return Loaded(model=model, shapes=share.whole, own=shapes, reference=eager_reference(model))
-
-
-def profile_of_all(
-    profile: MemoryProfile, own: OwnRank | None, *, on_cpu: bool = True
-) -> MemoryProfile:
-    """The profile of all ranks of one host, which are alike, from the measurement of one. On CPUs
-    they share the memory, and the others' weights are loaded already. GPUs have their own, and all
-    get as many blocks as the first one has room for, where the slabs are."""
-    if own is None:
-        return profile
-    ranks = own.grid.size
-    taken = (ranks - 1) * profile.weight_bytes
-    whole = profile.times(ranks)
-    if not on_cpu:
-        return whole
-    return replace(
-        whole,
-        total_bytes=profile.total_bytes + taken,
-        staging_bytes=profile.staging_bytes,
-    )
 
 
 def _whole_shapes(bare: Model) -> dict[int, LayerShape]:

@@ -15,21 +15,17 @@ from typing import Any
 
 import torch
 
+from engine.checks.self_check import Reference, eager_reference, short_token_ids
+from engine.checks.summation_noise import row_differences, typical
 from engine.device.host_memory import return_freed
 from engine.device.stage import Stage
+from engine.family.build import bare_copy, fill
+from engine.family.long_check import keep_layers, small_copy
 from engine.model.checkpoint import Checkpoint
 from engine.model.families import has_experts, refusal
-from engine.model.model import LOAD_ERRORS, Model, bare_copy, fill
-from engine.model.summation_noise import row_differences, typical
+from engine.model.model import LOAD_ERRORS, Model
 from engine.parallel.grid import Grid
 from engine.parallel.stages import take_stage
-from engine.self_check import (
-    Reference,
-    eager_reference,
-    keep_layers,
-    short_token_ids,
-    small_copy,
-)
 
 CHECK = "split"
 _LEAST_LAYERS = 2

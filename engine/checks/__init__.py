@@ -1,0 +1,1 @@
+"""Logits are compared with those of the model's own code."""
