@@ -37,6 +37,7 @@ from engine.sampling.sampler import prepare_draws
 from kvpool.core.layout.layout import KvLayout
 from kvpool.memory.kv_memory import Allocate, KvMemory
 from kvrelay.errors import ModelError
+from kvrelay.gc_pauses import paused
 
 _NOTHING = MemoryProfile(total_bytes=0, weight_bytes=0, activation_bytes=0)
 
@@ -222,8 +223,9 @@ class _Order:
 
     def by_transformers(self, place: KeptStart | None) -> Assembly:
         """Keeps what it learns in `place`. Raises ModelError."""
-        from engine.family.read_weights import plain_sources
-        from engine.family.share import check_share, load_share
+        with paused():
+            from engine.family.read_weights import plain_sources
+            from engine.family.share import check_share, load_share
 
         own = self.ranks.own
         load = partial(load_share, self.checkpoint, device=self.device, dtype=self.dtype, own=own)

@@ -1,4 +1,4 @@
-"""How long `kvrelay serve` takes to start, and a worker's imports, its longest phase."""
+"""How long `kvrelay serve` takes to start, and of it a worker's imports and its engine."""
 
 from __future__ import annotations
 
@@ -90,5 +90,65 @@ def _import_s(how: str) -> float:
     return float(done.stdout)
 
 
+_LOADED = """
+import resource, sys, time
+import cluster.worker.process
+from engine.bundled import checkpoint_path
+from engine.core.sizing import EngineLimits
+from engine.load import load_engine
+from engine.model.checkpoint import open_checkpoint
+
+limits = EngineLimits(max_model_len=None, prefill_chunk_tokens=256, max_running_requests=8)
+settings = {"device": "cpu", "dtype": "auto", "block_size": 16, "blocks": 64}
+found = open_checkpoint(str(checkpoint_path()))
+engine = load_engine(found, limits=limits, reuses_starts=sys.argv[1] == "kept", **settings)
+assert (engine.model.recording is not None) == (sys.argv[1] == "kept")
+print(time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+"""
+_TORCH = "import time, torch; print(time.process_time(), 0)"
+
+
+def loads(repeats: int) -> list[Row]:
+    """CPU time and memory of a worker until its engine is loaded and checked, of a model that has
+    been started before. In turn: by what that start kept, by transformers, and PyTorch's import
+    alone, which none can do without."""
+    _measure(_LOADED.replace("assert", "#"), "kept")
+    rounds = [
+        [_measure(_LOADED, "kept"), _measure(_LOADED, "transformers"), _measure(_TORCH, "")]
+        for _ in range(repeats)
+    ]
+    seconds = [[one[0] for one in three] for three in rounds]
+    return [
+        _ratio("CPU time, by a kept start by transformers", [s[0] / s[1] for s in seconds]),
+        _ratio("CPU time, by a kept start by import torch", [s[0] / s[2] for s in seconds]),
+        _ratio("memory, by a kept start by transformers", [r[0][1] / r[1][1] for r in rounds]),
+        Row(
+            name="CPU time, by a kept start",
+            value=Reading(values=tuple(s[0] for s in seconds)).median,
+            unit="s",
+            method="from exec to a loaded and checked engine, the bundled model",
+            lower_is_better=True,
+        ),
+    ]
+
+
+def _ratio(name: str, values: list[float]) -> Row:
+    reading = Reading(values=tuple(values))
+    return Row(
+        name=name,
+        value=reading.median,
+        unit="x",
+        method="processes of their own, in turn",
+        spread=reading.spread(),
+        lower_is_better=True,
+    )
+
+
+def _measure(program: str, how: str) -> list[float]:
+    command = [sys.executable, "-c", program, how]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return [float(one) for one in done.stdout.split()[-2:]]
+
+
 if __name__ == "__main__":
-    print_table("imports of a worker", [imports(REPEATS)])
+    print_table("imports of a worker", [imports(REPEATS), *loads(REPEATS)])
