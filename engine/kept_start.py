@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import version
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 
 _ENGINE = Path(__file__).parent
 _MOST_BYTES = 256 << 20
+_MOST_OF_ALL_BYTES = 1 << 30
+"""All kept starts; those that were not used for longest go first."""
 _VALUE = "value."
 
 
@@ -57,7 +60,9 @@ class KeptStart:
     def read(self) -> Start | None:
         """None: no start was kept, or it can't be used."""
         try:
-            return self._start(checked(self.path))
+            content = checked(self.path)
+            self.path.touch()
+            return self._start(content)
         except NotKept:
             return None
         except Exception as error:  # whatever is wrong with the file, transformers needs none
@@ -75,6 +80,8 @@ class KeptStart:
                 keep(self.path, content)
         except OSError as error:
             log.warning("this start is not kept, so the next one takes as long: %s", error)
+        with suppress(OSError):  # others make room too
+            _make_room(self.path.parent)
 
     def _start(self, content: bytes) -> Start:
         tensors, plain = load(content), json.loads(_metadata(content)["start"])
@@ -93,6 +100,18 @@ class KeptStart:
             loaded=Loaded(model=model, shapes=shapes, own=shapes, reference=reference),
             expected=Expected(rows=tensors["rows"], bound=plain["rows_bound"]),
         )
+
+
+def _make_room(folder: Path) -> None:
+    used_bytes = 0
+    for path in sorted(folder.glob("start-*.safetensors"), key=_used_s, reverse=True):
+        used_bytes += path.stat().st_size
+        if used_bytes > _MOST_OF_ALL_BYTES:
+            path.unlink(missing_ok=True)
+
+
+def _used_s(path: Path) -> float:
+    return path.stat().st_mtime
 
 
 def _shape(planes: list[dict[str, Any]], **others: Any) -> LayerShape:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from engine import kept_start
 from engine.core.sizing import EngineLimits
 from engine.device.kept_files import cache_folder
 from engine.load import load_engine
@@ -142,6 +143,20 @@ def test_a_lost_file_is_made_again(
     assert not is_kept(second)
     assert tokens_of(second) == tokens_of(first)
     assert is_kept(started(folder))
+
+
+def test_old_starts_make_room_for_new_ones(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = random_checkpoint(tmp_path / "llama", "llama")
+    started(folder)
+    (first,) = cache.glob("start-*.safetensors")
+    monkeypatch.setattr(kept_start, "_MOST_OF_ALL_BYTES", first.stat().st_size * 5 // 2)
+    for dtype in ("bfloat16", "float16"):
+        started(folder, dtype)
+        assert is_kept(started(folder)), "it is used each time"
+    assert len([*cache.glob("start-*.safetensors")]) == 2
+    assert not is_kept(started(folder, "bfloat16"))
 
 
 def test_without_a_cache_folder_each_start_is_the_first(
