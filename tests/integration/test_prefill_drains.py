@@ -7,7 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kvrelay.types import Role
-from tests.integration.split_kit import Cluster, WorkerHost, running_cluster, worker_settings
+from tests.integration.split_kit import (
+    Cluster,
+    WorkerHost,
+    running_cluster,
+    wait_until,
+    worker_settings,
+)
 from tests.integration.test_cluster_life import ask_all, prompts
 
 FOR_EVER_S = 1e6
@@ -39,6 +45,7 @@ def test_a_prefill_worker_drains_while_requests_keep_coming(
         view = next(one for one in views if one.hello.name == "leaves")
         enough = threading.Event()
         answers = [pool.submit(keep_asking, cluster, i, enough) for i in range(CLIENTS)]
+        wait_until(lambda: view.counters.prefill_waiting_tokens > 0, "prompts wait on it")
         try:
             hosts[1].stop(address, drain_s=FOR_EVER_S)
         finally:
