@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -124,7 +124,7 @@ def _metadata(content: bytes) -> Any:
 
 
 def written(
-    start: Start, linears: Sequence[torch.nn.Module], sources: dict[str, str]
+    start: Start, linears: Iterable[torch.nn.Module], sources: dict[str, str]
 ) -> bytes | None:
     """Before the model is compiled, which changes its modules. None: there is something that only
     transformers can make. `sources`: # parameter or buffer |-> tensor of the checkpoint"""

@@ -234,9 +234,10 @@ class _Order:
         if place is None:
             return self._checked(loaded, None)
         start = Start(loaded=loaded, expected=expected_logits(loaded.model))
-        layers = [found.module for found in linears(loaded.model.module)]
         sources = plain_sources(loaded.model.module, self.checkpoint.weights)
+        layers = (found.module for found in linears(loaded.model.module))
         content = None if sources is None else written(start, layers, sources)
+        del layers  # packing frees each layer's weights, which nothing else may hold
         assembly = self._checked(loaded, start.expected)
         if content is not None and assembly.model.flat is not None:
             place.keep(content)
