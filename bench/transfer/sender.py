@@ -68,6 +68,7 @@ class Sender(End):
             lease_id=piece.index,
             window=self._staging.memory if window is None else window,
         )
+        self.memory.settle()
         if window is None:
             self.peer.write(region, 0, self._staging.memory[:size])
 

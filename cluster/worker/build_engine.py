@@ -38,6 +38,7 @@ from kvpool.memory.probe import measure_codecs
 from kvpool.transport.endpoints import EndpointOptions
 from kvpool.transport.mapped import memfd
 from kvpool.transport.rdma.ucx_options import UcxOptions
+from kvpool.transport.send_buffers import SEND_BUFFERS
 from kvrelay.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ def open_engine(
         share=settings.device_share,
         staging_slabs=settings.staging_slabs,
         staging_bytes=settings.staging_bytes,
-        sending_slabs=int(any(scheme in UNMAPPED for scheme in settings.transports)),
+        sending_slabs=SEND_BUFFERS if set(UNMAPPED) & set(settings.transports) else 0,
         slabs_on_device=endpoint_options(settings).on_device(settings.transports),
     )
     if find is None:

@@ -6,13 +6,13 @@ side, blocks reserved for a handoff on the other.
 
 The copies over each connection have lanes of their own: if one hangs, it holds up none of another
 peer, nor of the peer's next connection. Where a slab can't be mapped, the next is gathered while
-one is sent. What touches this worker's memory only has one lane. Slabs are replaced in another, as
-their peers must hear of it.
+one is sent. On a device a gather is queued behind the one before, and only who sends it waits. What
+touches this worker's memory only has one lane. Slabs are replaced in another, as their peers must
+hear of it.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -43,6 +43,7 @@ from kvpool.memory.direct import fetch
 from kvpool.memory.kv_memory import KvMemory
 from kvpool.transport.endpoints import SharedRegion, scheme_of
 from kvpool.transport.peer.base import Connection, RegionName
+from kvpool.transport.send_buffers import SendBuffers
 from kvrelay.errors import PeerError
 from kvrelay.types import RequestKey
 
@@ -55,6 +56,7 @@ class _Send:
     connection: Connection
     staging: SharedRegion
     nbytes: int
+    gathered: Callable[[], None]  # waits for it
     gathered_s: float
 
 
@@ -87,8 +89,7 @@ class Mover:
         self.regions: dict[SlabId, SharedRegion] = {
             SlabId(i): links.endpoints.register(self._slab_bytes) for i in range(slabs)
         }
-        self._lock = threading.Lock()
-        self._idle: list[SharedRegion] = []  # staging that no copy uses
+        self._buffers = SendBuffers(links.endpoints, slab_bytes)
         self._lanes: Lanes[Job] = Lanes("kvrelay-mover", self._move, crashed, around=self._beside)
 
     def put(self, job: Job) -> None:
@@ -97,11 +98,11 @@ class Mover:
 
     def close(self) -> None:
         """Drops the jobs that have not begun."""
+        self._buffers.close()
         self._lanes.close()
-        for region in (*self.regions.values(), *self._idle):
+        for region in self.regions.values():
             self._links.endpoints.deregister(region)
         self.regions.clear()
-        self._idle.clear()
 
     def _lane_of(self, job: Job) -> str:
         match job:
@@ -145,6 +146,7 @@ class Mover:
                 self.put(self._staged(job, connection, started_s))
                 return
             self._gather(job, window)
+            self._memory.settle()
             self._tell_filled(job)
         except PeerError as failure:
             self._tell_written(job, time.monotonic() - started_s, str(failure))
@@ -152,18 +154,19 @@ class Mover:
         self._tell_written(job, time.monotonic() - started_s)
 
     def _staged(self, job: WriteSlab, connection: Connection, started_s: float) -> _Send:
-        staging = self._staging(HEADER_BYTES + job.write.nbytes)
+        staging = self._buffers.take(connection, HEADER_BYTES + job.write.nbytes)
         try:
             memory = staging.memory_on(scheme_of(connection.peer_address))
             nbytes = self._gather(job, memory)
         except PeerError:
-            self._give_back(staging)
+            self._buffers.give_back(connection, staging)
             raise
         return _Send(
             job=job,
             connection=connection,
             staging=staging,
             nbytes=nbytes,
+            gathered=self._memory.mark(),
             gathered_s=time.monotonic() - started_s,
         )
 
@@ -182,6 +185,7 @@ class Mover:
     def _send(self, send: _Send) -> None:
         started_s, error, job = time.monotonic(), None, send.job
         memory = send.staging.memory_on(scheme_of(send.connection.peer_address))
+        send.gathered()
         try:
             with self._trace.span("write", **_facts(job.lent.key, job.lent.piece, job.write)):
                 region = RegionName(job.lent.region)
@@ -189,7 +193,7 @@ class Mover:
             self._tell_filled(job)
         except PeerError as failure:
             error = str(failure)
-        self._give_back(send.staging)
+        self._buffers.give_back(send.connection, send.staging)
         self._tell_written(job, send.gathered_s + time.monotonic() - started_s, error)
 
     def _tell_filled(self, job: WriteSlab) -> None:
@@ -209,22 +213,6 @@ class Mover:
                 error=error,
             )
         )
-
-    def _staging(self, needed_bytes: int) -> SharedRegion:
-        """For links that cannot map the peer's slab: registered on first use, as much as there are
-        copies at once; again for a peer whose slabs are larger than this worker's."""
-        with self._lock:
-            region = self._idle.pop() if self._idle else None
-        if region is not None and region.memory.numel() < needed_bytes:
-            self._links.endpoints.deregister(region)
-            region = None
-        if region is None:
-            region = self._links.endpoints.register(max(self._slab_bytes, needed_bytes))
-        return region
-
-    def _give_back(self, staging: SharedRegion) -> None:
-        with self._lock:
-            self._idle.append(staging)
 
     def _scatter(self, job: ScatterSlab) -> SlabScattered:
         started_s, error = time.monotonic(), None

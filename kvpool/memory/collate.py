@@ -7,7 +7,8 @@ piece.
 
 A pool whose heads are on several devices is collated by rank 0, through one slab for each rank.
 
-On a CUDA device the work is queued on the caller's current stream; the caller waits for it.
+On a CUDA device the work is queued on the caller's current stream, the header of a slab too; the
+caller waits for it.
 """
 
 from __future__ import annotations
@@ -186,7 +187,8 @@ def write_slab(
 ) -> int:
     """Gathers `write`, which belongs to `piece`, into a lent slab and puts the header before it.
 
-    `window` is uint8; returns the bytes used. Raises PeerError if they don't fit.
+    `window` is uint8; returns the bytes used. On a device they are there once the caller has waited
+    (KvMemory.mark). Raises PeerError if they don't fit.
     """
     payload = window[HEADER_BYTES : HEADER_BYTES + write.nbytes]
     if payload.numel() < write.nbytes:
@@ -203,7 +205,7 @@ def write_slab(
         payload_bytes=write.nbytes,
         checksum=checksum(_buffer(payload)) if payload.is_cpu else NO_CHECKSUM,
     )
-    _put(header.pack(), window[:HEADER_BYTES])  # on a device it waits for the gather, too
+    _put(header.pack(), window[:HEADER_BYTES])
     return HEADER_BYTES + write.nbytes
 
 
@@ -262,8 +264,9 @@ def _side(memory: KvMemory, tables: Tables) -> Side:
 def _put(data: bytes, target: torch.Tensor) -> None:
     if target.is_cpu:
         target.numpy().data[:] = data
-    else:
-        target.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    else:  # copies of memory that isn't pinned would wait for the gather
+        source = torch.frombuffer(bytearray(data), dtype=torch.uint8).pin_memory()
+        target.copy_(source, non_blocking=True)
 
 
 def _buffer(tensor: torch.Tensor) -> memoryview:

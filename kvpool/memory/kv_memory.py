@@ -126,6 +126,14 @@ class KvMemory:
         """The planes `[slots, heads, dim]` of the group's `index`-th layer."""
         return [plane[index] for plane in self.planes[group]]
 
+    def mark(self) -> Callable[[], None]:
+        """Waits until the device has done what this thread has queued up to now."""
+        if self.device.type != "cuda":
+            return _no_wait
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event.synchronize
+
     def settle(self) -> None:
         """Returns once everything that this thread has queued for the device is done."""
         if self.device.type == "cuda":
@@ -152,3 +160,7 @@ class KvMemory:
                     plane[:, target * size : (target + 1) * size] = plane[
                         :, source * size : (source + 1) * size
                     ]
+
+
+def _no_wait() -> None:
+    pass

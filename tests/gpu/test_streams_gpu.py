@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from engine.device.streams import StepStream
 from kvpool.core.layout.layout import BlockId, KvLayout, LayerGroup, Plane
 from kvpool.core.layout.shards import Shard, ShardLayout
+from kvpool.core.transfer.piece import Piece
 from kvpool.core.transfer.plan import cut
-from kvpool.core.transfer.write import Side, TokenSpan
-from kvpool.memory.collate import gather_write
+from kvpool.core.transfer.slabs import HEADER_BYTES
+from kvpool.core.transfer.write import Side, SlabWrite, TokenSpan
+from kvpool.memory.collate import gather_write, write_slab
 from kvpool.memory.kv_memory import KvMemory
 
 pytestmark = pytest.mark.gpu
 _GROUP = LayerGroup(layers=(0, 1), planes=(Plane(name="k", heads=8, dim=128),))
 _LONG_CYCLES = 1_000_000_000
+_SPAN = TokenSpan(start=0, tokens=64, next_position=64)
+_TABLES = (tuple(map(BlockId, (2, 0, 3, 1))),)
 
 
 def test_steps_of_a_worker_that_goes_first_have_the_higher_priority() -> None:
@@ -27,14 +33,46 @@ def test_steps_of_a_worker_that_goes_first_have_the_higher_priority() -> None:
     assert found[0] < found[1] == torch.cuda.default_stream().priority
 
 
-def test_a_gather_runs_beside_a_step() -> None:
+def _random_memory() -> KvMemory:
     layout = KvLayout(groups=(_GROUP,), dtype="bfloat16", block_size=16)
     memory = KvMemory(layout, 4, "cuda")
     memory.planes[0][0].normal_()
-    one = ShardLayout(model=layout, shard=Shard())
-    span = TokenSpan(start=0, tokens=64, next_position=64)
-    (write,) = cut(one, one, span=span, staging_bytes=2**20)
-    side = Side(tables=(tuple(map(BlockId, (2, 0, 3, 1))),), block_size=16)
+    return memory
+
+
+def _whole(memory: KvMemory) -> SlabWrite:
+    one = ShardLayout(model=memory.layout, shard=Shard())
+    (write,) = cut(one, one, span=_SPAN, staging_bytes=2**20)
+    return write
+
+
+def test_a_gather_is_queued_with_its_header() -> None:
+    """Nobody waits for it but by its mark."""
+    memory = _random_memory()
+    write, piece = _whole(memory), Piece(span=_SPAN, index=0)
+    slab = torch.zeros(HEADER_BYTES + write.nbytes, dtype=torch.uint8, device="cuda")
+    facts: dict[str, Any] = {"fingerprint": "5a" * 16, "lease_id": 1, "window": slab}
+    write_slab(memory, _TABLES, piece, write, **facts)  # compiled, and the device is warm
+    memory.settle()
+    expected = slab.clone()
+    slab.zero_()
+    torch.cuda.synchronize()
+    with memory.beside():
+        torch.cuda._sleep(_LONG_CYCLES)
+        before = torch.cuda.Event()
+        before.record()
+        write_slab(memory, _TABLES, piece, write, **facts)
+        gathered = memory.mark()
+        assert not before.query(), "it was waited for"
+        gathered()
+        assert before.query()
+    assert torch.equal(slab, expected)
+
+
+def test_a_gather_runs_beside_a_step() -> None:
+    memory = _random_memory()
+    write = _whole(memory)
+    side = Side(tables=_TABLES, block_size=16)
     out = torch.zeros(write.nbytes, dtype=torch.uint8, device="cuda")
     gather_write(memory, side, write, out)  # compiled, and the device is warm
     memory.settle()

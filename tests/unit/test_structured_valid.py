@@ -51,9 +51,9 @@ def test_schemas(engine: Engine) -> None:
 
 @pytest.mark.long
 def test_many_schemas(engine: Engine) -> None:
-    counts = check_schemas(engine, range(10_000), sequences=32)
+    counts = check_schemas(engine, range(4_000), sequences=32)
     assert not counts.wrong
-    assert counts.valid > 5_000, counts
+    assert counts.valid > 2_000, counts
 
 
 def test_a_matched_grammar_ends_the_answer(engine: Engine) -> None:
