@@ -8,6 +8,8 @@ from __future__ import annotations
 import tests.environment  # noqa: F401
 
 # isort: split
+import gc
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -21,6 +23,12 @@ settings.load_profile("unhurried")
 LONG = ("tests/unit/test_triton.py",)
 """Minutes long, and by name among the last: one process would run it while the others have no file
 left."""
+
+
+def pytest_collection_finish() -> None:
+    """Modules stay: no collection of garbage looks through them again (1 s at a time)."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
