@@ -84,8 +84,13 @@ class EndpointOptions:
         return any(self.slabs(scheme).place is SlabPlace.DEVICE for scheme in schemes)
 
     def open(
-        self, scheme: str, slabs: SlabMemory, incarnation: Incarnation, callbacks: Callbacks
+        self,
+        scheme: str,
+        incarnation: Incarnation,
+        callbacks: Callbacks,
+        slabs: SlabMemory | None = None,
     ) -> Endpoint:
+        """Without `slabs` its own memory is the host's."""
         return open_endpoint(
             scheme,
             incarnation,
@@ -125,7 +130,7 @@ class Endpoints:
             try:
                 self._check_kind(scheme)
                 slabs = options.slabs(scheme)
-                self._open[scheme] = options.open(scheme, slabs, incarnation, callbacks)
+                self._open[scheme] = options.open(scheme, incarnation, callbacks, slabs)
                 self._slabs[scheme] = slabs
             except (ConfigError, OSError) as error:
                 failures.append(str(error))

@@ -19,14 +19,16 @@ from kvpool.transport import registry
 from kvpool.transport.peer.base import RegionName
 from kvpool.transport.peer.exposure import Check
 from kvpool.transport.rdma import one_sided
-from kvpool.transport.rdma.agent import Operation, RegionPiece, RegionPlace
+from kvpool.transport.rdma.agent import HOST, Operation, RegionPiece, RegionPlace
 from kvpool.transport.rdma.slab_memory import SlabMemory
+from kvrelay.errors import PeerError
 from tests.contract import transport_kit
 from tests.contract.transport_kit import PATIENCE_S, Side
 from tests.forks import forks
 
 NUMBER = 3
 """Of the device."""
+_DEVICE_KEY = b"of the device"
 
 
 class _OnDevice(torch.Tensor):
@@ -37,6 +39,9 @@ class _OnDevice(torch.Tensor):
 
     def get_device(self) -> int:
         return NUMBER
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"<{self.numel()} bytes of the fake device>"
 
 
 @dataclass(slots=True)
@@ -97,6 +102,7 @@ class FakeAgent:
         self.begun = threading.Event()
         self.passes = threading.Event()
         self.passes.set()
+        self.gives_up = False
 
     def register(self, memory: torch.Tensor) -> None:
         self.registrations += 1
@@ -110,13 +116,13 @@ class FakeAgent:
 
     def key(self, memory: torch.Tensor) -> bytes:
         assert self.holds(memory)
-        return b"key"
+        return _DEVICE_KEY if memory.is_cuda else b"of the host"
 
     def remote(self) -> FakeAgent:
         return self
 
     def learn(self, region: RegionName, place: RegionPlace) -> None:
-        assert place.device == NUMBER
+        assert place.device == (NUMBER if place.key == _DEVICE_KEY else HOST)
 
     def forget(self, region: RegionName) -> None: ...
 
@@ -124,6 +130,8 @@ class FakeAgent:
         self.begun.set()
         while not self.passes.wait(0.005):
             check()
+        if self.gives_up:
+            raise PeerError("this end closes")
         for data, _, address in pieces:
             here, there = self.fake.reached(data.data_ptr()), self.fake.reached(address)
             target, source = (there, here) if operation is Operation.WRITE else (here, there)
@@ -132,7 +140,9 @@ class FakeAgent:
     def rest(self) -> bool:
         return True
 
-    def give_up(self) -> None: ...
+    def give_up(self) -> None:
+        self.gives_up = True
+        self.passes.set()
 
     def close(self) -> None:
         assert not self.registered
