@@ -27,9 +27,10 @@ from cluster.process.checks import problems
 from cluster.process.site import local_site
 from kvpool.transport import link_kind
 from kvpool.transport.choice import BETWEEN_HOSTS, TRANSPORTS, Machine, choose_transports
-from kvpool.transport.endpoints import obstacle
+from kvpool.transport.endpoints import EndpointOptions, obstacle
 from kvpool.transport.gpus import GpuFacts, gpu_facts
 from kvpool.transport.link_kind import LinkKind
+from kvpool.transport.rdma.slab_memory import SlabPlace
 from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError
 from kvrelay.types import Role
@@ -129,8 +130,10 @@ def _facts(transport: str, ucx: UcxOptions, gpus: GpuFacts) -> dict[str, str]:
 def _direct(transport: str, ucx: UcxOptions, gpus: GpuFacts) -> dict[str, str]:
     if not gpus.count:
         return {}
-    why = link_kind.why_not(LinkKind.GPUDIRECT, transport, ucx, _device(gpus))
-    return {"GPU memory (GPUDirect)": f"no, by way of the host's: {why}" if why else "yes"}
+    slabs = EndpointOptions(ucx=ucx, device=_device(gpus)).slabs(transport)
+    on_device = slabs.place is SlabPlace.DEVICE
+    told = "yes" if on_device else f"no, by way of the host's: {slabs.why_host}"
+    return {"GPU memory (GPUDirect)": told}
 
 
 def _device(gpus: GpuFacts) -> str:

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 
 _SHARES_ONLY_ITS_OWN = "shm"
+_SUFFIXES = {SlabPlace.HOST: "", SlabPlace.PINNED: "-host", SlabPlace.DEVICE: "-gpu"}
 
 
 def scheme_of(address: str) -> str:
@@ -37,16 +38,16 @@ def scheme_of(address: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedRegion:
-    """Memory that peers may be lent, over one transport or several. A transport that can't share
-    the others' memory has its own."""
+    """Memory that peers may be lent, over one transport or several. Those whose slabs lie on the
+    device share one memory, those whose slabs lie on the host another."""
 
     name: RegionName
     memory: torch.Tensor  # uint8 [bytes]
     over: dict[str, Region]  # scheme |-> as registered there
 
     def memory_on(self, scheme: str | None) -> torch.Tensor:
-        """The memory that a peer on that transport writes to, uint8 `[bytes]`. Only with a link
-        between devices there are two. If the peer is gone (None), the slab's header decides."""
+        """The memory that a peer on that transport writes to, uint8 `[bytes]`. If the peer is gone
+        (None), the slab's header decides."""
         return self.memory if scheme is None else self.over[scheme].memory
 
 
@@ -68,19 +69,28 @@ class EndpointOptions:
         return link_kind.link_kind(scheme, self.ucx, self.device)
 
     def slabs(self, scheme: str) -> SlabMemory:
-        """On the device if the link reaches it there, else on the host."""
-        if not (self.on_gpu and scheme in UCX_SCHEMES):
+        """On the device if the link reaches it there, else on the host. Asks UCX in another
+        process."""
+        if not self.on_gpu or scheme not in (*UCX_SCHEMES, "cuda_ipc"):
             return SlabMemory()
-        is_direct = self.kind(scheme) is LinkKind.GPUDIRECT
-        place = SlabPlace.DEVICE if is_direct else SlabPlace.PINNED
-        return SlabMemory(place=place, device=self.device)
+        why = None
+        if scheme in UCX_SCHEMES:
+            why = link_kind.why_not(LinkKind.GPUDIRECT, scheme, self.ucx, self.device)
+        place = SlabPlace.PINNED if why else SlabPlace.DEVICE
+        return SlabMemory(place=place, device=self.device, why_host=why or "")
 
     def on_device(self, schemes: Iterable[str]) -> bool:
         """Whether slabs that are registered over these are on the device."""
-        places = {scheme: self.slabs(scheme).place for scheme in schemes}
-        return self.on_gpu and ("cuda_ipc" in places or SlabPlace.DEVICE in places.values())
+        return any(self.slabs(scheme).place is SlabPlace.DEVICE for scheme in schemes)
 
-    def open(self, scheme: str, incarnation: Incarnation, callbacks: Callbacks) -> Endpoint:
+    def open(
+        self,
+        scheme: str,
+        incarnation: Incarnation,
+        callbacks: Callbacks,
+        slabs: SlabMemory | None = None,
+    ) -> Endpoint:
+        """Without `slabs` its own memory is the host's."""
         return open_endpoint(
             scheme,
             incarnation,
@@ -89,7 +99,7 @@ class EndpointOptions:
             port_range=self.port_range,
             secret=self.secret,
             ucx=self.ucx,
-            slabs=self.slabs(scheme),
+            slabs=slabs,
             device=self.device,
         )
 
@@ -109,38 +119,38 @@ class Endpoints:
         options: EndpointOptions = DEFAULTS,
         require: Collection[LinkKind] = (),
     ) -> None:
-        """Logs the transports that can't be opened. Raises ConfigError when none is left."""
+        """Logs which transports can't be opened, and which move a device's KV through host memory.
+        Raises ConfigError when none is left."""
         self._require = frozenset(require)
         self._options = options
         self._open: dict[str, Endpoint] = {}
+        self._slabs: dict[str, SlabMemory] = {}
         failures = []
         for scheme in schemes:
             try:
                 self._check_kind(scheme)
-                self._open[scheme] = options.open(scheme, incarnation, callbacks)
+                slabs = options.slabs(scheme)
+                self._open[scheme] = options.open(scheme, incarnation, callbacks, slabs)
+                self._slabs[scheme] = slabs
             except (ConfigError, OSError) as error:
                 failures.append(str(error))
         if not self._open:
             raise ConfigError(f"no transport can be used: {'; '.join(failures)}")
         for failure in failures:
             log.warning("%s; going on with %s", failure, ", ".join(self._open))
+        self._tell_host_slabs()
         self._regions: dict[RegionName, SharedRegion] = {}
         self._numbers = itertools.count()
-        self._labels = {scheme: self._label(scheme) for scheme in self._open}
 
     def label(self, scheme: str) -> str:
         """For people: on a GPU's worker it says where the slabs of nixl and ucx lie."""
-        return self._labels.get(scheme, scheme)
+        return scheme + (_SUFFIXES[self._slabs[scheme].place] if scheme in UCX_SCHEMES else "")
 
-    def _label(self, scheme: str) -> str:
-        options = self._options
-        if not (options.on_gpu and scheme in UCX_SCHEMES):
-            return scheme
-        why = link_kind.why_not(LinkKind.GPUDIRECT, scheme, options.ucx, options.device)
-        if why is None:
-            return f"{scheme}-gpu"
-        log.warning("%s moves the KV of %s through host memory: %s", scheme, options.device, why)
-        return f"{scheme}-host"
+    def _tell_host_slabs(self) -> None:
+        for scheme, slabs in self._slabs.items():
+            if slabs.why_host:
+                told = "%s moves the KV of %s through host memory: %s"
+                log.warning(told, scheme, slabs.device, slabs.why_host)
 
     @property
     def schemes(self) -> tuple[str, ...]:
@@ -152,8 +162,8 @@ class Endpoints:
         return tuple(endpoint.address for endpoint in self._open.values())
 
     def register(self, nbytes: int) -> SharedRegion:
-        """New memory. shm shares only its own memory, so the others use that too, unless they
-        reach the device's."""
+        """New memory. shm shares only its own, so it comes first, and the others whose slabs lie
+        on the host use that too."""
         in_turn = sorted(self._open, key=lambda scheme: scheme != _SHARES_ONLY_ITS_OWN)
         over: dict[str, Region] = {}
         for scheme in in_turn:
@@ -162,8 +172,8 @@ class Endpoints:
         return self._named(over[in_turn[0]].memory, over)
 
     def _shared(self, scheme: str, others: Iterable[Region]) -> Region | None:
-        """That of another transport which this one can share, on the device if there is one."""
-        memories = sorted((region.memory for region in others), key=lambda memory: memory.is_cpu)
+        """That of another transport, if this one's slabs may lie there and it can share it."""
+        memories = (one.memory for one in others if self._slabs[scheme].takes(one.memory))
         tried = (_adopted(self._open[scheme], memory) for memory in memories)
         return next((region for region in tried if region is not None), None)
 

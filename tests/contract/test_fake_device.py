@@ -1,159 +1,46 @@
-"""The one-sided transports' way with a device's memory, without a device: a fake one whose memory
-the host may not touch, so that any access of ours ends the process."""
+"""The one-sided transports' way with a device's memory, without a device: see fake_device.py."""
 
 from __future__ import annotations
 
 import ctypes
-import mmap
-import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvpool.transport import registry
-from kvpool.transport.peer.base import Read, RegionName, RegionWrite
-from kvpool.transport.peer.exposure import Check
-from kvpool.transport.rdma.agent import Operation, RegionPiece, RegionPlace
-from kvpool.transport.rdma.slab_memory import SlabMemory
+from kvpool.transport.peer.base import Connection, Read, RegionName, RegionWrite
 from kvrelay.errors import ConfigError, PeerError
-from tests.contract import transport_kit
-from tests.contract.transport_kit import Side, eventually_raises, pair
-
-_NUMBER = 3
-
-
-class _OnDevice(torch.Tensor):
-    """Says that it lies on a device; its pages can't be read or written."""
-
-    is_cuda = True  # type: ignore[assignment]
-    is_cpu = False  # type: ignore[assignment]
-
-    def get_device(self) -> int:
-        return _NUMBER
-
-
-@dataclass(slots=True)
-class _FakeDevice:
-    """Each allocation is mapped twice: without any access, and for the fake network."""
-
-    seen: list[tuple[int, mmap.mmap]] = field(default_factory=list)
-    settled: int = 0
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        fd = os.memfd_create("fake-device")
-        try:
-            os.ftruncate(fd, nbytes)
-            hidden, shown = mmap.mmap(fd, nbytes), mmap.mmap(fd, nbytes)
-        finally:
-            os.close(fd)
-        tensor = torch.frombuffer(hidden, dtype=torch.uint8).as_subclass(_OnDevice)
-        assert not ctypes.CDLL(None).mprotect(ctypes.c_void_p(tensor.data_ptr()), nbytes, 0)
-        self.seen.append((tensor.data_ptr(), shown))
-        return tensor
-
-    def reached(self, address: int) -> int:
-        """Where the fake network finds these bytes."""
-        for start, shown in self.seen:
-            if start <= address < start + len(shown):
-                return ctypes.addressof(ctypes.c_char.from_buffer(shown)) + address - start
-        return address
-
-    def bytes_of(self, tensor: torch.Tensor) -> bytes:
-        return ctypes.string_at(self.reached(tensor.data_ptr()), tensor.numel())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FakeSlabs(SlabMemory):
-    fake: _FakeDevice
-
-    def check(self) -> None:
-        pass
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        return self.fake.allocate(max(nbytes, 1))[:nbytes]
-
-    def reaches(self, memory: torch.Tensor) -> bool:
-        return True
-
-
-class _FakeAgent:
-    """Moves bytes within this process, between registered memory only."""
-
-    def __init__(self, fake: _FakeDevice) -> None:
-        self.fake = fake
-        self.registered: list[torch.Tensor] = []
-        self.registrations = 0
-
-    def register(self, memory: torch.Tensor) -> None:
-        self.registrations += 1
-        self.registered.append(memory)
-
-    def deregister(self, memory: torch.Tensor) -> None:
-        self.registered = [one for one in self.registered if one is not memory]
-
-    def key(self, memory: torch.Tensor) -> bytes:
-        assert any(one is memory for one in self.registered)
-        return b"key"
-
-    def remote(self) -> _FakeAgent:
-        return self
-
-    def learn(self, region: RegionName, place: RegionPlace) -> None:
-        assert place.device == _NUMBER
-
-    def forget(self, region: RegionName) -> None: ...
-
-    def transfer(self, operation: Operation, pieces: Sequence[RegionPiece], check: Check) -> None:
-        for data, _, address in pieces:
-            here, there = self.fake.reached(data.data_ptr()), self.fake.reached(address)
-            target, source = (there, here) if operation is Operation.WRITE else (here, there)
-            ctypes.memmove(target, source, data.nbytes)
-
-    def rest(self) -> bool:
-        return True
-
-    def give_up(self) -> None: ...
-
-    def close(self) -> None:
-        assert not self.registered
+from tests.contract.fake_device import FakeDevice, agent_of, another_process, install
+from tests.contract.transport_kit import PATIENCE_S, Side, eventually_raises, pair, until
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> _FakeDevice:
-    device = _FakeDevice()
-    made = monkeypatch.setattr
-    made(registry, "NixlAgent", lambda incarnation, options: _FakeAgent(device))
-    made(transport_kit, "slabs_of", lambda scheme: _FakeSlabs(fake=device))
-    made("kvpool.transport.rdma.one_sided._settle", lambda tensors: _count(device))
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    device = FakeDevice()
+    install(device, monkeypatch.setattr)
     return device
 
 
-def _count(device: _FakeDevice) -> None:
-    device.settled += 1
-
-
 @pytest.fixture
-def sides(fake: _FakeDevice) -> Iterator[list[Side]]:
+def sides(fake: FakeDevice) -> Iterator[list[Side]]:
     found: list[Side] = []
     yield found
     for side in found:
         side.__exit__()
 
 
-def _agent(side: Side) -> _FakeAgent:
-    agent: _FakeAgent = side.endpoint._exposure._agent  # type: ignore[attr-defined]
-    return agent
+@pytest.fixture(params=["nixl", "ucx"])
+def make(request: pytest.FixtureRequest, sides: list[Side]) -> Callable[[], Side]:
+    def made() -> Side:
+        sides.append(Side(request.param))
+        return sides[-1]
+
+    return made
 
 
-def _make(sides: list[Side]) -> Side:
-    sides.append(Side("nixl"))
-    return sides[-1]
-
-
-def test_the_fake_device_may_not_be_accessed_by_the_host(fake: _FakeDevice) -> None:
+def test_the_fake_device_may_not_be_accessed_by_the_host(fake: FakeDevice) -> None:
     memory = fake.allocate(4096)
     fields = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
     spans = [([int(end, 16) for end in span.split("-")], allowed) for span, allowed, *_ in fields]
@@ -161,10 +48,10 @@ def test_the_fake_device_may_not_be_accessed_by_the_host(fake: _FakeDevice) -> N
     assert found == "---s"
 
 
-def test_registered_once_and_never_touched(fake: _FakeDevice, sides: list[Side]) -> None:
-    owner, writer, connection = pair(lambda: _make(sides))
+def test_registered_once_and_never_touched(fake: FakeDevice, make: Callable[[], Side]) -> None:
+    owner, writer, connection = pair(make)
     there, here = owner.region(10_000), writer.region(10_000)
-    before = [_agent(side).registrations for side in sides]
+    before = [agent_of(side).registrations for side in (owner, writer)]
     for number in range(100):
         ctypes.memset(fake.reached(here.memory.data_ptr()), number, 10_000)
         halves = here.memory[:5000], here.memory[5000:]
@@ -174,13 +61,13 @@ def test_registered_once_and_never_touched(fake: _FakeDevice, sides: list[Side])
     ctypes.memset(fake.reached(there.memory.data_ptr()), 7, 10_000)
     connection.read_many([Read(there.name, 10, here.memory[:100])])
     assert fake.bytes_of(here.memory) == bytes([7]) * 100 + bytes([99]) * 9900
-    assert [_agent(side).registrations for side in sides] == before
+    assert [agent_of(side).registrations for side in (owner, writer)] == before
     assert writer.endpoint.staging_bytes == 0
     assert fake.settled == 101, "what the device still does is waited for before each batch"
 
 
-def test_what_is_retired_is_reached_no_more(fake: _FakeDevice, sides: list[Side]) -> None:
-    owner, writer, connection = pair(lambda: _make(sides))
+def test_what_is_retired_is_reached_no_more(fake: FakeDevice, make: Callable[[], Side]) -> None:
+    owner, writer, connection = pair(make)
     there, here = owner.region(100), writer.region(100)
     connection.write(there.name, 0, here.memory)
     owner.endpoint.deregister(there)
@@ -188,7 +75,7 @@ def test_what_is_retired_is_reached_no_more(fake: _FakeDevice, sides: list[Side]
     writer.__exit__()
     with pytest.raises(PeerError):
         connection.write(there.name, 0, here.memory)
-    again, other = _make(sides), owner.region(100)
+    again, other = make(), owner.region(100)
     ctypes.memset(fake.reached(other.memory.data_ptr()), 1, 100)
     got = again.region(100)
     again.endpoint.connect(owner.endpoint.address).read(other.name, 0, got.memory)
@@ -196,17 +83,90 @@ def test_what_is_retired_is_reached_no_more(fake: _FakeDevice, sides: list[Side]
 
 
 def test_memory_that_the_library_refuses_leaves_nothing_behind(
-    fake: _FakeDevice, sides: list[Side], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner = _make(sides)
+    owner = make()
     refused = ConfigError("NIXL can't register 100 bytes of cuda:3")
 
     def register(memory: torch.Tensor) -> None:
         raise refused
 
     with monkeypatch.context() as patched:
-        patched.setattr(_agent(owner), "register", register)
+        patched.setattr(agent_of(owner), "register", register)
         with pytest.raises(ConfigError, match="can't register 100 bytes"):
             owner.region(100)
-    assert not _agent(owner).registered
+    assert not agent_of(owner).registered
     assert owner.region(100).memory.numel() == 100
+
+
+class Writing:
+    """A write to a peer's region, on a thread of its own, over a network that stalls."""
+
+    def __init__(self, writer: Side, connection: Connection, region: RegionName) -> None:
+        self.agent, self.failure = agent_of(writer), ""
+        self._source, self._target = writer.region(100), (connection, region)
+        self.source = self._source.memory
+        self.agent.passes.clear()
+        self.thread = threading.Thread(target=self._write)
+        self.thread.start()
+        assert self.agent.begun.wait(PATIENCE_S)
+
+    def _write(self) -> None:
+        connection, region = self._target
+        try:
+            connection.write(region, 0, self.source)
+        except PeerError as error:
+            self.failure = str(error)
+
+
+def test_a_region_is_kept_until_a_write_to_it_has_ended(
+    fake: FakeDevice, make: Callable[[], Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is retired while the write runs, whose bytes still come into it."""
+    owner, writer, connection = pair(make)
+    there, peer, asked = owner.region(100), connection._peer, threading.Event()  # type: ignore[attr-defined]
+    retire = peer.retire
+    monkeypatch.setattr(peer, "retire", lambda name: (asked.set(), retire(name)))
+    writing = Writing(writer, connection, there.name)
+    ctypes.memset(fake.reached(writing.source.data_ptr()), 5, 100)
+    owner.endpoint.deregister(there)
+    assert asked.wait(PATIENCE_S)
+    connection.notify(b"the peer still writes")
+    assert owner.next() == b"the peer still writes"
+    assert agent_of(owner).holds(there.memory)
+    writing.agent.passes.set()
+    writing.thread.join()
+    assert not writing.failure
+    assert fake.bytes_of(there.memory) == bytes([5]) * 100
+    until(lambda: not agent_of(owner).holds(there.memory))
+    with pytest.raises(PeerError):
+        connection.write(there.name, 0, writing.source)
+
+
+def test_a_write_ends_with_the_peer_that_is_killed(
+    fake: FakeDevice, make: Callable[[], Side]
+) -> None:
+    writer = make()
+    with another_process(writer.endpoint.address) as process:
+        connection = writer.connected.get(timeout=PATIENCE_S)
+        writing = Writing(writer, connection, RegionName(writer.next().decode()))
+        process.kill()
+        writing.thread.join(PATIENCE_S)
+    assert writing.failure == f"{connection.peer_address} is gone"
+    assert writer.lost.get(timeout=PATIENCE_S) is connection
+
+
+def test_memory_is_freed_when_its_writer_is_killed(
+    fake: FakeDevice, make: Callable[[], Side]
+) -> None:
+    """Not before: it was in the middle of a write."""
+    owner = make()
+    there = owner.region(100)
+    with another_process(owner.endpoint.address, there.name) as process:
+        connection = owner.connected.get(timeout=PATIENCE_S)
+        owner.next()
+        owner.endpoint.deregister(there)
+        assert agent_of(owner).holds(there.memory)
+        process.kill()
+        until(lambda: not agent_of(owner).holds(there.memory))
+    assert owner.lost.get(timeout=PATIENCE_S) is connection

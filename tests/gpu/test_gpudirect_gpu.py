@@ -78,3 +78,28 @@ def test_a_slab_is_shared_by_all_links_that_reach_it(
         assert both.label(far) == f"{far}-gpu"
     finally:
         both.close()
+
+
+def test_without_gpudirect_slabs_are_shared_memory_that_is_pinned(
+    monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    """As long as it lives. Afterwards CUDA has no error of it."""
+    monkeypatch.setattr(link_kind, "rdma_obstacle", lambda scheme, ucx: "no RDMA device")
+    far, options = ON_GPU[scheme], EndpointOptions(secret=SECRET, device="cuda")
+    both = Endpoints(["cuda_ipc", "shm", far], Incarnation("both"), _QUIET, options=options)
+    try:
+        for number in (1, 2, 3):
+            slab = both.register(_BYTES)
+            near, host, there = (slab.memory_on(name) for name in ("cuda_ipc", "shm", far))
+            assert near.is_cuda
+            assert host.data_ptr() == there.data_ptr() and there.is_pinned()
+            near.fill_(number)
+            there.copy_(near, non_blocking=True)
+            torch.cuda.synchronize()
+            assert bool((host == number).all())
+            both.deregister(slab)
+            del slab, host, there
+        torch.zeros(1, device="cuda").add_(1).item()
+        assert both.label(far) == f"{far}-host"
+    finally:
+        both.close()

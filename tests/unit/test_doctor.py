@@ -18,6 +18,7 @@ from cluster.config.load import load_config
 from cluster.config.overrides import Override
 from cluster.process import auto, doctor
 from cluster.process.doctor import Diagnosis, examine
+from kvpool.transport import gpudirect, link_kind
 from kvpool.transport.gpus import GpuFacts
 from kvpool.transport.link_kind import LinkKind
 
@@ -130,6 +131,32 @@ def test_cuda_ipc_is_for_pairs_of_gpus(two_gpus: None, monkeypatch: pytest.Monke
         {"role": "decode", "device": "cpu"},
     )
     assert [choice.same_host for choice in found.choices] == ["cuda_ipc", "shm"]
+
+
+@pytest.mark.parametrize("lacks", ["a network", "GPUDirect", None])
+def test_whether_a_network_reaches_the_memory_of_gpus_is_shown(
+    two_gpus: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    lacks: str | None,
+) -> None:
+    no_network = "no device" if lacks == "a network" else None
+    no_module = "no module is loaded" if lacks == "GPUDirect" else None
+    monkeypatch.setattr(link_kind, "rdma_obstacle", lambda scheme, ucx: no_network)
+    monkeypatch.setattr(gpudirect, "no_gpudirect", lambda device: no_module)
+    run(monkeypatch)
+    why = no_network or no_module
+    says = f"no, by way of the host's: {why}" if why else "yes"
+    told = f"GPU memory (GPUDirect): {says}"
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in lines if line.startswith("GPU memory")] == [told, told]
+
+
+def test_without_a_gpu_nothing_is_said_of_its_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch)
+    assert "GPUDirect" not in capsys.readouterr().out
 
 
 def test_the_pool_that_would_be_chosen_is_shown(

@@ -490,13 +490,12 @@ def test_slabs_lie_where_the_network_reaches_them(monkeypatch, lacks: str | None
     no_direct = "no module" if lacks == "GPUDirect" else None
     monkeypatch.setattr(gpudirect, "no_gpudirect", lambda device: no_direct)
     options = EndpointOptions(device="cuda:1")
-    place = SlabPlace.PINNED if lacks else SlabPlace.DEVICE
-    assert options.slabs("nixl") == SlabMemory(place=place, device="cuda:1")
+    place, why = SlabPlace.PINNED if lacks else SlabPlace.DEVICE, no_rdma_here or no_direct
+    assert options.slabs("nixl") == SlabMemory(place=place, device="cuda:1", why_host=why or "")
+    assert options.slabs("cuda_ipc") == SlabMemory(place=SlabPlace.DEVICE, device="cuda:1")
     assert options.slabs("shm") == EndpointOptions().slabs("nixl") == SlabMemory()
     kinds = {"a network": LinkKind.TCP, "GPUDirect": LinkKind.RDMA, None: LinkKind.GPUDIRECT}
     assert options.kind("ucx") is kinds[lacks]
-    why = link_kind.why_not(LinkKind.GPUDIRECT, "nixl", UcxOptions(), "cuda:1")
-    assert why == (no_rdma_here or no_direct)
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -507,7 +506,7 @@ def test_a_gpu_has_slabs_where_cuda_ipc_or_gpudirect_reaches_them(monkeypatch, d
     assert on_gpu.on_device(["cuda_ipc", "shm"])
     assert on_gpu.on_device(["shm", "nixl"]) is direct
     assert not on_gpu.on_device(["shm", "tcp"])
-    assert not EndpointOptions(device="cpu").on_device(["nixl"])
+    assert not EndpointOptions(device="cpu").on_device(["cuda_ipc", "nixl"])
 
 
 def test_gpudirect_is_a_kind_of_rdma() -> None:

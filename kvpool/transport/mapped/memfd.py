@@ -22,6 +22,7 @@ from kvrelay.errors import ConfigError, PeerError
 _Pages = np.ndarray[tuple[int], np.dtype[np.uint8]]
 _LIVE, _RETIRED = 1, 0
 _POPULATE_WRITE = 23  # madvise(2); no constant of Python's
+_PORTABLE = 1  # cudaHostRegisterPortable
 _libc = ctypes.CDLL(None)
 _MAX_LOANS = mmap.PAGESIZE  # out of one piece of memory, in its whole life: one byte of state each
 
@@ -53,16 +54,38 @@ def allocate(nbytes: int, name: str = "kvrelay-memory", *, lazily: bool = False)
 def lend(memory: torch.Tensor) -> Loan:
     """Raises ConfigError for memory that `allocate` has not made."""
     assert memory.dtype is torch.uint8 and memory.is_contiguous()
-    start = memory.untyped_storage().data_ptr() + int(memory.storage_offset())
     with _made_lock:
-        for made in list(_made.values()):
-            pages = made.pages() if made.holds(start, memory.numel()) else None
-            if pages is not None:
-                return made.lend(pages, start, memory.numel())
+        if (found := _made_with(memory)) is not None:
+            made, pages = found
+            return made.lend(pages, _start(memory), memory.numel())
     raise ConfigError(
         "only memory of kvpool.transport.mapped.memfd.allocate can be shared between processes; "
         f"these {memory.numel()} bytes on {memory.device} are other memory"
     )
+
+
+def pin(memory: torch.Tensor) -> bool:
+    """From now on CUDA copies to and from it at the bus's rate. Returns False for memory that
+    `allocate` has not made. Raises ConfigError when CUDA can't."""
+    with _made_lock:
+        if (found := _made_with(memory)) is None:
+            return False
+        made, pages = found
+        made.pin(pages)
+    return True
+
+
+def _made_with(memory: torch.Tensor) -> tuple[_Made, _Pages] | None:
+    """Called with the lock."""
+    for made in list(_made.values()):
+        pages = made.pages() if made.holds(_start(memory), memory.numel()) else None
+        if pages is not None:
+            return made, pages
+    return None
+
+
+def _start(memory: torch.Tensor) -> int:
+    return memory.untyped_storage().data_ptr() + int(memory.storage_offset())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +145,7 @@ class _Made:
         self._start = start
         self._nbytes = nbytes
         self._loans = 0
+        self._is_pinned = False
 
     def holds(self, start: int, nbytes: int) -> bool:
         return self._start <= start and start + nbytes <= self._start + self._nbytes
@@ -135,9 +159,27 @@ class _Made:
         pages[place.state_at] = _LIVE
         return Loan(fd=self.fd, place=place, pages=pages)
 
+    def pin(self, pages: _Pages) -> None:
+        if self._is_pinned:
+            return
+        refused = int(torch.cuda.cudart().cudaHostRegister(self._start, pages.size, _PORTABLE))
+        if refused:
+            raise ConfigError(
+                f"CUDA can't pin {pages.size} bytes of shared memory (cudaError {refused}): leave "
+                "shm out of transfer.transports, so that other transports have memory of their own"
+            )
+        self._is_pinned = True
+
+    def unpin(self) -> None:
+        if self._is_pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._start)
+
 
 def _unmake(start: int) -> None:
-    os.close(_made.pop(start).fd)
+    """Runs before the pages are unmapped."""
+    made = _made.pop(start)
+    made.unpin()
+    os.close(made.fd)
 
 
 def _fill(fd: int, nbytes: int) -> None:

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 import torch
 
+from kvpool.transport.mapped import memfd
 from kvrelay.errors import ConfigError
 
 
@@ -18,10 +19,12 @@ class SlabPlace(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabMemory:
-    """`device` is the worker's; unused where slabs lie on the host."""
+    """`device` is the worker's; unused where slabs lie on the host. `why_host`: why those of a
+    device's KV don't lie on it."""
 
     place: SlabPlace = SlabPlace.HOST
     device: str = "cpu"
+    why_host: str = ""
 
     def check(self) -> None:
         """Raises ConfigError where there is no such device."""
@@ -37,6 +40,17 @@ class SlabMemory:
             pin_memory=self.place is SlabPlace.PINNED,
         )
         return memory[:nbytes]
+
+    def takes(self, memory: torch.Tensor) -> bool:
+        """Whether slabs may lie in this memory of another transport. Shared memory is pinned for
+        it. Raises ConfigError when CUDA can't."""
+        match self.place:
+            case SlabPlace.DEVICE:
+                return memory.is_cuda
+            case SlabPlace.PINNED:
+                return memory.is_cpu and (memory.is_pinned() or memfd.pin(memory))
+            case SlabPlace.HOST:
+                return memory.is_cpu
 
     def enter_device(self, *_: object) -> None:
         """Makes CUDA's context that of the calling thread."""
