@@ -3,6 +3,8 @@ measures."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from kvpool.core.layout.layout import KvLayout
@@ -75,12 +77,6 @@ class MemoryProfile:
             return None
         return max(0, self.free_bytes - self.activation_bytes - self.staging_bytes)
 
-    def times(self, ranks: int) -> MemoryProfile:
-        """Of as many ranks alike, each on a device of its own."""
-        own = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        known = {name: ranks * nbytes for name, nbytes in own.items() if nbytes is not None}
-        return replace(self, **known)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSizing:
@@ -144,6 +140,50 @@ def size_kv(
         kv_bytes=count * block_bytes,
         reason=_sentence(tokens, count, token_bytes, why) + _lowered(served, max_model_len),
     )
+
+
+def of_one_host(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
+    """`profiles` are those of ranks on CPUs, which share the host's memory and rank 0's slabs. The
+    host's memory is as rank 0 found it, with the weights of all loaded: it ends a step last."""
+    first, *others = profiles
+    weights = sum(one.weight_bytes for one in others)
+    return replace(
+        first,
+        total_bytes=first.total_bytes + weights,
+        weight_bytes=first.weight_bytes + weights,
+        activation_bytes=sum(one.activation_bytes for one in profiles),
+    )
+
+
+def size_ranks(
+    layout: KvLayout,
+    limits: EngineLimits,
+    profiles: Sequence[MemoryProfile],
+    *,
+    max_model_len: int,
+    block_bytes: int,
+) -> KvSizing:
+    """As many blocks as all ranks have room for. Each has a device of its own, and an equal part of
+    the `block_bytes` of a block. Raises ModelError, which names the rank that has no room."""
+    ranks = len(profiles)
+    if limits.kv_memory_bytes is not None:
+        limits = replace(limits, kv_memory_bytes=limits.kv_memory_bytes // ranks)
+    sizings = []
+    for rank, profile in enumerate(profiles):
+        with _named(f"rank {rank} of {ranks}, each with 1/{ranks} of the KV: ") as name:
+            part = block_bytes // ranks
+            one = size_kv(layout, limits, profile, max_model_len=max_model_len, block_bytes=part)
+        sizings.append(replace(one, reason=name + one.reason))
+    least = min(sizings, key=lambda one: one.blocks)
+    return replace(least, kv_bytes=least.blocks * block_bytes)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[str]:
+    try:
+        yield name
+    except ModelError as error:
+        raise ModelError(name + str(error)) from error
 
 
 def _sentence(tokens: int, blocks: int, token_bytes: float, why: str) -> str:
