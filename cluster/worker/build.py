@@ -78,9 +78,7 @@ def open_links(
         options=endpoint_options(settings),
         require=[LinkKind(kind) for kind in settings.require],
         memory=None if engine.memory.lies_apart else engine.memory,
-        copies=measure_copies(
-            engine.layout, engine.memory.device, staging.payload_bytes, engine.memory.map.ranks
-        ),
+        copies=measure_copies(engine.memory, staging.payload_bytes),
         crashed=lambda error: inbox.put(Crashed(error)),
     )
 

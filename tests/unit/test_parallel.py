@@ -199,12 +199,12 @@ def test_no_rank_has_room_beside_the_weights_of_another(
 ) -> None:
     """This process alone would have: the host's memory and its own needs are made up."""
     figures = MemoryProfile(total_bytes=40 << 10, weight_bytes=0, activation_bytes=0)
-    monkeypatch.setattr(load, "profile_memory", lambda *args, **named: measured(*args, **named))
 
     def measured(*args: Any, **named: Any) -> MemoryProfile:
         profile_memory(*args, **named)  # all ranks run its step
         return figures
 
+    monkeypatch.setattr(load, "profile_memory", measured)
     folder = random_checkpoint(tmp_path, "llama")
     refused(folder, r"tokens of KV fit: 0\.9 x .* - weights 3\d\d\.", blocks=None)
 
