@@ -44,7 +44,7 @@ from kvpool.core.transfer.slabs import Staging, plan_staging
 from kvpool.memory.probe import measure_copies
 from kvpool.transport.link_kind import LinkKind
 from kvrelay.messages import WorkerHello
-from kvrelay.types import WIRE_VERSION, Incarnation, Role
+from kvrelay.types import WIRE_VERSION, Incarnation, MemoryPart, Role
 
 log = logging.getLogger(__name__)
 
@@ -304,6 +304,12 @@ def _hello(
         kv_token_bytes=engine.layout.bytes_per_block // engine.layout.block_size,
         handoff_by_pool=settings.handoff == HandoffMode.POOL,
         takes=settings.takes,
+        memory=_memory(engine),
         witness="" if words is None else words.address,
         witness_key="" if words is None else words.key,
     )
+
+
+def _memory(engine: Engine) -> tuple[MemoryPart, ...]:
+    account = engine.sizing.account.items()
+    return tuple(MemoryPart(part=name, nbytes=nbytes) for name, nbytes in account if nbytes)

@@ -3,12 +3,14 @@ measures."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvpool.core.layout.layout import KvLayout
 from kvrelay.errors import ModelError
+from kvrelay.types import size_text
 
 _USEFUL_TOKENS = 64
 """A longest sequence of fewer tokens is useless (unless the model is that short)."""
@@ -80,13 +82,15 @@ class MemoryProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSizing:
-    """The device tier's size and the longest sequence served. `reason` is a line for the log."""
+    """The device tier's size and the longest sequence served. `reason` is a line for the log.
+    `account`: # what for |-> bytes, of all ranks together."""
 
     blocks: int
     tokens: int
     max_model_len: int
     kv_bytes: int
     reason: str
+    account: Mapping[str, int] = field(default_factory=dict)
 
 
 def kv_budget_bytes(profile: MemoryProfile, limits: EngineLimits) -> int:
@@ -139,6 +143,7 @@ def size_kv(
         max_model_len=served,
         kv_bytes=count * block_bytes,
         reason=_sentence(tokens, count, token_bytes, why) + _lowered(served, max_model_len),
+        account={**profile.needs, "KV": count * block_bytes},
     )
 
 
@@ -175,7 +180,10 @@ def size_ranks(
             one = size_kv(layout, limits, profile, max_model_len=max_model_len, block_bytes=part)
         sizings.append(replace(one, reason=name + one.reason))
     least = min(sizings, key=lambda one: one.blocks)
-    return replace(least, kv_bytes=least.blocks * block_bytes)
+    kv_bytes, needs = least.blocks * block_bytes, Counter[str]()
+    for profile in profiles:
+        needs.update(profile.needs)
+    return replace(least, kv_bytes=kv_bytes, account={**needs, "KV": kv_bytes})
 
 
 @contextmanager
@@ -187,7 +195,7 @@ def _named(name: str) -> Iterator[str]:
 
 
 def _sentence(tokens: int, blocks: int, token_bytes: float, why: str) -> str:
-    size = _human(tokens * token_bytes)
+    size = size_text(tokens * token_bytes)
     return f"{tokens} tokens of KV fit ({blocks} blocks, {size}): {why}"
 
 
@@ -199,23 +207,23 @@ def _check_left(kv_bytes: int, profile: MemoryProfile) -> None:
     """Only a configured size can be too large."""
     if profile.left_bytes is not None and kv_bytes > profile.left_bytes:
         raise ModelError(
-            f"kv_memory takes {_human(kv_bytes)} and the device has {_human(profile.left_bytes)} "
-            f"left for it: {_human(profile.total_bytes)}{_needs(profile)}, less what other "
-            "processes use; lower kv_memory"
+            f"kv_memory takes {size_text(kv_bytes)} and the device has "
+            f"{size_text(profile.left_bytes)} left for it: {size_text(profile.total_bytes)}"
+            f"{_needs(profile)}, less what other processes use; lower kv_memory"
         )
 
 
 def _account(token_bytes: float, limits: EngineLimits, profile: MemoryProfile) -> str:
-    per_token = _human(token_bytes)
+    per_token = size_text(token_bytes)
     if limits.kv_memory_bytes is not None:
-        return f"kv_memory_bytes is {_human(limits.kv_memory_bytes)} at {per_token} per token"
+        return f"kv_memory_bytes is {size_text(limits.kv_memory_bytes)} at {per_token} per token"
     share = f" / {limits.share} workers" if limits.share > 1 else ""
-    whole = f"{limits.memory_fraction:g} x {_human(profile.total_bytes)}{share}"
+    whole = f"{limits.memory_fraction:g} x {size_text(profile.total_bytes)}{share}"
     return f"{whole}{_needs(profile)}{_taken(limits, profile)}, at {per_token} per token"
 
 
 def _needs(profile: MemoryProfile) -> str:
-    return "".join(f" - {name} {_human(nbytes)}" for name, nbytes in profile.needs.items())
+    return "".join(f" - {name} {size_text(nbytes)}" for name, nbytes in profile.needs.items())
 
 
 def _taken(limits: EngineLimits, profile: MemoryProfile) -> str:
@@ -223,12 +231,4 @@ def _taken(limits: EngineLimits, profile: MemoryProfile) -> str:
     budget = kv_budget_bytes(profile, limits)
     if profile.left_bytes is None or budget < profile.left_bytes:
         return ""
-    return f" (the device has only {_human(profile.left_bytes)} left for KV)"
-
-
-def _human(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"
+    return f" (the device has only {size_text(profile.left_bytes)} left for KV)"

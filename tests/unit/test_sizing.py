@@ -48,6 +48,12 @@ def test_memory_is_filled() -> None:
     assert sizing.max_model_len == 8192
     assert "61440 tokens of KV fit" in sizing.reason
     assert "0.9 x 100 MiB - weights 20 MiB - activations 10 MiB - staging 0 B" in sizing.reason
+    assert {name: nbytes >> 20 for name, nbytes in sizing.account.items()} == {
+        "weights": 20,
+        "activations": 10,
+        "staging": 0,
+        "KV": 60,
+    }
 
 
 def test_never_more_than_the_requests_can_need() -> None:
@@ -98,6 +104,8 @@ def test_gpus_get_as_many_blocks_as_the_fullest_has_room_for(
     sizing = size_ranks(LAYOUT, LIMITS, profiles, max_model_len=8192, block_bytes=24 << 10)
     assert sizing.blocks == (mebibytes << 20) // (8 << 10)
     assert sizing.kv_bytes == 3 * mebibytes << 20
+    assert sizing.account["weights"] == 2 * PROFILE.weight_bytes + other.weight_bytes
+    assert sizing.account["KV"] == sizing.kv_bytes
     named = 0 if other is PROFILE else place
     assert sizing.reason.startswith(f"rank {named} of 3, each with 1/3 of the KV: ")
 
