@@ -60,6 +60,7 @@ def test_never_more_than_the_requests_can_need() -> None:
     sizing = size_kv(LAYOUT, replace(LIMITS, max_running_requests=3), PROFILE, max_model_len=100)
     assert sizing.blocks == 3 * 7
     assert "all that 3 requests can need" in sizing.reason
+    assert sizing.account["KV"] == sizing.kv_bytes == 3 * 7 * LAYOUT.bytes_per_block
 
 
 def test_a_long_context_is_lowered_to_what_fits() -> None:
