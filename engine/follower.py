@@ -12,13 +12,14 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from engine.core.options import CudaOptions
-from engine.core.sizing import EngineLimits
+from engine.core.sizing import EngineLimits, MemoryProfile
 from engine.core.step import SequenceSlice
 from engine.device.threads import use_threads
 from engine.load import load_engine
@@ -52,6 +53,10 @@ class Following:
         self._channel.receive_facts()  # all have done it
         self.own.connect(None if self.own.group is None else self._channel.receive_memory())
         return done
+
+    def profiles(self, own: MemoryProfile) -> tuple[MemoryProfile, ...]:
+        self._channel.send_facts(**asdict(own))
+        return ()
 
     def memory(
         self, layout: KvLayout, blocks: int, device: torch.device, allocate: Allocate | None

@@ -20,10 +20,17 @@ from engine.compiled.fp8 import check_fp8, in_fp8
 from engine.compiled.merging import linears
 from engine.core.activity import ReportActivity, Stage, StartActivity, unheard
 from engine.core.options import DEFAULT_OPTIONS, CudaOptions
-from engine.core.sizing import EngineLimits, KvSizing, MemoryProfile, size_kv
+from engine.core.sizing import (
+    EngineLimits,
+    KvSizing,
+    MemoryProfile,
+    of_one_host,
+    size_kv,
+    size_ranks,
+)
 from engine.core.step import StepBatch
 from engine.kept_start import KeptStart, Start, kept_start, written
-from engine.memory_profile import profile_memory, profile_of_all
+from engine.memory_profile import profile_memory
 from engine.model.checkpoint import Checkpoint, eos_token_ids
 from engine.model.kv_layout import derive_layout
 from engine.model.model import Model
@@ -63,17 +70,23 @@ class Assembly:
         check_against_eager(self.model, self.own, reference, self._draft_logits)
 
     def sizing(self, blocks: int | None) -> KvSizing:
-        """`blocks` None: as many as fit beside a step's measured needs. Rank 0 decides for all."""
-        profile = _NOTHING if blocks is not None else self._profile()
-        if self.ranks.own is not None and not self.ranks.own.is_first:
+        """`blocks` None: as many as fit on all ranks beside a step's measured needs. Rank 0 decides
+        by what all have measured."""
+        profiles = (_NOTHING,) if blocks is not None else self.ranks.profiles(self._profile())
+        if not self._is_first:
             return self._no_blocks()
+        longest, whole = self.facts.max_model_len, block_bytes(self.layout, self.ranks.own)
+        if len(profiles) > 1 and not self.model.on_cpu:
+            return size_ranks(
+                self.layout, self.limits, profiles, max_model_len=longest, block_bytes=whole
+            )
         return size_kv(
             self.layout,
             self.limits,
-            profile,
-            max_model_len=self.facts.max_model_len,
+            of_one_host(profiles),
+            max_model_len=longest,
             blocks=blocks,
-            block_bytes=block_bytes(self.layout, self.ranks.own),
+            block_bytes=whole,
         )
 
     def serving(self, sizing: KvSizing, allocate: Allocate | None) -> Engine:
@@ -84,18 +97,23 @@ class Assembly:
             self.model.stage.join()
         return self._engine(memory, sizing, self.ranks, own)
 
+    @property
+    def _is_first(self) -> bool:
+        return self.ranks.own is None or self.ranks.own.is_first
+
     def _profile(self) -> MemoryProfile:
-        alone = profile_memory(
+        """Of this rank. Slabs are rank 0's alone."""
+        limits = self.limits if self._is_first else replace(self.limits, staging_slabs=0)
+        return profile_memory(
             self.model,
             self.own,
-            self.limits,
+            limits,
             self.facts.max_model_len,
             self._run_draft,
             copies_kv=self.backend.copies_kv,
             record=self._record_draft if self.records else None,
             staged=self.layout,
         )
-        return profile_of_all(alone, self.ranks.own, on_cpu=self.model.on_cpu)
 
     def _draft_logits(self, memory: KvMemory, batch: StepBatch) -> torch.Tensor:
         return self._engine(memory, self._no_blocks()).logits(batch)

@@ -21,7 +21,6 @@ from engine.core.step import MOST_SCORED_TOKENS, SampleRequest, Scoring, Sequenc
 from engine.device.cuda_memory import STEP_BYTES, CudaMemory, in_steps
 from engine.device.host_memory import available_bytes
 from engine.model.model import Model
-from engine.parallel.opening import OwnRank
 from kvpool.core.layout.layout import BlockId, KvLayout
 from kvpool.core.transfer.slabs import plan_staging
 from kvpool.memory.kv_memory import KvMemory
@@ -177,23 +176,3 @@ def _peak_rss_bytes() -> int:
     lines = status.read_text().splitlines() if status.exists() else []
     found = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
     return int(found[0]) * 1024 if found else 0
-
-
-def profile_of_all(
-    profile: MemoryProfile, own: OwnRank | None, *, on_cpu: bool = True
-) -> MemoryProfile:
-    """The profile of all ranks of one host, which are alike, from the measurement of one. On CPUs
-    they share the memory, and the others' weights are loaded already. GPUs have their own, and all
-    get as many blocks as the first one has room for, where the slabs are."""
-    if own is None:
-        return profile
-    ranks = own.grid.size
-    taken = (ranks - 1) * profile.weight_bytes
-    whole = profile.times(ranks)
-    if not on_cpu:
-        return whole
-    return replace(
-        whole,
-        total_bytes=profile.total_bytes + taken,
-        staging_bytes=profile.staging_bytes,
-    )

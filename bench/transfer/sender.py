@@ -15,6 +15,7 @@ from kvpool.core.transfer.link_cost import LinkCost, TransferShape, TransferWay,
 from kvpool.core.transfer.piece import Piece, transfer_shape
 from kvpool.core.transfer.write import Side, SlabWrite
 from kvpool.memory.collate import write_slab
+from kvpool.memory.kv_memory import KvMemory
 from kvpool.memory.probe import measure_copies
 from kvpool.transport import probe
 from kvpool.transport.peer.base import RegionName
@@ -124,7 +125,8 @@ class Sender(End):
         slab_bytes = self.shape.staging.payload_bytes
         samples = probe.measure(self.peer, region, self.probe.memory, slab_bytes, self._ping)
         mapped = self.peer.window(region) is not None
-        copies = measure_copies(self.shape.layout, self.memory.device, slab_bytes)
+        pool = KvMemory(self.shape.layout, 256, self.memory.device)
+        copies = measure_copies(pool, slab_bytes)
         own = copies[self.probe.memory.device.type]
         at_once = mapped and self.probe.memory.is_cuda
         return fit(self.scheme, [*samples, *own], mapped=mapped, at_once=at_once)

@@ -31,6 +31,7 @@ from kvrelay.counters import SHOWN, speed_text
 from kvrelay.errors import ConfigError, KvrelayError
 from kvrelay.results import QuarantinedPair, WorkerInfo
 from kvrelay.starts import start_text
+from kvrelay.types import size_text
 from kvrelay.v1 import admin_pb2 as pb
 from kvrelay.v1 import inference_pb2
 from kvrelay.v1.pool_node_pb2 import CachedBlocks, PoolReport
@@ -211,6 +212,9 @@ def _print_workers(console: Console, workers: object) -> None:
     for worker in (worker for worker in workers if worker["start"]):
         phases = {one["phase"]: one["seconds"] for one in worker["start"]}
         console.print(f"{worker['name']} started in {start_text(phases)}", highlight=False)
+    for worker in (worker for worker in workers if worker["memory"]):
+        parts = (f"{one['part']} {size_text(one['nbytes'])}" for one in worker["memory"])
+        console.print(f"{worker['name']} memory: {', '.join(parts)}", highlight=False)
     _print_links(console, workers)
 
 

@@ -44,7 +44,7 @@ from kvpool.core.transfer.slabs import Staging, plan_staging
 from kvpool.memory.probe import measure_copies
 from kvpool.transport.link_kind import LinkKind
 from kvrelay.messages import WorkerHello
-from kvrelay.types import WIRE_VERSION, Incarnation, Role
+from kvrelay.types import WIRE_VERSION, Incarnation, MemoryPart, Role
 
 log = logging.getLogger(__name__)
 
@@ -78,9 +78,7 @@ def open_links(
         options=endpoint_options(settings),
         require=[LinkKind(kind) for kind in settings.require],
         memory=None if engine.memory.lies_apart else engine.memory,
-        copies=measure_copies(
-            engine.layout, engine.memory.device, staging.payload_bytes, engine.memory.map.ranks
-        ),
+        copies=measure_copies(engine.memory, staging.payload_bytes),
         crashed=lambda error: inbox.put(Crashed(error)),
     )
 
@@ -306,6 +304,12 @@ def _hello(
         kv_token_bytes=engine.layout.bytes_per_block // engine.layout.block_size,
         handoff_by_pool=settings.handoff == HandoffMode.POOL,
         takes=settings.takes,
+        memory=_memory(engine),
         witness="" if words is None else words.address,
         witness_key="" if words is None else words.key,
     )
+
+
+def _memory(engine: Engine) -> tuple[MemoryPart, ...]:
+    account = engine.sizing.account.items()
+    return tuple(MemoryPart(part=name, nbytes=nbytes) for name, nbytes in account if nbytes)

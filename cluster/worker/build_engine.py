@@ -60,10 +60,9 @@ def block_names(settings: WorkerSettings, engine: Engine) -> BlockNames:
 def codec_offer(settings: WorkerSettings, engine: Engine, slab_bytes: int) -> CodecOffer:
     """Measured, unless none is configured."""
     codecs = codecs_of(settings)
-    pool = engine.memory
     speeds: tuple[CodecSpeed, ...] = ()
     if codecs:
-        speeds = measure_codecs(pool.layout, pool.device, codecs, slab_bytes, pool.map.ranks)
+        speeds = measure_codecs(engine.memory, codecs, slab_bytes)
     return CodecOffer(speeds=speeds, only_if_faster=settings.codec == "auto")
 
 

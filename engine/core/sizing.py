@@ -3,10 +3,14 @@ measures."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 from kvpool.core.layout.layout import KvLayout
 from kvrelay.errors import ModelError
+from kvrelay.types import size_text
 
 _USEFUL_TOKENS = 64
 """A longest sequence of fewer tokens is useless (unless the model is that short)."""
@@ -75,22 +79,18 @@ class MemoryProfile:
             return None
         return max(0, self.free_bytes - self.activation_bytes - self.staging_bytes)
 
-    def times(self, ranks: int) -> MemoryProfile:
-        """Of as many ranks alike, each on a device of its own."""
-        own = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        known = {name: ranks * nbytes for name, nbytes in own.items() if nbytes is not None}
-        return replace(self, **known)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSizing:
-    """The device tier's size and the longest sequence served. `reason` is a line for the log."""
+    """The device tier's size and the longest sequence served. `reason` is a line for the log.
+    `account`: # what for |-> bytes, of all ranks together."""
 
     blocks: int
     tokens: int
     max_model_len: int
     kv_bytes: int
     reason: str
+    account: Mapping[str, int] = field(default_factory=dict)
 
 
 def kv_budget_bytes(profile: MemoryProfile, limits: EngineLimits) -> int:
@@ -143,11 +143,59 @@ def size_kv(
         max_model_len=served,
         kv_bytes=count * block_bytes,
         reason=_sentence(tokens, count, token_bytes, why) + _lowered(served, max_model_len),
+        account={**profile.needs, "KV": count * block_bytes},
     )
 
 
+def of_one_host(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
+    """`profiles` are those of ranks on CPUs, which share the host's memory and rank 0's slabs. The
+    host's memory is as rank 0 found it, with the weights of all loaded: it ends a step last."""
+    first, *others = profiles
+    weights = sum(one.weight_bytes for one in others)
+    return replace(
+        first,
+        total_bytes=first.total_bytes + weights,
+        weight_bytes=first.weight_bytes + weights,
+        activation_bytes=sum(one.activation_bytes for one in profiles),
+    )
+
+
+def size_ranks(
+    layout: KvLayout,
+    limits: EngineLimits,
+    profiles: Sequence[MemoryProfile],
+    *,
+    max_model_len: int,
+    block_bytes: int,
+) -> KvSizing:
+    """As many blocks as all ranks have room for. Each has a device of its own, and an equal part of
+    the `block_bytes` of a block. Raises ModelError, which names the rank that has no room."""
+    ranks = len(profiles)
+    if limits.kv_memory_bytes is not None:
+        limits = replace(limits, kv_memory_bytes=limits.kv_memory_bytes // ranks)
+    sizings = []
+    for rank, profile in enumerate(profiles):
+        with _named(f"rank {rank} of {ranks}, each with 1/{ranks} of the KV: ") as name:
+            part = block_bytes // ranks
+            one = size_kv(layout, limits, profile, max_model_len=max_model_len, block_bytes=part)
+        sizings.append(replace(one, reason=name + one.reason))
+    least = min(sizings, key=lambda one: one.blocks)
+    kv_bytes, needs = least.blocks * block_bytes, Counter[str]()
+    for profile in profiles:
+        needs.update(profile.needs)
+    return replace(least, kv_bytes=kv_bytes, account={**needs, "KV": kv_bytes})
+
+
+@contextmanager
+def _named(name: str) -> Iterator[str]:
+    try:
+        yield name
+    except ModelError as error:
+        raise ModelError(name + str(error)) from error
+
+
 def _sentence(tokens: int, blocks: int, token_bytes: float, why: str) -> str:
-    size = _human(tokens * token_bytes)
+    size = size_text(tokens * token_bytes)
     return f"{tokens} tokens of KV fit ({blocks} blocks, {size}): {why}"
 
 
@@ -159,23 +207,23 @@ def _check_left(kv_bytes: int, profile: MemoryProfile) -> None:
     """Only a configured size can be too large."""
     if profile.left_bytes is not None and kv_bytes > profile.left_bytes:
         raise ModelError(
-            f"kv_memory takes {_human(kv_bytes)} and the device has {_human(profile.left_bytes)} "
-            f"left for it: {_human(profile.total_bytes)}{_needs(profile)}, less what other "
-            "processes use; lower kv_memory"
+            f"kv_memory takes {size_text(kv_bytes)} and the device has "
+            f"{size_text(profile.left_bytes)} left for it: {size_text(profile.total_bytes)}"
+            f"{_needs(profile)}, less what other processes use; lower kv_memory"
         )
 
 
 def _account(token_bytes: float, limits: EngineLimits, profile: MemoryProfile) -> str:
-    per_token = _human(token_bytes)
+    per_token = size_text(token_bytes)
     if limits.kv_memory_bytes is not None:
-        return f"kv_memory_bytes is {_human(limits.kv_memory_bytes)} at {per_token} per token"
+        return f"kv_memory_bytes is {size_text(limits.kv_memory_bytes)} at {per_token} per token"
     share = f" / {limits.share} workers" if limits.share > 1 else ""
-    whole = f"{limits.memory_fraction:g} x {_human(profile.total_bytes)}{share}"
+    whole = f"{limits.memory_fraction:g} x {size_text(profile.total_bytes)}{share}"
     return f"{whole}{_needs(profile)}{_taken(limits, profile)}, at {per_token} per token"
 
 
 def _needs(profile: MemoryProfile) -> str:
-    return "".join(f" - {name} {_human(nbytes)}" for name, nbytes in profile.needs.items())
+    return "".join(f" - {name} {size_text(nbytes)}" for name, nbytes in profile.needs.items())
 
 
 def _taken(limits: EngineLimits, profile: MemoryProfile) -> str:
@@ -183,12 +231,4 @@ def _taken(limits: EngineLimits, profile: MemoryProfile) -> str:
     budget = kv_budget_bytes(profile, limits)
     if profile.left_bytes is None or budget < profile.left_bytes:
         return ""
-    return f" (the device has only {_human(profile.left_bytes)} left for KV)"
-
-
-def _human(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"
+    return f" (the device has only {size_text(profile.left_bytes)} left for KV)"

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from engine.core.sizing import MemoryProfile
 from engine.core.step import SequenceSlice
 from engine.parallel.channel import Channel
 from engine.parallel.grid import Grid
@@ -75,7 +76,7 @@ class Leader:
             one.order(self._orders)
         done = work()
         for one in self._followers:
-            one.wait_done()
+            one.hear()
         for one in self._followers:
             one.channel.send_facts(meet=True)
         self.own.connect(self._give_boards())
@@ -91,6 +92,10 @@ class Leader:
         for one in self._followers:
             one.channel.send_memory(self._lend(boards[grid.stage(one.rank)]))
         return boards[-1]
+
+    def profiles(self, own: MemoryProfile) -> tuple[MemoryProfile, ...]:
+        """Raises ModelError or PeerError when another rank can't measure."""
+        return (own, *(MemoryProfile(**one.hear()) for one in self._followers))
 
     def memory(
         self, layout: KvLayout, blocks: int, device: torch.device, allocate: Allocate | None
@@ -118,7 +123,7 @@ class Leader:
         """All ranks can run steps: from now on none waits long for another. Raises ModelError or
         PeerError."""
         for one in self._followers:
-            one.wait_done()
+            one.hear()
             one.channel.bound(self._timeout_s)
         self.own.bound(self._timeout_s)
 
@@ -206,14 +211,15 @@ class _Follower:
         with self._gone():
             self.channel.send_facts(rank=self.rank, device=self._device, **orders)
 
-    def wait_done(self) -> None:
-        """Returns when the rank has done its part. Raises ModelError when it can't, PeerError when
-        it couldn't because another one has ended."""
+    def hear(self) -> dict[str, Any]:
+        """What the rank says when it has done its part. Raises ModelError when it can't, PeerError
+        when it couldn't because another one has ended."""
         with self._gone():
             facts = self.channel.receive_facts()
         if "error" in facts:
             self._words = _Words(**facts)
             raise (PeerError if self._words.follows else ModelError)(self._words.error)
+        return facts
 
     @contextmanager
     def _gone(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from engine.core.sizing import MemoryProfile
 from engine.core.step import SequenceSlice
 from engine.parallel.channel import Channel
 from engine.parallel.grid import Grid
@@ -36,6 +37,10 @@ class Ranks(Protocol):
     def together(self, work: Callable[[], T]) -> T:
         """All ranks do this at the same time, and meet when all have done it."""
 
+    def profiles(self, own: MemoryProfile) -> tuple[MemoryProfile, ...]:
+        """Each rank gives what it has measured. # rank |-> its profile, on rank 0; empty on the
+        others."""
+
     def memory(
         self, layout: KvLayout, blocks: int, device: torch.device, allocate: Allocate | None
     ) -> KvMemory:
@@ -56,6 +61,9 @@ class Alone:
 
     def together(self, work: Callable[[], T]) -> T:
         return work()
+
+    def profiles(self, own: MemoryProfile) -> tuple[MemoryProfile, ...]:
+        return (own,)
 
     def memory(
         self, layout: KvLayout, blocks: int, device: torch.device, allocate: Allocate | None

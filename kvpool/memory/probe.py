@@ -1,10 +1,12 @@
-"""Measures how fast this worker gathers, scatters and prepares reads, at its start, on a small pool
-of the same layout. Blocks in use are never touched."""
+"""Measures how fast this worker gathers, scatters and prepares reads, in the first blocks of its
+pool: where ranks have GPUs of their own, these copies go between GPUs. Only at its start, when no
+block is in use. The blocks are zeros afterwards."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -26,39 +28,43 @@ _MOST_BYTES = 64 * 2**20  # more than most caches hold
 _ROUNDS = 4  # of which the first warms up
 
 
-def measure_copies(
-    layout: KvLayout, device: torch.device | str, slab_bytes: int, ranks: int = 1
-) -> dict[str, tuple[Sample, ...]]:
+def measure_copies(memory: KvMemory, slab_bytes: int) -> dict[str, tuple[Sample, ...]]:
     """# type of the device on which slabs lie |-> copies of all layers, in pieces of at most
     `slab_bytes`, of adjacent blocks and of scattered blocks"""
-    blocks = max(2, min(256, _MOST_BYTES // layout.bytes_per_block))
-    memory = KvMemory(layout, blocks, device, ranks=ranks)
-    counts = sorted({2, blocks})
-    return {
-        place: tuple(s for count in counts for s in _samples(memory, count, slab_bytes, place))
-        for place in {"cpu", memory.device.type}
-    }
+    with _blocks(memory) as blocks:
+        counts = sorted({min(2, blocks), blocks})
+        return {
+            place: tuple(s for count in counts for s in _samples(memory, count, slab_bytes, place))
+            for place in {"cpu", memory.device.type}
+        }
 
 
 def measure_codecs(
-    layout: KvLayout,
-    device: torch.device | str,
-    codecs: Iterable[Codec],
-    slab_bytes: int,
-    ranks: int = 1,
+    memory: KvMemory, codecs: Iterable[Codec], slab_bytes: int
 ) -> tuple[CodecSpeed, ...]:
     """Uses adjacent blocks: scattered ones cost one run each, whatever the codec."""
-    blocks = max(2, min(256, _MOST_BYTES // layout.bytes_per_block))
-    memory = KvMemory(layout, blocks, device, ranks=ranks)
-    return tuple(_codec_speed(memory, codec, slab_bytes) for codec in codecs)
+    with _blocks(memory) as blocks:
+        return tuple(_codec_speed(memory, blocks, codec, slab_bytes) for codec in codecs)
 
 
-def _codec_speed(memory: KvMemory, codec: Codec, slab_bytes: int) -> CodecSpeed:
+@contextmanager
+def _blocks(memory: KvMemory) -> Iterator[int]:
+    """The number of blocks to copy, which are wiped afterwards: what one codec has written may be
+    no numbers for attention."""
+    fitting = max(2, min(256, _MOST_BYTES // memory.layout.bytes_per_block))
+    blocks = min(fitting, memory.blocks)
+    yield blocks
+    for plane in (plane for part in memory.parts for planes in part.planes for plane in planes):
+        plane[:, : blocks * memory.layout.block_size].view(torch.uint8).zero_()
+    memory.settle()
+
+
+def _codec_speed(memory: KvMemory, blocks: int, codec: Codec, slab_bytes: int) -> CodecSpeed:
     size = memory.layout.block_size
-    plain = _writes(memory.layout, memory.blocks * size, slab_bytes)
+    plain = _writes(memory.layout, blocks * size, slab_bytes)
     writes = [write.encoded(codec) for write in plain]
     slab = torch.zeros(max(write.nbytes for write in writes), dtype=torch.uint8)
-    side = Side(tables=_tables(memory, _together(memory.blocks)), block_size=size)
+    side = Side(tables=_tables(memory, _together(blocks)), block_size=size)
     elements = sum(write.nbytes for write in plain) / memory.layout.element_bytes
     encode_s, decode_s = (
         _least(partial(_checked, copy, memory, side, writes, slab), memory.device)

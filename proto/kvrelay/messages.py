@@ -13,6 +13,7 @@ from kvrelay.types import (
     TAKES_ALL,
     FinishReason,
     Incarnation,
+    MemoryPart,
     PromptLogprob,
     PromptRule,
     RequestKey,
@@ -136,7 +137,7 @@ class WorkerHello:
     `handoff_by_pool`: prompts that are computed elsewhere come to it through the pool. When it has
     died, the process at `witness` tells how, to those who have the key. `start`: the phases of its
     start; the first router that hears of it (`is_new`) counts them. `takes`: the prompts that it
-    computes where others could."""
+    computes where others could. `memory`: as it was divided at its start."""
 
     name: str
     pool: str
@@ -165,6 +166,7 @@ class WorkerHello:
     start: tuple[PhaseSeconds, ...] = ()
     is_new: bool = False
     takes: PromptRule = TAKES_ALL
+    memory: tuple[MemoryPart, ...] = ()
 
 
 @value

@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 
 from kvrelay.counters import Counters
 from kvrelay.starts import PhaseSeconds
-from kvrelay.types import FinishReason, PromptLogprob, StepCoefficients, TokenLogprobs
+from kvrelay.types import (
+    FinishReason,
+    MemoryPart,
+    PromptLogprob,
+    StepCoefficients,
+    TokenLogprobs,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +124,7 @@ class WorkerInfo:
     Rates and `hit_rate` are means over about the last 10 s; `hit_rate` is None when no prompt was
     looked up. `kv_used` is the share of KV blocks that requests hold, 0 to 1. `kv_token_bytes` is
     the KV of one token. `counters` are all its counters except those of its links. `start`: the
-    phases of its start, in their order.
+    phases of its start, in their order. `memory`: what its device's or host's memory is for.
     """
 
     name: str
@@ -145,6 +151,7 @@ class WorkerInfo:
     transfer_bytes_per_s: float = 0.0
     kv_token_bytes: int = 0
     start: tuple[PhaseSeconds, ...] = ()
+    memory: tuple[MemoryPart, ...] = ()
     counters: Counters = field(default_factory=Counters)
 
 

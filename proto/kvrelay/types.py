@@ -62,7 +62,7 @@ def value(cls: type[T]) -> type[T]:
 Incarnation = NewType("Incarnation", str)
 """Random id of one process life: a restarted worker is a new peer."""
 
-WIRE_VERSION = 26
+WIRE_VERSION = 27
 """1: first. 2: pool nodes have addresses for workers of other hosts. 3: requests are resumed from
 what they have emitted. 4: reservations without a source. 5: pieces of a handoff are cut at
 multiples of 16 tokens. 6: a worker's KV may be shared out among ranks. 7: the pieces of a span are
@@ -76,7 +76,24 @@ ones. 18: leases are renewed for what moves, and peers hear that a link has stal
 have a witness of their end, and requests may run alone. 20: the output of a request may have to
 match a grammar. 21: workers tell their role, and a request leaves a worker in one message.
 22: all choices of a request are moved together. 23: workers tell how long each
-phase of their start took. 24: workers tell which prompts they take."""
+phase of their start took. 24: workers tell which prompts they take. 27: workers tell what their
+memory is for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPart:
+    """What a part of a worker's memory is for, and its bytes on all ranks together."""
+
+    part: str
+    nbytes: int
+
+
+def size_text(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} GiB"
 
 
 class Role(StrEnum):

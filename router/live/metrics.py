@@ -48,6 +48,7 @@ LINK_GAUGES: tuple[tuple[str, str, Callable[[LinkState], float]], ...] = (
 def of_workers(workers: Sequence[WorkerStatus], model_name: str) -> Iterator[Metric]:
     """All but the orphaned blocks, which pool nodes have too."""
     yield _info(workers, model_name)
+    yield _memory(workers, model_name)
     text = "Share of KV blocks in use, 0 to 1."
     usage = GaugeMetricFamily("kvrelay:kv_cache_usage_perc", text, labels=LABELS)
     yield _per_worker(usage, lambda w: kv_used(w.counters, w.total_blocks), workers, model_name)
@@ -65,6 +66,15 @@ def _info(workers: Sequence[WorkerStatus], model_name: str) -> Metric:
         state = "draining" if one.counters.draining else "serving"
         own = (model_name, one.name, one.role, state, one.device, one.transport)
         gauge.add_metric(own, 1.0)
+    return gauge
+
+
+def _memory(workers: Sequence[WorkerStatus], model_name: str) -> Metric:
+    text = "Memory of the worker by what it is for, as divided at its start."
+    gauge = GaugeMetricFamily("kvrelay:worker_memory_bytes", text, labels=(*LABELS, "part"))
+    for worker in workers:
+        for one in worker.memory:
+            gauge.add_metric((model_name, worker.name, one.part), one.nbytes)
     return gauge
 
 

@@ -125,6 +125,7 @@ def status_of(view: WorkerView, seen: Seen, links: tuple[LinkStatus, ...] = ()) 
         kv_token_bytes=hello.kv_token_bytes,
         start=hello.start,
         takes=hello.takes,
+        memory=hello.memory,
     )
 
 

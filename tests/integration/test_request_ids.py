@@ -67,4 +67,9 @@ def test_status_tells_what_workers_do(cluster: Cluster) -> None:
         wait_until(all_told, "both tell of their tokens")
         moved = [worker.transfer_bytes_per_s for worker in client.server_info().workers]
         assert min(moved) > 0
-        assert all(worker.kv_token_bytes > 0 for worker in client.server_info().workers)
+        for worker in client.server_info().workers:
+            assert worker.kv_token_bytes > 0
+            memory = {one.part: one.nbytes for one in worker.memory}
+            assert memory.keys() >= {"weights", "staging", "KV"}
+            tokens = worker.total_blocks * worker.block_size
+            assert memory["KV"] == tokens * worker.kv_token_bytes

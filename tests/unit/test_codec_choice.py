@@ -21,6 +21,7 @@ from kvpool.core.transfer.codec_choice import (
 from kvpool.core.transfer.link_cost import LinkCost, TransferShape, TransferWay
 from kvpool.core.transfer.plan import cut
 from kvpool.core.transfer.write import TokenSpan
+from kvpool.memory.kv_memory import KvMemory
 from kvpool.memory.probe import measure_codecs
 
 KV = (Plane(name="k", heads=4, dim=64), Plane(name="v", heads=4, dim=64))
@@ -156,6 +157,9 @@ def test_the_fingerprint_does_not_depend_on_the_dtype() -> None:
 
 
 def test_speeds_are_measured_of_what_is_asked_for() -> None:
-    speeds = measure_codecs(LAYOUT, "cpu", [Codec.FP8, Codec.INT8], 2**20)
+    memory = KvMemory(LAYOUT, 2, "cpu")
+    memory.flat.fill_(0x33)
+    speeds = measure_codecs(memory, [Codec.FP8, Codec.INT8], 2**20)
+    assert not memory.flat.any(), "no codec's bytes are left to attention"
     assert [speed.codec for speed in speeds] == [Codec.FP8, Codec.INT8]
     assert all(speed.encode_per_s > 1e6 and speed.decode_per_s > 1e6 for speed in speeds)

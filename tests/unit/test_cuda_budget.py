@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from engine import memory_profile
-from engine.core.sizing import EngineLimits, KvSizing, MemoryProfile, size_kv
+from engine.core.sizing import EngineLimits, KvSizing, MemoryProfile, size_kv, size_ranks
 from engine.memory_profile import MOST_CONTEXT_BYTES, profile_memory
 from engine.model.model import Model
 from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
@@ -199,6 +199,21 @@ def test_others_on_the_device_are_charged_to_nobody_but_take_their_room(
     sizing = sized(LIMITS, profile)
     assert "(the device has only 21.5 GiB left for KV)" in sizing.reason
     one.serve(sizing, profile)
+
+
+def test_each_rank_stays_within_its_part(gpu: Callable[..., Gpu]) -> None:
+    """Of two GPUs, the second has more weights on it and another process."""
+    sizes: list[dict[str, int]] = [{}, {"weights": 20 * GIB, "others": 10 * GIB}]
+    devices, profiles = [], []
+    for one in sizes:
+        devices.append(gpu(**one))
+        profiles.append(devices[-1].profile(LIMITS))
+    whole = 2 * LAYOUT.bytes_per_block
+    found = size_ranks(LAYOUT, LIMITS, profiles, max_model_len=131_072, block_bytes=whole)
+    assert "rank 1 of 2" in found.reason
+    for device, profile in zip(devices, profiles, strict=True):
+        device.serve(replace(found, kv_bytes=found.kv_bytes // 2), profile)
+        assert device.used <= 0.9 * device.total
 
 
 def test_too_little_left_is_told_with_its_numbers(gpu: Callable[..., Gpu]) -> None:

@@ -27,6 +27,7 @@ from kvpool.core.transfer.link_cost import Sample, TimedStep
 from kvpool.core.transfer.messages import PeerHello, RenewLeases, SlabLent
 from kvpool.core.transfer.pool_map import KvFacts
 from kvpool.core.transfer.slabs import LeaseId, SlabId
+from kvpool.memory.kv_memory import KvMemory
 from kvpool.memory.probe import measure_copies
 from kvpool.transport import gpudirect, link_kind, probe
 from kvpool.transport.endpoints import EndpointOptions
@@ -322,8 +323,14 @@ def test_probing_touches_only_its_own_region(side) -> None:
     assert all(bool((region.memory == 3).all()) for region in regions)
 
 
-def test_copies_of_a_pool_are_measured_apart_from_it() -> None:
-    (samples,) = measure_copies(LAYOUT, "cpu", 2**20).values()
+def test_copies_are_measured_in_the_first_blocks_of_the_pool() -> None:
+    memory = KvMemory(LAYOUT, 300, "cpu")
+    memory.flat.fill_(3)
+    (samples,) = measure_copies(memory, 2**20).values()
+    for plane in memory.planes[0]:
+        changed = (plane.view(torch.uint8) != 3).flatten(2).any(2).nonzero()[:, 1]
+        assert changed.unique().tolist() == list(range(256 * 16))
+        assert not plane[:, : 256 * 16].any(), "attention finds what it found before"
     assert {sample.step for sample in samples} == {
         TimedStep.PREPARE,
         TimedStep.GATHER,
@@ -332,6 +339,11 @@ def test_copies_of_a_pool_are_measured_apart_from_it() -> None:
     assert len({sample.pieces for sample in samples}) > 1
     assert all(sample.seconds > 0 and sample.pieces > 0 for sample in samples)
     assert all(sample.nbytes > 0 for sample in samples if sample.step is not TimedStep.PREPARE)
+
+
+def test_copies_are_measured_in_a_pool_of_one_block() -> None:
+    (samples,) = measure_copies(KvMemory(LAYOUT, 1, "cpu"), 2**20).values()
+    assert all(sample.seconds > 0 and sample.pieces > 0 for sample in samples)
 
 
 # --- links that stall ---------------------------------------------------------------------------

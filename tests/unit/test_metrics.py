@@ -7,7 +7,7 @@ from dataclasses import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.counters import Counters, LinkState
-from kvrelay.types import Incarnation
+from kvrelay.types import Incarnation, MemoryPart
 from router.core.state.generation import ClusterSnapshot
 from router.core.state.quarantine import LATELY_S, MOST_PAIRS, Pair, RecentPairs
 from router.live.metrics import MOST_LINKS, RouterMetrics, of_workers
@@ -120,6 +120,14 @@ def test_a_workers_role_is_in_its_info_and_no_label_of_its_counters() -> None:
     others = [sample for one in families if one is not info for sample in one.samples]
     assert {sample.labels["worker"] for sample in others} == {"d-0", "p-0"}
     assert not [sample for sample in others if {"role", "state"} & sample.labels.keys()]
+
+
+def test_memory_is_told_by_what_it_is_for() -> None:
+    memory = (MemoryPart(part="weights", nbytes=5), MemoryPart(part="KV", nbytes=7))
+    families = of_workers((replace(WORKER, memory=memory),), "m")
+    (found,) = [one for one in families if one.name == "kvrelay:worker_memory_bytes"]
+    told = {(s.labels["worker"], s.labels["part"]): s.value for s in found.samples}
+    assert told == {(WORKER.name, "weights"): 5.0, (WORKER.name, "KV"): 7.0}
 
 
 def test_at_most_a_thousand_links_are_shown() -> None:

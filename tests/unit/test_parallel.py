@@ -18,13 +18,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.core.sizing import EngineLimits
+from engine import load
+from engine.core.sizing import EngineLimits, MemoryProfile
 from engine.core.step import SequenceSlice, StepBatch
 from engine.device.layer_marks import LayerMarks
 from engine.family.build import bare_model, fill, load_model
 from engine.family.split_check import check_split, first_layers
 from engine.load import load_engine
 from engine.load_ranks import load_split
+from engine.memory_profile import profile_memory
 from engine.model.checkpoint import open_checkpoint
 from engine.parallel import leader
 from engine.parallel.grid import Grid
@@ -54,7 +56,8 @@ def ranks(
     stages: int = 1,
     device: str = "cpu",
     compiled: bool = False,
-    blocks: int = 48,
+    blocks: int | None = 48,
+    limits: EngineLimits = LIMITS,
 ) -> Engine:
     return load_split(
         open_checkpoint(str(folder)),
@@ -64,7 +67,7 @@ def ranks(
         dtype="float32",
         block_size=16,
         blocks=blocks,
-        limits=LIMITS,
+        limits=limits,
         compiled=compiled,
     )
 
@@ -184,20 +187,26 @@ def handed_over(first: Engine, second: Engine, prompt: list[int]) -> Running:
 def test_the_pool_is_as_large_as_asked_however_often_heads_are_kept(tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path, "llama", num_key_value_heads=1)
     limits = replace(LIMITS, kv_memory_bytes=1 << 20)
-    engine = load_split(
-        open_checkpoint(str(folder)),
-        Grid(tensor=2),
-        threads=1,
-        device="cpu",
-        dtype="float32",
-        block_size=16,
-        blocks=None,
-        limits=limits,
-        compiled=False,
-    )
+    engine = ranks(folder, 2, blocks=None, limits=limits)
     engine.close()
     assert 0.9 * (1 << 20) < engine.memory.flat.numel() <= 1 << 20
     assert engine.sizing.kv_bytes == engine.memory.flat.numel()
+
+
+@pytest.mark.processes
+def test_no_rank_has_room_beside_the_weights_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process alone would have: the host's memory and its own needs are made up."""
+    figures = MemoryProfile(total_bytes=40 << 10, weight_bytes=0, activation_bytes=0)
+
+    def measured(*args: Any, **named: Any) -> MemoryProfile:
+        profile_memory(*args, **named)  # all ranks run its step
+        return figures
+
+    monkeypatch.setattr(load, "profile_memory", measured)
+    folder = random_checkpoint(tmp_path, "llama")
+    refused(folder, r"tokens of KV fit: 0\.9 x .* - weights 3\d\d\.", blocks=None)
 
 
 def refused(folder: Path, message: str, size: int = 2, **kind: Any) -> None:

@@ -17,17 +17,15 @@ import pytest
 import torch
 from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
-from engine.core.sizing import MemoryProfile
 from engine.core.step import SampleRequest, SequenceSlice
 from engine.device.group import Group
-from engine.memory_profile import profile_of_all
 from engine.parallel import message, nccl_group, ranks
 from engine.parallel.channel import Channel
 from engine.parallel.grid import Grid
 from engine.parallel.host_group import PLACE_BYTES
 from engine.parallel.message import StepHearer, StepKind, StepTeller
 from engine.parallel.nccl_group import NcclGroup, side_by_side
-from engine.parallel.opening import OwnRank, open_rank
+from engine.parallel.opening import open_rank
 from engine.parallel.ranks import check_gpus, rank_devices
 from engine.parallel.split import check_degree
 from kvpool.core.layout.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane, Tables
@@ -211,22 +209,6 @@ def test_tables_are_right_however_they_change_and_whoever_comes_and_goes(
         slices.append(piece((3,), 2, random_tables(letters, held[names[0]]), 1, name=names[0]))
         assert_told(slices, hearer.decode(teller.encode(slices, StepKind()))[0])
     assert len(hearer._rows) <= 7 + 3 + 7, "rows are used again"
-
-
-def test_a_host_holds_all_ranks(groups: list[Group]) -> None:
-    """What is staged is that of all heads: on CPUs once, on GPUs as if each had it, because the
-    first one does."""
-    measured = MemoryProfile(
-        total_bytes=1000, weight_bytes=100, activation_bytes=10, staging_bytes=5
-    )
-    own = OwnRank(rank=0, grid=Grid(tensor=SIZE), group=groups[0], line=None)
-    assert profile_of_all(measured, None) == measured
-    assert profile_of_all(measured, own) == MemoryProfile(
-        total_bytes=1200, weight_bytes=300, activation_bytes=30, staging_bytes=5
-    )
-    assert profile_of_all(measured, own, on_cpu=False) == MemoryProfile(
-        total_bytes=3000, weight_bytes=300, activation_bytes=30, staging_bytes=15
-    )
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine import load
+from engine.core.sizing import MemoryProfile, of_one_host
 from engine.core.step import StepBatch
 from engine.device.layer_marks import LayerMarks
 from engine.family.build import bare_model
@@ -118,6 +120,29 @@ def test_chunks_are_launched_behind_one_another(case: Case) -> None:
     one.emitted.append(outcomes[-1].sampled[0][0].token_id)
     run_mixed(case.engine, [one], chunk_tokens=CHUNK_TOKENS)
     assert_same_tokens(reference, one.emitted)
+
+
+def test_stages_are_charged_what_each_has_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of two has two layers of three and the embeddings, this process the head."""
+    told: list[Sequence[MemoryProfile]] = []
+
+    def heard(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
+        told.append(profiles)
+        return of_one_host(profiles)
+
+    monkeypatch.setattr(load, "of_one_host", heard)
+    folder = random_checkpoint(tmp_path, "llama", num_hidden_layers=3)
+    limits = replace(LIMITS, kv_memory_bytes=1 << 20, staging_slabs=2)
+    engine, whole = ranks(folder, 1, stages=2, blocks=None, limits=limits), alone(folder)
+    for one in (engine, whole):
+        one.close()
+    last, first = told[0]
+    assert first.weight_bytes > last.weight_bytes > 0
+    twice = first.weight_bytes + last.weight_bytes - whole.model.weight_bytes
+    assert 0 <= twice < 1024, "the frequencies of rotations"
+    assert last.staging_bytes > first.staging_bytes == 0
 
 
 @pytest.fixture(scope="module")

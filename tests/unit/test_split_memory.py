@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from kvpool.core.transfer.piece import transfer_shape
 from kvpool.core.transfer.plan import cut
 from kvpool.core.transfer.pool_map import KvFacts
 from kvpool.core.transfer.write import Side, SlabWrite, TokenSpan
-from kvpool.memory.collate import gather_write, scatter_write
+from kvpool.memory import collate
+from kvpool.memory.collate import gather_write, move_parts, scatter_write
 from kvpool.memory.direct import fetch
 from kvpool.memory.host import HostBlocks
 from kvpool.memory.kv_memory import KvMemory
+from kvpool.memory.probe import measure_copies
 from kvrelay.errors import PeerError
 from tests.unit.pieces_kit import BLOCKS, random_memory, random_tables
 from tests.unit.test_memory_direct import Unmapped, connected
@@ -171,6 +174,23 @@ def test_a_pool_node_gets_whole_blocks(ranks: int, apart: bool) -> None:
     whole.scatter(elsewhere)
     shared.scatter(elsewhere)
     assert_same(shared._memory, memory)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_copies_are_measured_in_the_parts_of_the_pool(
+    apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In those that lie apart, as each transfer does it: through a slab for each rank."""
+    memory, moved = split(numbers(1), 2, apart=apart), []
+
+    def move(pool: KvMemory, *rest: Any) -> None:
+        moved.append(pool)
+        move_parts(pool, *rest)
+
+    monkeypatch.setattr(collate, "move_parts", move)
+    assert measure_copies(memory, 1 << 20)["cpu"]
+    assert [*dict.fromkeys(map(id, moved))] == ([id(memory)] if apart else [])
+    assert not any(plane.any() for planes in planes_of(memory) for plane in planes)
 
 
 @pytest.mark.parametrize("apart", [False, True])

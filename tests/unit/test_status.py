@@ -11,6 +11,7 @@ from kvrelay.codec import MessageCodec
 from kvrelay.counters import Counters
 from kvrelay.results import LinkInfo, WorkerInfo
 from kvrelay.starts import PhaseSeconds
+from kvrelay.types import MemoryPart
 from kvrelay.v1 import inference_pb2
 from kvrelay.v1.admin_pb2 import WORKER_STATE_READY, WatchedWorker, WatchReport
 from tests.unit.router_kit import STEP_TIMES
@@ -74,6 +75,18 @@ def test_how_long_a_worker_took_to_start(capsys: pytest.CaptureFixture[str]) -> 
     lines = shown(capsys, replace(worker("decode-0"), start=start), worker("decode-1"))
     assert [line for line in lines if "started" in line] == [
         "decode-0 started in 4.0 s: import 3.1, load 0.9"
+    ]
+
+
+def test_where_the_memory_of_a_worker_went(capsys: pytest.CaptureFixture[str]) -> None:
+    memory = (
+        MemoryPart(part="weights", nbytes=15 << 30),
+        MemoryPart(part="CUDA graphs", nbytes=432 << 20),
+        MemoryPart(part="KV", nbytes=3 << 29),
+    )
+    lines = shown(capsys, replace(worker("decode-0"), memory=memory), worker("decode-1"))
+    assert [line for line in lines if "memory" in line] == [
+        "decode-0 memory: weights 15 GiB, CUDA graphs 432 MiB, KV 1.5 GiB"
     ]
 
 

@@ -18,7 +18,7 @@ from kvrelay import wire
 from kvrelay.errors import PeerError
 from kvrelay.messages import Lifetime, WorkerHello
 from kvrelay.starts import PhaseSeconds
-from kvrelay.types import WIRE_VERSION, PromptRule, RequestKey, Role
+from kvrelay.types import WIRE_VERSION, MemoryPart, PromptRule, RequestKey, Role
 from kvrelay.v1 import peer_pb2
 from kvrelay.v1 import worker_pb2 as pb
 from router.core.migration import MOST_SINCE_TOKENS
@@ -44,6 +44,7 @@ def test_worker_hello(role: Role) -> None:
         start=(PhaseSeconds(phase="load", seconds=1.5),),
         is_new=True,
         takes=PromptRule(min_prompt_tokens=5, tiers=("batch",)),
+        memory=(MemoryPart(part="weights", nbytes=1 << 40),),
     )
     assert wire.decode_hello(wire.encode_hello(ours)) == ours
     assert all(getattr(ours, name) for name in WorkerHello.__dataclass_fields__)  # none is empty

@@ -294,7 +294,7 @@ class QuarantinedPair(_message.Message):
     def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., reason: _Optional[str] = ..., failures: _Optional[int] = ..., remaining_s: _Optional[float] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("name", "address", "incarnation", "role", "device", "transport", "total_blocks", "free_blocks", "block_size", "running", "waiting", "cached_blocks", "links", "step_times", "prefill_correction", "decode_correction", "cpus", "prompt_tokens_per_s", "generated_tokens_per_s", "kv_used", "hit_rate", "transfer_bytes_per_s", "kv_token_bytes", "start", "counters")
+    __slots__ = ("name", "address", "incarnation", "role", "device", "transport", "total_blocks", "free_blocks", "block_size", "running", "waiting", "cached_blocks", "links", "step_times", "prefill_correction", "decode_correction", "cpus", "prompt_tokens_per_s", "generated_tokens_per_s", "kv_used", "hit_rate", "transfer_bytes_per_s", "kv_token_bytes", "start", "memory", "counters")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -319,6 +319,7 @@ class WorkerInfo(_message.Message):
     TRANSFER_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     KV_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     address: str
@@ -344,8 +345,17 @@ class WorkerInfo(_message.Message):
     transfer_bytes_per_s: float
     kv_token_bytes: int
     start: _containers.RepeatedCompositeFieldContainer[PhaseSeconds]
+    memory: _containers.RepeatedCompositeFieldContainer[MemoryPart]
     counters: _counters_pb2.Counters
-    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., transport: _Optional[str] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkInfo, _Mapping]]] = ..., step_times: _Optional[_Union[StepTimes, _Mapping]] = ..., prefill_correction: _Optional[float] = ..., decode_correction: _Optional[float] = ..., cpus: _Optional[str] = ..., prompt_tokens_per_s: _Optional[float] = ..., generated_tokens_per_s: _Optional[float] = ..., kv_used: _Optional[float] = ..., hit_rate: _Optional[float] = ..., transfer_bytes_per_s: _Optional[float] = ..., kv_token_bytes: _Optional[int] = ..., start: _Optional[_Iterable[_Union[PhaseSeconds, _Mapping]]] = ..., counters: _Optional[_Union[_counters_pb2.Counters, _Mapping]] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., transport: _Optional[str] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkInfo, _Mapping]]] = ..., step_times: _Optional[_Union[StepTimes, _Mapping]] = ..., prefill_correction: _Optional[float] = ..., decode_correction: _Optional[float] = ..., cpus: _Optional[str] = ..., prompt_tokens_per_s: _Optional[float] = ..., generated_tokens_per_s: _Optional[float] = ..., kv_used: _Optional[float] = ..., hit_rate: _Optional[float] = ..., transfer_bytes_per_s: _Optional[float] = ..., kv_token_bytes: _Optional[int] = ..., start: _Optional[_Iterable[_Union[PhaseSeconds, _Mapping]]] = ..., memory: _Optional[_Iterable[_Union[MemoryPart, _Mapping]]] = ..., counters: _Optional[_Union[_counters_pb2.Counters, _Mapping]] = ...) -> None: ...
+
+class MemoryPart(_message.Message):
+    __slots__ = ("part", "nbytes")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    part: str
+    nbytes: int
+    def __init__(self, part: _Optional[str] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class PhaseSeconds(_message.Message):
     __slots__ = ("phase", "seconds")

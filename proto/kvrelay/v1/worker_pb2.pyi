@@ -282,7 +282,7 @@ class FromWorker(_message.Message):
     def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., counters: _Optional[_Union[_counters_pb2.Counters, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[_pool_node_pb2.BlockChanges, _Mapping]]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("wire_version", "name", "incarnation", "role", "device", "transfer_addresses", "fingerprint", "block_size", "total_blocks", "max_model_len", "max_running_requests", "vocab_size", "transport", "architecture", "prefill_chunk_tokens", "mixed_chunk_tokens", "physical_format", "rope_border_tokens", "kv_token_bytes", "step_times", "cpus", "handoff_by_pool", "witness", "witness_key", "start", "is_new", "takes", "pool")
+    __slots__ = ("wire_version", "name", "incarnation", "role", "device", "transfer_addresses", "fingerprint", "block_size", "total_blocks", "max_model_len", "max_running_requests", "vocab_size", "transport", "architecture", "prefill_chunk_tokens", "mixed_chunk_tokens", "physical_format", "rope_border_tokens", "kv_token_bytes", "step_times", "cpus", "handoff_by_pool", "witness", "witness_key", "start", "is_new", "takes", "pool", "memory")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -311,6 +311,7 @@ class WorkerHello(_message.Message):
     IS_NEW_FIELD_NUMBER: _ClassVar[int]
     TAKES_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     name: str
     incarnation: str
@@ -339,7 +340,8 @@ class WorkerHello(_message.Message):
     is_new: bool
     takes: PromptRule
     pool: str
-    def __init__(self, wire_version: _Optional[int] = ..., name: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., transfer_addresses: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., vocab_size: _Optional[int] = ..., transport: _Optional[str] = ..., architecture: _Optional[str] = ..., prefill_chunk_tokens: _Optional[int] = ..., mixed_chunk_tokens: _Optional[int] = ..., physical_format: _Optional[str] = ..., rope_border_tokens: _Optional[int] = ..., kv_token_bytes: _Optional[int] = ..., step_times: _Optional[_Union[_inference_pb2.StepTimes, _Mapping]] = ..., cpus: _Optional[str] = ..., handoff_by_pool: _Optional[bool] = ..., witness: _Optional[str] = ..., witness_key: _Optional[str] = ..., start: _Optional[_Iterable[_Union[_inference_pb2.PhaseSeconds, _Mapping]]] = ..., is_new: _Optional[bool] = ..., takes: _Optional[_Union[PromptRule, _Mapping]] = ..., pool: _Optional[str] = ...) -> None: ...
+    memory: _containers.RepeatedCompositeFieldContainer[_inference_pb2.MemoryPart]
+    def __init__(self, wire_version: _Optional[int] = ..., name: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., transfer_addresses: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., vocab_size: _Optional[int] = ..., transport: _Optional[str] = ..., architecture: _Optional[str] = ..., prefill_chunk_tokens: _Optional[int] = ..., mixed_chunk_tokens: _Optional[int] = ..., physical_format: _Optional[str] = ..., rope_border_tokens: _Optional[int] = ..., kv_token_bytes: _Optional[int] = ..., step_times: _Optional[_Union[_inference_pb2.StepTimes, _Mapping]] = ..., cpus: _Optional[str] = ..., handoff_by_pool: _Optional[bool] = ..., witness: _Optional[str] = ..., witness_key: _Optional[str] = ..., start: _Optional[_Iterable[_Union[_inference_pb2.PhaseSeconds, _Mapping]]] = ..., is_new: _Optional[bool] = ..., takes: _Optional[_Union[PromptRule, _Mapping]] = ..., pool: _Optional[str] = ..., memory: _Optional[_Iterable[_Union[_inference_pb2.MemoryPart, _Mapping]]] = ...) -> None: ...
 
 class PromptRule(_message.Message):
     __slots__ = ("min_prompt_tokens", "max_prompt_tokens", "tiers")

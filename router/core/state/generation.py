@@ -18,6 +18,7 @@ from kvrelay.types import (
     NO_OBJECTIVES,
     TAKES_ALL,
     FinishReason,
+    MemoryPart,
     Objectives,
     PromptLogprob,
     PromptRule,
@@ -140,6 +141,7 @@ class WorkerStatus:
     kv_token_bytes: int = 0
     start: tuple[PhaseSeconds, ...] = ()
     takes: PromptRule = TAKES_ALL
+    memory: tuple[MemoryPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
