@@ -10,9 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from bench.engine.ranks import tensor
 from bench.gpu_day import __main__ as gpu_day
 from bench.gpu_day.parts import PARTS, Part
 from tests.unit.test_house import folder_of, imported
@@ -70,7 +68,7 @@ REHEARSED = {
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "parts", [["collate", "transfer", "pull"], ["kernels", "engine", "chunks", "fp8"]]
+    "parts", [["collate", "pull"], ["kernels", "engine", "chunks", "fp8"]]
 )
 def test_a_rehearsal_runs_the_parts_on_the_cpu(parts: list[str], tmp_path: Path) -> None:
     _rehearse(tmp_path, *parts)
@@ -84,8 +82,8 @@ def test_a_rehearsal_interprets_the_kernels(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.long
-@pytest.mark.parametrize("part", ["handoff", "timeline", "ranks"])
-def test_a_rehearsal_starts_workers_and_ranks(part: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["transfer", "handoff", "timeline", "ranks"])
+def test_a_rehearsal_starts_other_processes(part: str, tmp_path: Path) -> None:
     _rehearse(tmp_path, part)
 
 
@@ -130,23 +128,6 @@ def _files(module: str) -> Iterator[Path]:
         last = module.rsplit(".", 1)[-1]
         files = (folder / "__init__.py", folder / "__main__.py", folder / f"{last}.py")
         yield from (ROOT / one for one in files if (ROOT / one).is_file())
-
-
-def test_ranks_are_skipped_with_a_line_below_two_gpus(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def never(*_: object) -> None:
-        raise AssertionError("two GPUs are needed")
-
-    monkeypatch.setattr(tensor, "measure", never)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(sys, "argv", ["tensor", "--device=cuda"])
-    tensor.main()
-    assert "skipped: 2 ranks on CUDA need 2 GPUs, and torch sees 1" in capsys.readouterr().out
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(AssertionError, match="two GPUs are needed"):
-        tensor.main()
 
 
 @pytest.mark.processes
