@@ -67,9 +67,7 @@ REHEARSED = {
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "parts", [["collate", "pull"], ["kernels", "engine", "chunks", "fp8"]]
-)
+@pytest.mark.parametrize("parts", [["collate", "pull"], ["kernels", "engine", "chunks", "fp8"]])
 def test_a_rehearsal_runs_the_parts_on_the_cpu(parts: list[str], tmp_path: Path) -> None:
     _rehearse(tmp_path, *parts)
 

@@ -69,16 +69,14 @@ def test_tf32_is_refused_with_a_transformers_that_multiplies_angles(
     older: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transformers, "__version__", older)
-    with pytest.raises(ModelError, match=rf"needs transformers 5\.19 or later, and this is {older}"):
+    with pytest.raises(ModelError, match=rf"transformers 5\.19 or later, and this is {older}"):
         load_engine(
             open_checkpoint(str(random_checkpoint(tmp_path))),
             device="cuda",
             dtype="float32",
             block_size=16,
             blocks=4,
-            limits=EngineLimits(
-                max_model_len=64, prefill_chunk_tokens=64, max_running_requests=1
-            ),
+            limits=EngineLimits(max_model_len=64, prefill_chunk_tokens=64, max_running_requests=1),
             cuda=CudaOptions(tf32=True),
         )
     assert torch.get_float32_matmul_precision() == "highest"

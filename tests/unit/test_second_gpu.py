@@ -33,7 +33,7 @@ from kvpool.core.transfer.messages import BlocksDigested, DigestBlocks
 from kvpool.core.transfer.write import TokenSpan
 from kvpool.memory.kv_memory import KvMemory
 from kvpool.transport.mapped.cuda_ipc import CudaHandle, CudaIpcPeer
-from kvpool.transport.peer.base import RegionName
+from kvpool.transport.peer.base import Read, RegionName
 from kvrelay.errors import PeerError
 from kvrelay.types import RequestKey
 from tests.models import random_checkpoint
@@ -257,9 +257,7 @@ def test_the_mover_copies_on_a_stream_of_the_kvs_device(
 
     posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
     monkeypatch.setattr(moving, "digest", digest)
-    mover = Mover(
-        Kv(), Mock(), "", slabs=0, slab_bytes=0, post=posted.put, crashed=posted.put
-    )
+    mover = Mover(Kv(), Mock(), "", slabs=0, slab_bytes=0, post=posted.put, crashed=posted.put)
     key = RequestKey("a", 0)
     span = TokenSpan(start=0, tokens=16, next_position=16)
     mover.put(DigestBlocks(holder=Holder("decode", key), span=span, tables=((),)))
@@ -270,11 +268,16 @@ def test_the_mover_copies_on_a_stream_of_the_kvs_device(
 
 def test_the_ipc_peer_copies_on_a_stream_of_its_own_device(cuda: Cuda) -> None:
     """After the work of the caller there, and until its copies are done, also when one fails."""
-    peer = CudaIpcPeer("a", Mock(), SECOND)
-    peer.write((), lambda: None)
-    with pytest.raises(RuntimeError), peer._copying(lambda: None):
+
+    def fetch(_: object) -> None:
         cuda.run()
-        raise RuntimeError
+        raise PeerError("it has no such region")
+
+    peer = CudaIpcPeer("a", fetch, SECOND)  # type: ignore[arg-type]
+    peer.write((), lambda: None)
+    read = Read(region=RegionName("gone"), offset=0, target=torch.zeros(8))
+    with pytest.raises(PeerError, match="no such region"):
+        peer.read((read,), lambda: None)
     copied = [("waits", 1, 0), ("event 1", "on", 1, 1), ("event 1", "reached")]
     assert cuda.log == [*copied, *copied]
     assert cuda.ran_on == [1]

@@ -92,9 +92,7 @@ class Prompt:
         """Only the last one draws a token."""
         blocks = range(engine.layout.blocks_for(self.tokens))
         ids = tuple(torch.randint(2, engine.facts.vocab_size, (self.chunk_tokens,)).tolist())
-        pieces = [
-            whole_slice(0, ids, start, blocks) for start in range(0, self.tokens, len(ids))
-        ]
+        pieces = [whole_slice(0, ids, start, blocks) for start in range(0, self.tokens, len(ids))]
         pieces[:-1] = [replace(piece, samples=()) for piece in pieces[:-1]]
         return [StepBatch(slices=(piece,)) for piece in pieces]
 

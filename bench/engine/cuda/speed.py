@@ -67,7 +67,7 @@ class Sizes:
     uneven: tuple[int, ...] = THUNDER_MLA
     grid: Grid = field(default_factory=lambda: _GRID)
     prompt: int = 8192
-    batch: Batch = Batch()
+    batch: Batch = field(default_factory=Batch)
     copied_bytes: int = 2 << 30
     side: int = 8192
 
