@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+import transformers
 
 from engine.attention.choosing.choice import ChosenBackend, choose_backend
 from engine.checks.self_check import Loaded, Reference, check_against_eager
@@ -46,6 +47,7 @@ from kvpool.memory.kv_memory import Allocate, KvMemory
 from kvrelay.errors import ModelError
 from kvrelay.gc_pauses import paused
 
+_FP32_ANGLES = (5, 19)
 _NOTHING = MemoryProfile(total_bytes=0, weight_bytes=0, activation_bytes=0)
 
 
@@ -150,6 +152,19 @@ class Assembly:
         )
 
 
+def set_matmul_precision(*, tf32: bool) -> None:
+    """Of fp32 on CUDA. Rotary angles stay fp32: they are products of matrices in older versions of
+    transformers, which are refused. Raises ModelError."""
+    found = transformers.__version__
+    if tf32 and tuple(map(int, found.split(".")[:2])) < _FP32_ANGLES:
+        raise ModelError(
+            f"engine.matmul_precision: high needs transformers {_FP32_ANGLES[0]}.{_FP32_ANGLES[1]} "
+            f"or later, and this is {found}, which would blur rotary angles: upgrade it, or use "
+            "highest"
+        )
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+
+
 def load_engine(
     checkpoint: Checkpoint,
     *,
@@ -178,7 +193,7 @@ def load_engine(
     if cuda.fp8_products:
         check_fp8(torch.device(device))
     if torch.device(device).type == "cuda":
-        torch.set_float32_matmul_precision("high" if cuda.tf32 else "highest")
+        set_matmul_precision(tf32=cuda.tf32)
     order = _Order(
         checkpoint=checkpoint,
         device=device,

@@ -183,11 +183,16 @@ def load_bench_engine(folder: Path, load: Load, device: str) -> Engine:
     )
 
 
-def _on_cuda(args: argparse.Namespace) -> list[Row]:
-    from bench.engine.cuda.speed import measure_engine
+def _of_device(args: argparse.Namespace) -> list[Row]:
+    from bench.engine.cuda.speed import SMALL, Sizes, measure_engine
 
-    fp8 = args.quantization == "fp8"
-    return measure_engine(args.device, args.attention, graphs=not args.no_graphs, fp8=fp8)
+    return measure_engine(
+        args.device,
+        args.attention,
+        SMALL if args.rehearse else Sizes(),
+        graphs=not args.no_graphs,
+        fp8=args.quantization == "fp8",
+    )
 
 
 def main() -> None:
@@ -200,7 +205,7 @@ def main() -> None:
     parser.add_argument("--no-graphs", action="store_true", help="no CUDA graphs")
     parser.add_argument("--quantization", choices=["none", "fp8"], default="none", help="on CUDA")
     parser.add_argument("--no-peers", action="store_true", help="measure kvrelay alone")
-    parser.add_argument("--rehearse", action="store_true", help="the device's shares, tiny")
+    parser.add_argument("--rehearse", action="store_true", help="the device's rows, tiny")
     parser.add_argument("--peer", choices=["transformers", "vllm"], default="transformers")
     args = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -208,13 +213,10 @@ def main() -> None:
         from bench.peer_vllm.engines import versus_vllm
 
         rows = versus_vllm(args.threads, args.repeats)
-    elif args.rehearse:
-        from bench.engine.cuda.speed import rehearse
-
-        rows = rehearse(args.device)
     else:
-        rows = _on_cuda(args) if args.device.startswith("cuda") else []
-        if args.quantization == "none":
+        is_device = args.rehearse or args.device.startswith("cuda")
+        rows = _of_device(args) if is_device else []
+        if args.quantization == "none" and not args.rehearse:
             rows += measure(args.device, args.threads, args.repeats, not args.no_peers)
     print_table("Engine", rows)
     if args.json:

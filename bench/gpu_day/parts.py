@@ -18,7 +18,7 @@ GPU_TESTS = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """`command` is run by this Python, and ended after `limit_s`. `rehearsal` is the same on a CPU
-    with small sizes, its Triton kernels interpreted with `interprets`."""
+    with small sizes and one thread, its Triton kernels interpreted with `interprets`."""
 
     name: str
     command: tuple[str, ...]
@@ -30,7 +30,9 @@ class Part:
         return (sys.executable, "-m", *(self.rehearsal if rehearses else self.command))
 
     def environment(self, *, rehearses: bool) -> dict[str, str]:
-        return {"TRITON_INTERPRET": "1"} if rehearses and self.interprets else {}
+        if not rehearses:
+            return {}
+        return {"OMP_NUM_THREADS": "1"} | ({"TRITON_INTERPRET": "1"} if self.interprets else {})
 
 
 def _on_cuda(
@@ -59,24 +61,28 @@ _TESTS = (
 
 _COLLECTED = ("pytest", "-p", "no:benchmark", "-m", "gpu", "--collect-only", "-q", "tests/gpu")
 
+_TWO_WORKERS = "--rehearse --repeats=1 --only shm"
+
 PARTS = (
     Part(name="tests", command=_TESTS, limit_s=300, rehearsal=_COLLECTED),
     _on_cuda("kernels", 90, "bench.engine.cuda.kernel_list", small="--rehearse --attention=auto"),
     _on_cuda("engine", 240, "bench.engine.speed", "--no-peers"),
+    _on_cuda("chunks", 90, "bench.engine.cuda.ahead"),
     _on_cuda("collate", 60, "bench.kvpool.collate", small="--tokens=64 --layers=1 --repeats=2"),
     _on_cuda(
-        *("transfer", 180, "bench.transfer"),
+        *("transfer", 150, "bench.transfer"),
         small="--tokens=256 --layers=1 --repeats=1 --only shm",
     ),
-    _on_cuda("handoff", 180, "bench.transfer", "--handoff", small="--repeats=1 --only shm"),
+    _on_cuda("handoff", 180, "bench.transfer", "--handoff", small=_TWO_WORKERS),
     _on_cuda(
-        *("timeline", 180, "bench.transfer", "--profile=build/handoff-cuda.json"),
-        small="--repeats=1 --only shm",
+        *("timeline", 120, "bench.transfer", "--profile=build/handoff-cuda.json"),
+        small=_TWO_WORKERS,
     ),
     _on_cuda("pull", 120, "bench.kvpool.pull", small="--tokens 64 256 --layers=2 --repeats=2"),
     _on_cuda("mixed", 60, "bench.engine.cuda.mixed_launches", interprets=True),
     _on_cuda("fp8", 60, "bench.engine.cuda.fp8_products", small="--rehearse --tokens 32"),
     _on_cuda("fp8-kv", 60, "bench.engine.cuda.fp8_kv", interprets=True),
     _on_cuda("vllm", 90, "bench.peer_vllm.on_device"),
-    _on_cuda("tilings", 180, "bench.engine.cuda.attention_tilings", interprets=True),
+    _on_cuda("ranks", 60, "bench.engine.ranks.tensor", small="--rehearse --repeats=1"),
+    _on_cuda("tilings", 120, "bench.engine.cuda.attention_tilings", interprets=True),
 )

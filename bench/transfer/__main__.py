@@ -32,7 +32,7 @@ from bench.report import Row, print_table, write_json
 from bench.transfer.apart import apart, usable
 from bench.transfer.grid import grid_rows
 from bench.transfer.handoff import handoff_rows
-from bench.transfer.pair import PAIRS
+from bench.transfer.pair import PAIRS, REHEARSAL
 from bench.transfer.sender import MESSAGE_LINKS
 from bench.transfer.shape import Shape
 from bench.transfer.speed import rows_of
@@ -77,13 +77,14 @@ def _arguments() -> argparse.Namespace:
         metavar="FILE.json",
         help="two real workers instead, and a Chrome trace of what they do",
     )
+    parser.add_argument("--rehearse", action="store_true", help="workers have a tiny model")
     return parser.parse_args()
 
 
 def _rows(args: argparse.Namespace, shape: Shape, names: list[str]) -> list[Row]:
     if not names:
         sys.exit(f"KV on {args.device} can't be moved here")
-    pair = PAIRS[args.device]
+    pair = REHEARSAL if args.rehearse else PAIRS[args.device]
     between_workers = [name for name in names if name in WORKER_LINKS]
     if args.profile:
         return profile_rows(args.profile, pair, between_workers, args.repeats)

@@ -59,6 +59,26 @@ class Pair:
         return plain_cluster(folder, self.plans, workers, pool=pool, router_settings=HANDED_OVER)
 
 
+_TINY = LlamaConfig(
+    vocab_size=512,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    max_position_embeddings=1024,
+    tie_word_embeddings=False,
+    bos_token_id=1,
+    eos_token_id=0,
+)
+"""8 KiB of KV per token: a chunk of 128 makes four layer groups."""
+REHEARSAL = Pair(
+    device="cpu",
+    model=_TINY,
+    what="a rehearsal with a tiny model",
+    prompt_tokens=512,
+    chunk_tokens=128,
+)
 PAIRS = {
     "cpu": Pair(
         device="cpu",

@@ -6,25 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
 
-from bench.transfer.pair import Pair
+from bench.transfer.pair import REHEARSAL
 from bench.transfer.timeline.profile import profile_rows
-
-TINY = LlamaConfig(
-    vocab_size=512,
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=8,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    max_position_embeddings=1024,
-    tie_word_embeddings=False,
-    bos_token_id=1,
-    eos_token_id=0,
-)
-"""8 KiB of KV per token: a chunk of 128 makes four layer groups."""
-PAIR = Pair(device="cpu", model=TINY, what="tiny", prompt_tokens=512, chunk_tokens=128)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +23,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:  # 
 
 
 def profile(path: Path) -> tuple[dict, dict]:  # type: ignore[type-arg]
-    rows = profile_rows(path, PAIR, ["shm"], repeats=1)
+    rows = profile_rows(path, REHEARSAL, ["shm"], repeats=1)
     events = json.loads(path.read_text())["traceEvents"]
     process = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     shown: dict[str, list] = {name: [] for name in process.values()}  # type: ignore[type-arg]

@@ -27,6 +27,7 @@ from cluster.config.overrides import Override
 from cluster.config.schema import Config, Section
 from cluster.core.plan import access_of, pool_node_settings, router_settings, worker_settings
 from cluster.core.resolve import Site, resolve
+from cluster.core.settings import WorkerSettings
 from cluster.process.net import host_towards
 from kvrelay.access.values import Secrets
 from kvrelay.errors import ConfigError, KvrelayError
@@ -240,6 +241,26 @@ def test_shells_complete_commands_and_options() -> None:
 
     assert complete("kvrelay ser") == ["serve"]
     assert "--port" in complete("kvrelay serve --p")
+
+
+@pytest.mark.parametrize(("gpus", "chunk_tokens"), [(0, 512), (1, 2048)])
+def test_a_plain_worker_takes_larger_chunks_where_it_finds_a_gpu(  # type: ignore[no-untyped-def]
+    run, gpus: int, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[WorkerSettings] = []
+
+    async def started_with(settings: WorkerSettings, **_: object) -> None:
+        started.append(settings)
+
+    monkeypatch.setattr("cluster.process.site.local_gpus", lambda: (gpus, ""))
+    monkeypatch.setattr("cluster.process.logs.configure_logging", lambda name: None)
+    monkeypatch.setattr("cluster.process.host_cpus.give_way", lambda device: None)
+    monkeypatch.setattr("cluster.cli.plain.run.run_worker", started_with)
+    line = ("worker", "--join", "127.0.0.1:9", "--role", "prefill", "--device", "auto")
+    assert run(*line)[0] == 0
+    assert [one.prefill_chunk_tokens for one in started] == [chunk_tokens]
+    assert run(*line, "--set", "scheduler.prefill_chunk_tokens=64")[0] == 0
+    assert started[-1].prefill_chunk_tokens == 64
 
 
 def test_version(run) -> None:  # type: ignore[no-untyped-def]

@@ -295,6 +295,27 @@ def test_the_stages_of_a_worker_have_a_share_each_and_no_gpu() -> None:
     assert plan.workers[0].settings.threads_per_rank == 1
 
 
+@pytest.mark.parametrize(
+    ("device", "gpus", "chunk_tokens"),
+    [
+        ("cpu", 8, 512),
+        ("auto", 0, 512),
+        ("auto", 8, 2048),
+        ("cuda", 8, 2048),
+        ("cuda:1", 8, 2048),
+    ],
+)
+def test_a_chunk_is_larger_on_a_gpu(device: str, gpus: int, chunk_tokens: int) -> None:
+    """Of each pool by itself: the other one runs on a CPU."""
+    pools = f"workers=[{{role: prefill, device: '{device}'}}, {{role: decode, device: cpu}}]"
+    site = replace(SITE, gpus=gpus)
+    first, other = plan_cluster(resolve(set_(pools), site)).workers
+    assert first.settings.prefill_chunk_tokens == chunk_tokens
+    assert other.settings.prefill_chunk_tokens == 512
+    given = resolve(set_(pools, "scheduler.prefill_chunk_tokens=64"), site)
+    assert [one.settings.prefill_chunk_tokens for one in plan_cluster(given).workers] == [64, 64]
+
+
 def test_each_rank_has_a_gpu() -> None:
     config = resolve(set_("workers.0={role: prefill, device: cuda, parallel: {tensor: 4}}"), SITE)
     assert config.workers[0].resources["GPU"] == 4

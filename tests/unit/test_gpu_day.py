@@ -2,52 +2,86 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from bench.gpu_day import __main__ as gpu_day
 from bench.gpu_day.parts import PARTS, Part
+from tests.unit.test_house import folder_of, imported
 
 ROOT = Path(__file__).parents[2]
 
 
 def _day(folder: Path, *options: str) -> str:
-    """The page of results."""
+    """The page of results, where Ray can't be imported."""
+    (folder / "ray.py").write_text("raise ImportError('a day on a device needs no Ray')\n")
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, "-m", "bench.gpu_day", "--out", str(folder), *options]
-    subprocess.run(command, cwd=ROOT, capture_output=True, timeout=300, check=True)
+    subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        timeout=600,
+        check=True,
+    )
     return (folder / "page.md").read_text()
 
 
+_ENGINE = (
+    "decode step, 4 x 32 tokens: ",
+    "decode step launched ahead, 8 x 16 tokens: ",
+    "prefill of 64 tokens: ",
+    "Python of a decode step, 8 x 16 tokens: ",
+    "decode attention of a layer, 4 x 64 tokens: ",
+    "decode attention of a layer, contexts ",
+    "decode step, 4 x 32 tokens, beside prompts of 32: ",
+    "paces of both beside each other, ",
+    "attention of a layer by sdpa, prefill 16 after 16: ",
+    "output tokens/s, 2 x ",
+)
+"""What rows begin with, in their order: one of each kind."""
 REHEARSED = {
     "kernels": r"kernels, \d+\.\d+ ms on the device",
-    "engine": r"prefill of 64 tokens",
+    "engine": "(?s)" + ".*\n".join(map(re.escape, _ENGINE)),
+    "chunks": r"(?s)prompt of 64 tokens, launched behind.*device idle for each chunk",
     "collate": r"GB/s",
     "transfer": r"GB/s",
+    "handoff": r"(?s)handoff push.*handoff pull.*handoff pool",
+    "timeline": r"(?s)behind the prompt's compute.*layer groups left then, of 4",
     "pull": r"ms",
     "mixed": r"2 x 32 decoded, 16 after 0: both at",
     "fp8": r"products of a layer, 32 tokens:",
     "fp8-kv": r"most likely tokens that are the same",
     "vllm": r"skipped: vLLM is not installed",
+    "ranks": r"decode step of 4, two ranks of a thread",
     "tilings": r"chunk Tiling\(.*16 alone: \d+\.\d us",
 }
-"""# part |-> what it finds. `handoff` and `timeline` are `transfer` with other options, and `tests`
-collects those that need a device."""
+"""# part |-> what it finds. `tests` only collects those that need a device."""
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("parts", [["collate", "transfer", "pull"], ["kernels", "engine", "fp8"]])
-def test_a_rehearsal_runs_the_parts_on_the_cpu(parts: list[str], tmp_path: Path) -> None:
-    _rehearse(tmp_path, *parts)
+def test_a_rehearsal_runs_the_parts_on_the_cpu(tmp_path: Path) -> None:
+    _rehearse(tmp_path, "kernels", "engine", "chunks", "collate", "fp8")
 
 
 @pytest.mark.processes
 @pytest.mark.long
 def test_a_rehearsal_interprets_the_kernels(tmp_path: Path) -> None:
     _rehearse(tmp_path, "mixed", "fp8-kv", "vllm", "tilings")
+
+
+@pytest.mark.processes
+@pytest.mark.long
+@pytest.mark.parametrize("part", ["transfer", "handoff", "timeline", "pull", "ranks"])
+def test_a_rehearsal_starts_other_processes(part: str, tmp_path: Path) -> None:
+    _rehearse(tmp_path, part)
 
 
 def _rehearse(folder: Path, *parts: str) -> None:
@@ -57,12 +91,40 @@ def _rehearse(folder: Path, *parts: str) -> None:
         assert f"\n## {name}: exit 0, " in page, page
         log = (folder / f"{name}.log").read_text()
         assert re.search(REHEARSED[name], log), log
-        assert "not possible" not in log, log
+        assert "not possible" not in log and "Traceback" not in log, log
 
 
 def test_each_part_has_a_rehearsal() -> None:
-    assert {part.name for part in PARTS} == {*REHEARSED, "tests", "handoff", "timeline"}
+    assert {part.name for part in PARTS} == {*REHEARSED, "tests"}
     assert all(part.line(rehearses=True) != part.line(rehearses=False) for part in PARTS)
+
+
+def test_no_part_imports_ray() -> None:
+    """Neither do the modules that its modules import, wherever in them. Their own processes are
+    seen in the rehearsals."""
+    programs = {"bench.gpu_day", *(part.command[0] for part in PARTS)} - {"pytest"}
+    seen = set(_reached(programs))
+    assert {"bench.transfer.timeline.profile", "engine.parallel.leader"} <= seen
+    assert {name for name in seen if name.split(".")[0] == "ray"} == set()
+
+
+def _reached(modules: set[str]) -> Iterator[str]:
+    """All that these modules import, and those."""
+    seen, left = set(modules), [*modules]
+    while left:
+        yield (name := left.pop())
+        found = {one for path in _files(name) for one in imported(path)}
+        left += found - seen
+        seen |= found
+
+
+def _files(module: str) -> Iterator[Path]:
+    """None of what isn't ours."""
+    folder = folder_of(module)
+    if folder is not None:
+        last = module.rsplit(".", 1)[-1]
+        files = (folder / "__init__.py", folder / "__main__.py", folder / f"{last}.py")
+        yield from (ROOT / one for one in files if (ROOT / one).is_file())
 
 
 @pytest.mark.processes

@@ -23,6 +23,7 @@ def test_shares_of_the_whole_time() -> None:
     found = stream_times(events)
     assert found.busy == pytest.approx({7: 0.5, 9: 0.3})
     assert found.at_once == pytest.approx(0.05)
+    assert found.idle_s == pytest.approx(25e-6)
     assert str(found) == "kernels ran: stream 7 50 %, stream 9 30 %, of two streams at once 5 %"
 
 

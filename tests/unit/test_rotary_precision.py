@@ -3,14 +3,22 @@ Their angles are no products of matrices; ten bits of fraction would blur positi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from tests.models import FAMILIES, family_config
+from engine.core.options import CudaOptions
+from engine.core.sizing import EngineLimits
+from engine.load import load_engine, set_matmul_precision
+from engine.model.checkpoint import open_checkpoint
+from kvrelay.errors import ModelError
+from tests.models import FAMILIES, family_config, random_checkpoint
 
 _PRODUCTS = {
     torch.ops.aten.mm.default,
@@ -46,3 +54,40 @@ def test_angles_are_no_products_of_matrices(family: str) -> None:
 def test_a_product_would_be_found() -> None:
     with pytest.raises(AssertionError), NoProducts():
         torch.ones(2, 3) @ torch.ones(3, 2)
+
+
+@pytest.fixture
+def precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.usefixtures("precision")
+@pytest.mark.parametrize("older", ["5.17.0", "5.9.1", "4.57.3"])
+def test_tf32_is_refused_with_a_transformers_that_multiplies_angles(
+    older: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers, "__version__", older)
+    with pytest.raises(ModelError, match=rf"transformers 5\.19 or later, and this is {older}"):
+        load_engine(
+            open_checkpoint(str(random_checkpoint(tmp_path))),
+            device="cuda",
+            dtype="float32",
+            block_size=16,
+            blocks=4,
+            limits=EngineLimits(max_model_len=64, prefill_chunk_tokens=64, max_running_requests=1),
+            cuda=CudaOptions(tf32=True),
+        )
+    assert torch.get_float32_matmul_precision() == "highest"
+    set_matmul_precision(tf32=False)
+
+
+@pytest.mark.usefixtures("precision")
+@pytest.mark.parametrize("version", ["5.19.0", "5.20.0.dev0", "6.0.0"])
+def test_tf32_is_taken_with_a_newer_one(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "__version__", version)
+    set_matmul_precision(tf32=True)
+    assert torch.get_float32_matmul_precision() == "high"
+    set_matmul_precision(tf32=False)
+    assert torch.get_float32_matmul_precision() == "highest"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -19,20 +20,16 @@ from kvrelay.types import RequestKey
 
 Open = Callable[[KvMemory, tuple[GroupShape, ...], Mapping[int, tuple[int, int]]], Backend]
 
-GRID = {
-    "decode 1 x 4096": (1, 1, 4095),
-    "decode 32 x 2048": (32, 1, 2047),
-    "prefill 512 after 1536": (1, 512, 1536),
-}
+Grid = Mapping[str, tuple[int, int, int]]
 """# name |-> (sequences, tokens of each, tokens before them)"""
 _WARM, _RUNS = 3, 9
 _BUSY_CYCLES = 2_000_000  # a millisecond
 
 
-def measure(open_backend: Open, wanted: Wanted) -> dict[str, float]:
+def measure(open_backend: Open, wanted: Wanted, grid: Grid) -> dict[str, float]:
     """# work |-> median seconds of one layer of the group with the most layers"""
-    with torch.cuda.device(wanted.device):
-        return {name: measure_work(open_backend, wanted, *work) for name, work in GRID.items()}
+    with torch.cuda.device(wanted.device) if wanted.on_cuda else nullcontext():
+        return {name: measure_work(open_backend, wanted, *work) for name, work in grid.items()}
 
 
 @torch.inference_mode()

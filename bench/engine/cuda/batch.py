@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers import GenerationConfig
@@ -17,20 +18,36 @@ from engine.runner import Engine
 from kvpool.core.layout.layout import BlockId, Tables
 from kvrelay.types import RequestKey, Sampling
 
-_REQUESTS, _PROMPT_TOKENS, _OUTPUT_TOKENS = 64, 512, 64
-_STEP_TOKENS = 8192
 _REPEATS = 3
 
 
-def batch_row(engine: Engine, method: str) -> Row:
-    prompts = torch.randint(2, 30_000, (_REQUESTS, _PROMPT_TOKENS)).tolist()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """`step_tokens`: of prompts that are computed together."""
+
+    requests: int = 64
+    prompt_tokens: int = 512
+    output_tokens: int = 64
+    step_tokens: int = 8192
+
+    @property
+    def length(self) -> int:
+        return self.prompt_tokens + self.output_tokens
+
+    def prompts(self, vocab: int) -> list[list[int]]:
+        return torch.randint(2, vocab, (self.requests, self.prompt_tokens)).tolist()
+
+
+def batch_row(engine: Engine, batch: Batch, method: str) -> Row:
+    prompts = batch.prompts(engine.facts.vocab_size)
     runs = {
-        "kvrelay": _rate(lambda: _generate(engine, prompts)),
-        "peer": _rate(lambda: _generate_batch(engine, prompts)),
+        "kvrelay": _rate(lambda: _generate(engine, batch, prompts), batch),
+        "peer": _rate(lambda: _generate_batch(engine, batch, prompts), batch),
     }
     found: dict[str, Reading] = interleave(runs, repeats=_REPEATS)
+    sizes = f"{batch.requests} x ({batch.prompt_tokens} in, {batch.output_tokens} out)"
     return Row(
-        name=f"output tokens/s, {_REQUESTS} x ({_PROMPT_TOKENS} in, {_OUTPUT_TOKENS} out)",
+        name=f"output tokens/s, {sizes}",
         value=found["kvrelay"].median,
         unit="tokens/s",
         against="transformers generate_batch",
@@ -41,40 +58,45 @@ def batch_row(engine: Engine, method: str) -> Row:
     )
 
 
-def _rate(run: Callable[[], object]) -> Callable[[], float]:
+def _rate(run: Callable[[], object], batch: Batch) -> Callable[[], float]:
     run()
 
     def measured() -> float:
         begin = time.perf_counter()
         run()
-        torch.cuda.synchronize()
-        return _REQUESTS * _OUTPUT_TOKENS / (time.perf_counter() - begin)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return batch.requests * batch.output_tokens / (time.perf_counter() - begin)
 
     return measured
 
 
-def _generate(engine: Engine, prompts: Sequence[list[int]]) -> list[list[int]]:
+def _generate(engine: Engine, batch: Batch, prompts: Sequence[list[int]]) -> list[list[int]]:
     texts = [list(prompt) for prompt in prompts]
-    together = _STEP_TOKENS // _PROMPT_TOKENS
-    for first in range(0, _REQUESTS, together):
-        _step(engine, texts, range(first, first + together), 0)
-    for _ in range(_OUTPUT_TOKENS - 1):
-        _step(engine, texts, range(_REQUESTS), len(texts[0]) - 1)
+    together = batch.step_tokens // batch.prompt_tokens
+    for first in range(0, batch.requests, together):
+        _step(engine, batch, texts, range(first, first + together), 0)
+    for _ in range(batch.output_tokens - 1):
+        _step(engine, batch, texts, range(batch.requests), len(texts[0]) - 1)
     return texts
 
 
-def _step(engine: Engine, texts: list[list[int]], requests: range, start: int) -> None:
-    slices = tuple(_slice(engine, i, texts[i], start) for i in requests)
+def _step(
+    engine: Engine, batch: Batch, texts: list[list[int]], requests: range, start: int
+) -> None:
+    slices = tuple(_slice(engine, batch, i, texts[i], start) for i in requests)
     outcome = engine.run(StepBatch(slices=slices))
     for i, sampled in zip(requests, outcome.sampled, strict=True):
         texts[i].append(sampled[0].token_id)
 
 
-def _slice(engine: Engine, request: int, text: list[int], start: int) -> SequenceSlice:
-    blocks = engine.layout.blocks_for(_PROMPT_TOKENS + _OUTPUT_TOKENS)
+def _slice(
+    engine: Engine, batch: Batch, request: int, text: list[int], start: int
+) -> SequenceSlice:
+    blocks = engine.layout.blocks_for(batch.length)
     tables: Tables = (tuple(BlockId(request * blocks + i) for i in range(blocks)),)
     wanted = SampleRequest(
-        sampling=Sampling(max_tokens=_OUTPUT_TOKENS, seed=0),
+        sampling=Sampling(max_tokens=batch.output_tokens, seed=0),
         choice=0,
         index=0,
         prompt_ids=(),
@@ -90,14 +112,12 @@ def _slice(engine: Engine, request: int, text: list[int], start: int) -> Sequenc
     )
 
 
-def _generate_batch(engine: Engine, prompts: list[list[int]]) -> object:
+def _generate_batch(engine: Engine, batch: Batch, prompts: list[list[int]]) -> object:
     module = engine.model.module
     settings = GenerationConfig(
-        do_sample=False, max_new_tokens=_OUTPUT_TOKENS, eos_token_id=None, pad_token_id=0
+        do_sample=False, max_new_tokens=batch.output_tokens, eos_token_id=None, pad_token_id=0
     )
-    pages = paging(
-        sequences=_REQUESTS, tokens=_PROMPT_TOKENS + _OUTPUT_TOKENS, step_tokens=_STEP_TOKENS
-    )
+    pages = paging(sequences=batch.requests, tokens=batch.length, step_tokens=batch.step_tokens)
     module.set_attn_implementation("sdpa")
     try:
         return module.generate_batch(

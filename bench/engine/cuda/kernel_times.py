@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 Span = tuple[float, float]
+_US = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +23,7 @@ class StreamTimes:
 
     busy: Mapping[int, float]  # stream |-> while any of its kernels ran
     at_once: float  # while kernels of at least two streams ran
+    idle_s: float  # no share: while no kernel ran
 
     def __str__(self) -> str:
         each = ", ".join(f"stream {s} {100 * share:.0f} %" for s, share in self.busy.items())
@@ -29,13 +32,16 @@ class StreamTimes:
 
 @contextmanager
 def kernel_times(found: list[StreamTimes]) -> Iterator[None]:
-    """Of what runs within; appended at the end."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    """Of what runs within; appended at the end. Without a device no kernels are seen."""
+    on_cuda = torch.cuda.is_available()
+    kind = ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU
+    with profile(activities=[kind]) as profiled:
         yield
-        torch.cuda.synchronize()
+        if on_cuda:
+            torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))
+        profiled.export_chrome_trace(str(path))
         found.append(stream_times(json.loads(path.read_text())["traceEvents"]))
 
 
@@ -48,12 +54,13 @@ def stream_times(events: Iterable[Mapping[str, Any]]) -> StreamTimes:
             span = (begin, begin + float(event["dur"]))
             spans.setdefault(int(event["args"]["stream"]), []).append(span)
     if not spans:
-        return StreamTimes(busy={}, at_once=0.0)
+        return StreamTimes(busy={}, at_once=0.0, idle_s=0.0)
     whole = [span for each in spans.values() for span in each]
     total = max(end for _, end in whole) - min(begin for begin, _ in whole)
     busy = {stream: _covered(each, 1) / total for stream, each in sorted(spans.items())}
     merged = [span for each in spans.values() for span in _union(each)]
-    return StreamTimes(busy=busy, at_once=_covered(merged, 2) / total)
+    idle_s = (total - _covered(whole, 1)) / _US
+    return StreamTimes(busy=busy, at_once=_covered(merged, 2) / total, idle_s=idle_s)
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:

@@ -21,28 +21,28 @@ from kvpool.core.layout.layout import BlockId
 from kvpool.memory.kv_memory import KvMemory
 from kvrelay.types import RequestKey
 
-_PROMPT_TOKENS = 2048
 _PROMPTS = 20
 _STEPS = 50
 
 
-def shared_rows(engine: Engine, batch: StepBatch, method: str) -> list[Row]:
-    """Both in one process, over the same weights, each with KV of its own. The profiler looks at
-    steps of their own: it costs time."""
-    other = _beside(engine)
-    steps_alone_s, prompts_alone_s = _step_s(engine, batch), _alone_s(other)
+def shared_rows(engine: Engine, batch: StepBatch, context: int, method: str) -> list[Row]:
+    """Both in one process, over the same weights, each with KV of its own; sequences and prompts
+    have `context` tokens each. The profiler looks at steps of their own: it costs time."""
+    other = _beside(engine, context)
+    steps_alone_s, prompts_alone_s = _step_s(engine, batch), _alone_s(other, context)
     times: list[StreamTimes] = []
-    with _prompts(other) as prompts:
+    with _prompts(other, context) as prompts:
         steps_s = _step_s(engine, batch)
-    with _prompts(other), kernel_times(times):
+    with _prompts(other, context), kernel_times(times):
         _step_s(engine, batch, 5)
-    step = _step_row(steps_s, steps_alone_s, method, str(times[0]))
-    return [step, _sum_row(steps_s, steps_alone_s, prompts.each_s, prompts_alone_s, method)]
+    name = f"decode step, {len(batch.slices)} x {context:,} tokens, beside prompts of {context:,}"
+    step = _step_row(name, steps_s, steps_alone_s, method, str(times[0]))
+    return [step, _sum_row(steps_s, steps_alone_s, prompts, prompts_alone_s, method)]
 
 
-def _step_row(beside_s: float, alone_s: float, method: str, seen: str) -> Row:
+def _step_row(name: str, beside_s: float, alone_s: float, method: str, seen: str) -> Row:
     return Row(
-        name="decode step, 64 x 2,048 tokens, beside prompts of 2,048",
+        name=name,
         value=1e3 * beside_s,
         unit="ms",
         against="the step alone",
@@ -55,11 +55,11 @@ def _step_row(beside_s: float, alone_s: float, method: str, seen: str) -> Row:
 
 
 def _sum_row(
-    steps_s: float, steps_alone_s: float, prompts_s: float, prompts_alone_s: float, method: str
+    steps_s: float, steps_alone_s: float, beside: _Prompts, prompts_alone_s: float, method: str
 ) -> Row:
     """1: as if they took turns."""
-    steps, prompts = steps_alone_s / steps_s, prompts_alone_s / prompts_s
-    tokens = f"{_PROMPT_TOKENS / prompts_s:.0f} of {_PROMPT_TOKENS / prompts_alone_s:.0f}"
+    steps, prompts = steps_alone_s / steps_s, prompts_alone_s / beside.each_s
+    tokens = f"{beside.tokens / beside.each_s:.0f} of {beside.tokens / prompts_alone_s:.0f}"
     return Row(
         name="paces of both beside each other, as shares of those alone, together",
         value=steps + prompts,
@@ -71,8 +71,8 @@ def _sum_row(
     )
 
 
-def _alone_s(engine: Engine) -> float:
-    with _prompts(engine) as prompts:
+def _alone_s(engine: Engine, tokens: int) -> float:
+    with _prompts(engine, tokens) as prompts:
         prompts.wait(_PROMPTS)
     return prompts.each_s
 
@@ -86,9 +86,9 @@ def _step_s(engine: Engine, batch: StepBatch, count: int = _STEPS) -> float:
     return statistics.median(times)
 
 
-def _beside(engine: Engine) -> Engine:
+def _beside(engine: Engine, tokens: int) -> Engine:
     layout = engine.layout
-    memory = KvMemory(layout, layout.blocks_for(_PROMPT_TOKENS), engine.model.device)
+    memory = KvMemory(layout, layout.blocks_for(tokens), engine.model.device)
     backend = None
     if isinstance(engine.backend, TritonBackend):
         backend = TritonBackend(memory, engine.backend.shapes, layer_places(layout))
@@ -96,9 +96,9 @@ def _beside(engine: Engine) -> Engine:
 
 
 @contextmanager
-def _prompts(engine: Engine) -> Iterator[_Prompts]:
+def _prompts(engine: Engine, tokens: int) -> Iterator[_Prompts]:
     """Beside what is done within, from its first one on."""
-    running = _Prompts(engine)
+    running = _Prompts(engine, tokens)
     running.start()
     try:
         yield running
@@ -107,10 +107,11 @@ def _prompts(engine: Engine) -> Iterator[_Prompts]:
 
 
 class _Prompts:
-    """One prompt after another, in a thread of its own."""
+    """One prompt of `tokens` tokens after another, in a thread of its own."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, tokens: int) -> None:
         self._engine = engine
+        self.tokens = tokens
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self.done, self.seconds = 0, 0.0
@@ -132,12 +133,12 @@ class _Prompts:
         self._thread.join()
 
     def _run(self) -> None:
-        blocks = self._engine.layout.blocks_for(_PROMPT_TOKENS)
+        blocks = self._engine.layout.blocks_for(self.tokens)
         whole = SequenceSlice(
             key=RequestKey("prompt", 0),
             choice=0,
             token_ids=tuple(
-                torch.randint(2, self._engine.facts.vocab_size, (_PROMPT_TOKENS,)).tolist()
+                torch.randint(2, self._engine.facts.vocab_size, (self.tokens,)).tolist()
             ),
             start=0,
             tables=(tuple(map(BlockId, range(blocks))),),

@@ -15,12 +15,13 @@ import torch
 from transformers import LlamaConfig
 
 from bench.engine.cuda.ahead import ahead_row
-from bench.engine.cuda.attention_times import GRID, measure, time_device, time_layer
-from bench.engine.cuda.batch import batch_row
+from bench.engine.cuda.attention_times import Grid, measure, time_device, time_layer
+from bench.engine.cuda.batch import Batch, batch_row
 from bench.engine.cuda.random_engine import (
     LLAMA_8B,
     TINY,
     decode_batch,
+    device_name,
     random_engine,
     whole_slice,
 )
@@ -34,6 +35,12 @@ from engine.runner import Engine
 from kvpool.memory.kv_memory import KvMemory
 
 THUNDER_MLA = (4641, 45118, 1730, 1696)
+_GRID: Grid = {
+    "decode 1 x 4096": (1, 1, 4095),
+    "decode 32 x 2048": (32, 1, 2047),
+    "prefill 512 after 1536": (1, 512, 1536),
+}
+_SMALL_GRID: Grid = {"decode 2 x 32": (2, 1, 31), "prefill 16 after 16": (1, 16, 16)}
 _REPEATS = 20
 _BACKENDS = ("triton", "flashinfer", "flash", "sdpa")
 
@@ -48,16 +55,41 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Of what is measured; smaller in a rehearsal."""
+    """Of what is measured; smaller in a rehearsal. `many` sequences of `short` tokens each take no
+    more KV than `several` of `context`."""
 
     config: LlamaConfig = field(default_factory=lambda: LLAMA_8B)
     context: int = 2048
+    several: int = 64
+    short: int = 512
+    many: int = 256
+    long: int = 8192  # context of one layer's attention
+    uneven: tuple[int, ...] = THUNDER_MLA
+    grid: Grid = field(default_factory=lambda: _GRID)
     prompt: int = 8192
+    batch: Batch = field(default_factory=Batch)
     copied_bytes: int = 2 << 30
     side: int = 8192
 
+    @property
+    def tokens(self) -> int:
+        return self.several * self.context + self.many
 
-SMALL = Sizes(config=TINY, context=32, prompt=64, copied_bytes=1 << 20, side=64)
+
+SMALL = Sizes(
+    config=TINY,
+    context=32,
+    several=4,
+    short=16,
+    many=8,
+    long=64,
+    uneven=(40, 90, 17, 16),
+    grid=_SMALL_GRID,
+    prompt=64,
+    batch=Batch(requests=2, prompt_tokens=32, output_tokens=3, step_tokens=64),
+    copied_bytes=1 << 20,
+    side=64,
+)
 
 
 def measure_device(device: str, sizes: Sizes) -> Device:
@@ -93,7 +125,7 @@ def _read_bytes(engine: Engine, contexts: Sequence[int]) -> int:
 
 def decode_rows(engine: Engine, device: Device, sizes: Sizes, method: str) -> list[Row]:
     rows = []
-    for count in (1, 64):
+    for count in (1, sizes.several):
         contexts = (sizes.context,) * count
         found = _time_steps(engine, decode_batch(engine.layout, contexts))
         rows.append(
@@ -111,13 +143,13 @@ def decode_rows(engine: Engine, device: Device, sizes: Sizes, method: str) -> li
     return rows
 
 
-def python_row(engine: Engine, method: str) -> Row:
+def python_row(engine: Engine, sizes: Sizes, method: str) -> Row:
     """A step's wall time less its time on the device: what the CPU adds."""
-    batch = decode_batch(engine.layout, (512,) * 256)
+    batch = decode_batch(engine.layout, (sizes.short,) * sizes.many)
     whole = _time_steps(engine, batch)
     on_device = time_device(lambda: _logits(engine, batch))
     return Row(
-        name="Python of a decode step, 256 x 512 tokens",
+        name=f"Python of a decode step, {sizes.many} x {sizes.short} tokens",
         value=1e3 * max(0.0, whole.median - on_device),
         unit="ms",
         against="goal",
@@ -129,15 +161,16 @@ def python_row(engine: Engine, method: str) -> Row:
     )
 
 
-def ahead_rows(engine: Engine, method: str) -> list[Row]:
-    shapes = {
-        "1 x 2,048 tokens": (2048,),
-        "64 x 2,048 tokens": (2048,) * 64,
-        "256 x 512 tokens": (512,) * 256,
-    }
+def ahead_rows(engine: Engine, sizes: Sizes, method: str) -> list[Row]:
+    shapes = [(1, sizes.context), (sizes.several, sizes.context), (sizes.many, sizes.short)]
     return [
-        ahead_row(engine, decode_batch(engine.layout, contexts), name, method)
-        for name, contexts in shapes.items()
+        ahead_row(
+            engine,
+            decode_batch(engine.layout, (context,) * count),
+            f"{count} x {context:,} tokens",
+            method,
+        )
+        for count, context in shapes
     ]
 
 
@@ -173,12 +206,14 @@ def prefill_flops(tokens: int, config: LlamaConfig = LLAMA_8B) -> float:
     return 2.0 * layers * tokens + 4.0 * heads * tokens**2 / 2
 
 
-def attention_rows(engine: Engine, name: str, device: Device, method: str) -> list[Row]:
+def attention_rows(
+    engine: Engine, name: str, device: Device, sizes: Sizes, method: str
+) -> list[Row]:
     """One layer's decode attention by itself."""
     wanted = _wanted(engine)
     layout = replace(engine.layout, groups=(replace(engine.layout.groups[0], layers=(0,)),))
     wanted = replace(wanted, layout=layout)
-    count, context = 64, 8192
+    count, context = sizes.several, sizes.long
     seconds = _time_attention(wanted, name, (context,) * count)
     bandwidth = Row(
         name=f"decode attention of a layer, {count} x {context:,} tokens",
@@ -190,10 +225,10 @@ def attention_rows(engine: Engine, name: str, device: Device, method: str) -> li
         method=method,
         spread=f"{1e6 * seconds:.0f} us",
     )
-    uneven = _time_attention(wanted, name, THUNDER_MLA)
-    even = _time_attention(wanted, name, (sum(THUNDER_MLA) // 4,) * 4)
+    uneven = _time_attention(wanted, name, sizes.uneven)
+    even = _time_attention(wanted, name, (sum(sizes.uneven) // 4,) * 4)
     balance = Row(
-        name=f"decode attention of a layer, contexts {THUNDER_MLA}",
+        name=f"decode attention of a layer, contexts {sizes.uneven}",
         value=1e6 * uneven,
         unit="us",
         against="four equal ones of the same total",
@@ -225,11 +260,11 @@ def _time_attention(wanted: Wanted, name: str, contexts: Sequence[int]) -> float
     return time_layer(state, wanted.groups[0], wanted, len(contexts))
 
 
-def backend_rows(engine: Engine, method: str) -> list[Row]:
+def backend_rows(engine: Engine, sizes: Sizes, method: str) -> list[Row]:
     """All that can serve the model here."""
     wanted = _wanted(engine)
     names = [name for name in _BACKENDS if NEEDS[name](wanted) is None]
-    found = {name: measure(opener(name), wanted) for name in names}
+    found = {name: measure(opener(name), wanted, sizes.grid) for name in names}
     return [
         Row(
             name=f"attention of a layer by {name}, {work}",
@@ -240,54 +275,46 @@ def backend_rows(engine: Engine, method: str) -> list[Row]:
             lower_is_better=True,
             method=method,
         )
-        for work in GRID
+        for work in sizes.grid
         for name, seconds in ((name, times[work]) for name, times in found.items())
     ]
 
 
 def measure_engine(
-    device: str, backend: str, *, graphs: bool = True, fp8: bool = False
+    device: str, backend: str, sizes: Sizes, *, graphs: bool = True, fp8: bool = False
 ) -> list[Row]:
     """`fp8`: of an engine whose linear layers multiply in FP8, steps alone."""
-    sizes = Sizes()
     limits = measure_device(device, sizes)
     engine, chosen = random_engine(
-        device, tokens=64 * 2048 + 256, batch=256, backend=backend, graphs=graphs, fp8=fp8
+        device,
+        tokens=sizes.tokens,
+        batch=sizes.many,
+        backend=backend,
+        graphs=graphs,
+        fp8=fp8,
+        config=sizes.config,
     )
     method = (
-        f"random Llama-3.1-8B, {'FP8 products' if fp8 else 'bf16'}, "
-        f"{torch.cuda.get_device_name(device)}, "
+        f"random Llama, {sizes.config.num_hidden_layers} layers of {sizes.config.hidden_size}, "
+        f"{'FP8 products' if fp8 else 'bf16'}, {device_name(device)}, "
         f"torch {torch.__version__}, attention {chosen}, "
         f"CUDA graphs {'on' if engine.graphs is not None else 'off'}"
     )
+    steady = decode_batch(engine.layout, (sizes.context,) * sizes.several)
     steps: tuple[Callable[[], list[Row]], ...] = (
         lambda: decode_rows(engine, limits, sizes, method),
-        lambda: ahead_rows(engine, method),
+        lambda: ahead_rows(engine, sizes, method),
         lambda: [prefill_row(engine, limits, sizes, method)],
     )
     others: tuple[Callable[[], list[Row]], ...] = (
-        lambda: [python_row(engine, method)],
-        lambda: attention_rows(engine, chosen, limits, method),
-        lambda: shared_rows(engine, decode_batch(engine.layout, (2048,) * 64), method),
-        lambda: backend_rows(engine, method),
-        lambda: [batch_row(engine, method)],
+        lambda: [python_row(engine, sizes, method)],
+        lambda: attention_rows(engine, chosen, limits, sizes, method),
+        lambda: shared_rows(engine, steady, sizes.context, method),
+        lambda: backend_rows(engine, sizes, method),
+        lambda: [batch_row(engine, sizes.batch, method)],
     )
     parts = steps if fp8 else (*steps, *others)
     return [row for part in parts for row in _tried(part)]
-
-
-def rehearse(device: str) -> list[Row]:
-    """Shares of the memory's rate and of a product's, of a tiny model, on any device."""
-    limits = measure_device(device, SMALL)
-    tokens = 64 * SMALL.context + SMALL.prompt
-    engine, chosen = random_engine(
-        device, tokens=tokens, batch=64, backend="auto", graphs=True, config=SMALL.config
-    )
-    method = f"rehearsal on {device}, attention {chosen}"
-    return [
-        *decode_rows(engine, limits, SMALL, method),
-        prefill_row(engine, limits, SMALL, method),
-    ]
 
 
 def _tried(part: Callable[[], list[Row]]) -> list[Row]:

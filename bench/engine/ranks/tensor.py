@@ -1,6 +1,7 @@
-"""Steps of one model on one rank with two threads, against two ranks with one thread each.
+"""Steps of one model on one rank, against two ranks: on a CPU with two threads against one thread
+each, on CUDA with a GPU each, decode steps recorded.
 
-A random Llama with the KV of Llama-3.1-8B and a twentieth of its parameters, bf16, on CPU.
+A random Llama with the KV of Llama-3.1-8B and a twentieth of its parameters, bf16.
 """
 
 from __future__ import annotations
@@ -10,9 +11,14 @@ import logging
 import statistics
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import torch
+from transformers import LlamaConfig
+
+from bench.engine.cuda.random_engine import TINY, device_name
 from bench.engine.ranks import telling
 from bench.models import KV_OF_8B, write_random_llama
 from bench.report import Reading, Row, interleave, print_table, write_json
@@ -26,22 +32,37 @@ from engine.parallel.grid import Grid
 from engine.runner import Engine
 from engine.time_profile import time_shape
 
-_CONTEXT = 512
-_SHAPES = {
-    "prefill of 512 tokens": Shape(rows=1, tokens=512),
-    "decode step of 1": Shape(rows=1, tokens=1, context=_CONTEXT),
-    "decode step of 16": Shape(rows=16, tokens=1, context=_CONTEXT),
-}
 _STEPS = 8
 _TOLD_CONTEXTS = (512, 4096)
+_RANKS = 2
 
 
-def engines(folder: Path) -> dict[str, Engine]:
-    limits = EngineLimits(max_model_len=1024, prefill_chunk_tokens=512, max_running_requests=16)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    config: LlamaConfig = field(default_factory=lambda: KV_OF_8B)
+    context: int = 512
+    rows: int = 16
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        return {
+            f"prefill of {self.context} tokens": Shape(rows=1, tokens=self.context),
+            "decode step of 1": Shape(rows=1, tokens=1, context=self.context),
+            f"decode step of {self.rows}": Shape(rows=self.rows, tokens=1, context=self.context),
+        }
+
+
+def engines(folder: Path, device: str, sizes: Sizes) -> dict[str, Engine]:
+    limits = EngineLimits(
+        max_model_len=2 * sizes.context,
+        prefill_chunk_tokens=sizes.context,
+        max_running_requests=sizes.rows,
+    )
     checkpoint = open_checkpoint(str(folder))
-    common = {"device": "cpu", "dtype": "bfloat16", "block_size": 16, "blocks": 16 * 40}
+    common = {"device": device, "dtype": "bfloat16", "block_size": 16}
+    common["blocks"] = sizes.rows * (sizes.context // 16 + 8)
     use_threads(1)
-    two = load_split(checkpoint, Grid(tensor=2), threads=1, limits=limits, **common)  # type: ignore[arg-type]
+    two = load_split(checkpoint, Grid(tensor=_RANKS), threads=1, limits=limits, **common)  # type: ignore[arg-type]
     use_threads(2)
     one = load_engine(checkpoint, limits=limits, **common)  # type: ignore[arg-type]
     return {"one": one, "two": two}
@@ -52,41 +73,51 @@ def step_ms(engine: Engine, threads: int, shape: Shape) -> float:
     return 1e3 * statistics.median(time_shape(engine, shape) for _ in range(_STEPS))
 
 
-def measure(repeats: int) -> list[Row]:
+def measure(device: str, sizes: Sizes, repeats: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as name:
-        found = engines(write_random_llama(Path(name), KV_OF_8B))
+        found = engines(write_random_llama(Path(name), sizes.config), device, sizes)
         runs: dict[str, Callable[[], float]] = {
             f"{key}: {label}": partial(step_ms, engine, 2 if key == "one" else 1, shape)
-            for label, shape in _SHAPES.items()
+            for label, shape in sizes.shapes.items()
             for key, engine in found.items()
         }
         readings = interleave(runs, repeats=repeats)
         for engine in found.values():
             engine.close()
-    return [_row(label, readings) for label in _SHAPES]
+    method = f"{device_name(device)}, contexts of {sizes.context} tokens, median of {_STEPS} steps"
+    what = ("a thread", "two threads") if device == "cpu" else ("a GPU each", "one GPU")
+    return [_row(label, readings, what, method) for label in sizes.shapes]
 
 
-def _row(label: str, readings: dict[str, Reading]) -> Row:
+def _row(label: str, readings: dict[str, Reading], what: tuple[str, str], method: str) -> Row:
+    """`what` each of two ranks has, and one alone."""
     two, one = readings[f"two: {label}"], readings[f"one: {label}"]
     return Row(
-        name=f"{label}, two ranks of a thread",
+        name=f"{label}, two ranks of {what[0]}",
         value=two.median,
         unit="ms",
-        against="one rank of two threads",
+        against=f"one rank of {what[1]}",
         against_value=one.median,
         lower_is_better=True,
-        method=f"contexts of {_CONTEXT} tokens, median of {_STEPS} steps",
+        method=method,
         spread=two.spread(),
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--rehearse", action="store_true", help="a tiny model, short contexts")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    rows = [*map(telling.measure, _TOLD_CONTEXTS), *measure(args.repeats)]
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if args.device == "cuda" and gpus < _RANKS:
+        print(f"skipped: {_RANKS} ranks on CUDA need {_RANKS} GPUs, and torch sees {gpus}")
+        return
+    sizes = Sizes(config=TINY, context=32, rows=4) if args.rehearse else Sizes()
+    rows = [*map(telling.measure, _TOLD_CONTEXTS), *measure(args.device, sizes, args.repeats)]
     print_table("Parallel", rows)
     if args.json:
         write_json(args.json, rows)

@@ -63,7 +63,8 @@ def rows_of(pair: Pair, transport: str, found: Sequence[Handoff]) -> list[Row]:
     steps = min(one.decode_steps for one in found)
     method = (
         f"{pair.what}, {pair.prompt_tokens} tokens in, chunks of {pair.chunk_tokens}, while "
-        f"another decodes ({steps} steps or more during each handoff); read off the workers' traces"
+        f"another decodes ({steps} steps or more during each handoff); read off the workers' "
+        "traces, by the host's clock"
     )
 
     def row(
