@@ -316,10 +316,18 @@ def _check_text_files(folder: Path) -> tuple[dict[str, object], str]:
     """Checks the configuration and the architecture that it names."""
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder: give the folder that holds config.json")
+    config, architecture = check_config(folder)
+    _check_tokenizer(folder)
+    return config, architecture
+
+
+def check_config(folder: Path) -> tuple[dict[str, object], str]:
+    """A checkpoint's configuration, and the architecture that it names. Raises ModelError when it
+    can't be read, or is not that of a causal language model in 16 or 32 bits."""
     config = read_config(folder)
     architecture = _causal_architecture(folder, config)
     _check_unquantised(folder, config)
-    _check_tokenizer(folder)
+    _vocab_size(folder, config)
     return config, architecture
 
 

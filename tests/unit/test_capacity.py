@@ -24,7 +24,6 @@ from cluster.sim.profiles.load import known_device
 from cluster.sim.profiles.roofline import Parallel
 from engine.core.model_shape import read_shape
 from engine.family.build import bare_model
-from engine.model.checkpoint import open_checkpoint
 from engine.model.model import Model
 from engine.parallel.split import check_degree
 from kvrelay.errors import ModelError
@@ -84,7 +83,7 @@ def test_a_plan_has_the_weights_that_each_rank_loads(tmp_path: Path, is_tied: bo
     folder = random_checkpoint(tmp_path, tie_word_embeddings=is_tied, vocab_size=4096)
     facts = find_facts(str(folder))
     half = replace(facts, weight_bytes=facts.weight_bytes / 2)  # it is stored in float32
-    bare = bare_model(open_checkpoint(str(folder)), device="cpu", dtype="bfloat16")
+    bare = bare_model(folder, device="cpu", dtype="bfloat16")
     for degree in (1, 2, 4):
         loaded = 2 * share_parameters(bare, degree)
         assert half.rank_bytes(Parallel(tensor=degree)) == pytest.approx(loaded, rel=0.02)
