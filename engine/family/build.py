@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
 from transformers.monkey_patching import patch_output_recorders
 from transformers.utils.logging import disable_progress_bar
 
@@ -20,8 +20,8 @@ from engine.family import attention
 from engine.family.allowed import check_family
 from engine.family.read_weights import read_weights
 from engine.model import interface
-from engine.model.checkpoint import Checkpoint
-from engine.model.families import LongRope, longrope_border_tokens
+from engine.model.checkpoint import Checkpoint, read_config
+from engine.model.families import LongRope, longrope_border_tokens, refusal
 from engine.model.model import DTYPES, LOAD_ERRORS, Model
 from engine.model.weights import Cuts
 from kvrelay.errors import ModelError
@@ -115,6 +115,9 @@ def _use_device(device: torch.device) -> None:
 
 
 def _load_config(folder: Path) -> PretrainedConfig:
+    kind = read_config(folder).get("model_type")
+    if isinstance(kind, str) and kind not in CONFIG_MAPPING:
+        raise refusal(kind, "architecture", "transformers does not know it")
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (*LOAD_ERRORS, StrictDataclassError) as error:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from engine.family.build import bare_model
-from engine.family.long_check import small_copy
+from engine.family.long_check import blank_copy
 from engine.model.checkpoint import check_config
 from engine.model.kv_layout import LayerShape, probe
 from engine.model.model import Model
@@ -51,7 +51,7 @@ def whole_shapes(bare: Model) -> dict[int, LayerShape]:
 
     Raises ModelError for a family whose layers can't be served.
     """
-    small = small_copy(bare, longest=0)
+    small = blank_copy(bare)
     of_kind = dict(zip(_kinds(small), probe(small).values(), strict=True))
     return {layer: of_kind[kind] for layer, kind in enumerate(_kinds(bare))}
 
