@@ -222,4 +222,4 @@ def _facts_lines(facts: PlannedModel) -> list[str]:
 def _refused_lines(refusals: Refusals) -> list[str]:
     if not refusals.refused:
         return []
-    return [f"kvrelay serve refuses this model: {refusals.refused}", "an estimate all the same:"]
+    return [f"serve refuses this model: {refusals.refused}", "an estimate all the same:"]

@@ -143,7 +143,7 @@ def test_the_command_prints_the_same_as_json(capsys: pytest.CaptureFixture[str])
 def test_a_refusal_is_said_before_the_estimate(capsys: pytest.CaptureFixture[str]) -> None:
     app(["plan", "bloom-176b", "--gpus", "h200-sxm"], standalone_mode=False)
     first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith("kvrelay serve refuses this model: the bloom family can't be served")
+    assert first.startswith("serve refuses this model: the bloom family can't be served")
     app(["plan", "bloom-176b", "--gpus", "h200-sxm", "--format", "json"], standalone_mode=False)
     told = json.loads(capsys.readouterr().out)
     assert told["refused"] in first and told["devices"][0]["devices"] == 4
