@@ -97,6 +97,7 @@ def test_there_are_models_of_every_kind(tmp_path: Path) -> None:
         found[name] = find_facts(str(family(tmp_path / name, name))).refusals
     assert found["llama"].degrees == found["deepseek_v2"].degrees == (1, 2, 4)
     assert found["deepseek_v3"].degrees == found["gpt_oss"].degrees == (1,)
+    assert len(set(found["gpt_oss"].unsplit.values())) == 1, "its heads are not the reason"
     assert found["bloom"].refused
 
 
