@@ -13,7 +13,7 @@ import typer
 from cluster.cli.options import Format, FormatOption
 
 if TYPE_CHECKING:
-    from cluster.sim.profiles.capacity import CopyCapacity, PlannedModel
+    from cluster.sim.profiles.capacity import CopyCapacity, PlannedModel, Refusals
     from cluster.sim.profiles.schema import Dtype
 
 
@@ -85,11 +85,14 @@ def plan(
     """
     from cluster.cli.plan_search import Asked, search
     from cluster.sim.planning.model_facts import find_facts
+    from kvrelay.errors import ModelError
 
     facts = find_facts(model, weights=_dtype(weights), kv=_dtype(kv))
     if trace is None and slo is None:
         _plan_alone(facts, gpus, context, memory_fraction, format_)
         return
+    if facts.refusals.refused:
+        raise ModelError(f"no fleet can serve {model}: {facts.refusals.refused}")
     asked = Asked(
         model=model,
         gpus=gpus,
@@ -147,6 +150,9 @@ def _as_json(facts: PlannedModel, copies: dict[str, CopyCapacity | None]) -> dic
         "weight_bytes": facts.weight_bytes,
         "kv_bytes_per_token": facts.kv_bytes_per_token,
         "state_bytes_per_sequence": facts.shape.state_bytes_per_sequence,
+        "refused": facts.refusals.refused,
+        "tensor_degrees": facts.refusals.degrees,
+        "unsplit": facts.refusals.unsplit,
         "devices": [asdict(copy) for copy in copies.values() if copy],
         "too_small": [name for name, copy in copies.items() if copy is None],
     }
@@ -201,10 +207,19 @@ def _facts_lines(facts: PlannedModel) -> list[str]:
     shape = facts.shape
     active = shape.active_parameters + shape.head_parameters
     lines = [
+        *_refused_lines(facts.refusals),
         f"{shape.name}: {shape.parameters / 1e9:.4g} billion parameters, {active / 1e9:.4g} active",
         f"weights  {facts.weight_bytes / _GB:.4g} GB ({facts.precision.weights})",
         f"KV       {facts.kv_bytes_per_token:,.0f} B per token ({facts.precision.kv})",
     ]
     if shape.state_bytes_per_sequence:
         lines.append(f"state    {shape.state_bytes_per_sequence:,} B per sequence")
+    for why in dict.fromkeys(facts.refusals.unsplit.values()):
+        lines.append(f"tensor   {', '.join(map(str, facts.refusals.degrees))}: {why}")
     return lines
+
+
+def _refused_lines(refusals: Refusals) -> list[str]:
+    if not refusals.refused:
+        return []
+    return [f"serve refuses this model: {refusals.refused}", "an estimate all the same:"]

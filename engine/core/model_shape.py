@@ -56,26 +56,17 @@ class Attention:
     pair and `state_bytes` (of a sequence, whatever its length) are those of one layer.
 
     `kv_heads` limits how far tensor parallelism can split the KV: beyond it, heads are kept twice.
-    `heads` are those of queries; None: the layer has no heads to split.
     """
 
     layers: int
     parameters: int
     kv_elements: int = 0
     kv_heads: int = 1
-    heads: int | None = None
     prefill_flops_per_pair: float = 0.0
     decode_flops_per_pair: float = 0.0
     window: int | None = None
     reads_at_most: int | None = None
     state_bytes: int = 0
-
-    def splits_over(self, ranks: int) -> bool:
-        """As `engine.parallel.split.check_degree` decides when a worker starts."""
-        if self.heads is None:
-            return True
-        shared = self.kv_heads % ranks == 0 or ranks % self.kv_heads == 0
-        return shared and self.heads % ranks == 0
 
     def kept_tokens(self, tokens: float) -> float:
         """Tokens kept of a sequence of `tokens`."""
@@ -115,7 +106,6 @@ def _grouped(keys: ShapeKeys, layers: int, hidden: int, window: int | None) -> A
         parameters=hidden * dim * (2 * heads + 2 * kv_heads + gate),
         kv_elements=2 * kv_heads * dim,
         kv_heads=kv_heads,
-        heads=heads,
         prefill_flops_per_pair=flops,
         decode_flops_per_pair=flops,
         window=window,
@@ -202,9 +192,6 @@ class ModelShape:
         """The output head has no weights of its own."""
         counted = self.dense_parameters + self.expert_parameters + 2 * self.head_parameters
         return self.parameters < counted
-
-    def splits_over(self, ranks: int) -> bool:
-        return all(kind.splits_over(ranks) for kind in self.attentions)
 
     @property
     def kv_elements_per_token(self) -> int:

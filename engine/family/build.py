@@ -6,12 +6,13 @@ import copy
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
 from transformers.monkey_patching import patch_output_recorders
 from transformers.utils.logging import disable_progress_bar
 
@@ -19,8 +20,8 @@ from engine.family import attention
 from engine.family.allowed import check_family
 from engine.family.read_weights import read_weights
 from engine.model import interface
-from engine.model.checkpoint import Checkpoint
-from engine.model.families import LongRope, longrope_border_tokens
+from engine.model.checkpoint import Checkpoint, read_config
+from engine.model.families import LongRope, longrope_border_tokens, refusal
 from engine.model.model import DTYPES, LOAD_ERRORS, Model
 from engine.model.weights import Cuts
 from kvrelay.errors import ModelError
@@ -29,25 +30,25 @@ from kvrelay.errors import ModelError
 def load_model(checkpoint: Checkpoint, *, device: str, dtype: str) -> Model:
     """The whole model. `dtype` is a key of DTYPES or "auto" (the checkpoint's own). Raises
     ModelError."""
-    return fill(bare_model(checkpoint, device=device, dtype=dtype), checkpoint)
+    return fill(bare_model(checkpoint.path, device=device, dtype=dtype), checkpoint)
 
 
-def bare_model(checkpoint: Checkpoint, *, device: str, dtype: str) -> Model:
-    """The model for `fill`: its parameters are on the meta device. Raises ModelError for a family
-    that can't be served, and for a device that is not there."""
+def bare_model(folder: Path, *, device: str, dtype: str) -> Model:
+    """The model for `fill`, of the folder's configuration: its parameters are on the meta device.
+    Raises ModelError for a family that can't be served, and for a device that is not there."""
     _use_device(torch.device(device))
-    config = _load_config(checkpoint)
+    config = _load_config(folder)
     check_family(config)
     attention.register()
     disable_progress_bar()  # several workers share one log
-    with _load_errors(checkpoint, device):
+    with _load_errors(folder, device):
         return _bare(config, torch.device(device), _resolve_dtype(config, dtype))
 
 
 def fill(model: Model, checkpoint: Checkpoint, cuts: Cuts = MappingProxyType({})) -> Model:
     """Reads the weights of a bare model, in place, straight to its device. Raises ModelError."""
     module, device = model.module, model.device
-    with _load_errors(checkpoint, device):
+    with _load_errors(checkpoint.path, device):
         missing = read_weights(module, checkpoint.weights, device, model.dtype, cuts)
         module.eval().requires_grad_(False)
     _check_complete(checkpoint, missing)
@@ -75,12 +76,12 @@ def _bare(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) ->
 
 
 @contextmanager
-def _load_errors(checkpoint: Checkpoint, device: object) -> Iterator[None]:
+def _load_errors(folder: Path, device: object) -> Iterator[None]:
     try:
         yield
     except LOAD_ERRORS as error:
         reason = " ".join(str(error).split())
-        raise ModelError(f"{checkpoint.path} can't be loaded on {device}: {reason}") from error
+        raise ModelError(f"{folder} can't be loaded on {device}: {reason}") from error
 
 
 def _check_complete(checkpoint: Checkpoint, missing: Iterable[str]) -> None:
@@ -113,12 +114,15 @@ def _use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def _load_config(checkpoint: Checkpoint) -> PretrainedConfig:
+def _load_config(folder: Path) -> PretrainedConfig:
+    kind = read_config(folder).get("model_type")
+    if isinstance(kind, str) and kind not in CONFIG_MAPPING:
+        raise refusal(kind, "architecture", "transformers does not know it")
     try:
-        return AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (*LOAD_ERRORS, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
-        raise ModelError(f"{checkpoint.path}/config.json can't be used: {reason}") from error
+        raise ModelError(f"{folder}/config.json can't be used: {reason}") from error
 
 
 def _resolve_dtype(config: PretrainedConfig, dtype: str) -> torch.dtype:

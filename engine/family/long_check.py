@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.initialization import no_init_weights
 
 from engine.attention.torch_paged import PagedAttention
 from engine.attention.torch_plan import Planner
@@ -81,22 +82,38 @@ def _paged_logits(
 def small_copy(model: Model, longest: int) -> Model:
     """`longest`: tokens of the longest sequence that will be served; borders beyond it stay. Raises
     ModelError if the family has no such copy."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module, config = _built(model, longest)
+        _unsettle(module)
+    return _running(model, module, config)
+
+
+def blank_copy(model: Model) -> Model:
+    """A small copy with whatever its memory holds as weights: enough to learn its shapes, and made
+    at once. Raises ModelError like `small_copy`."""
+    with no_init_weights():
+        module, config = _built(model, longest=0)
+    return _running(model, module, config)
+
+
+def _built(model: Model, longest: int) -> tuple[Any, Any]:
     try:
         config = small_config(model.module.config, longest)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            module = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=interface.NAME
-            )
-            _unsettle(module)
+        module = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=interface.NAME
+        )
     except LOAD_ERRORS as error:
         reason = " ".join(str(error).split())
         kind = model.config.model_type
         raise refusal(kind, CHECK, f"a model of two layers can't be made: {reason}") from error
-    module = module.to(model.device).eval().requires_grad_(False)
+    return module, config
+
+
+def _running(model: Model, module: Any, config: Any) -> Model:
     border = longrope_border_tokens(config)
     return Model(
-        module=module,
+        module=module.to(model.device).eval().requires_grad_(False),
         config=config,
         device=model.device,
         dtype=torch.float32,

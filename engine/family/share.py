@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from engine.checks.self_check import Loaded, eager_reference
 from engine.device.stage import Stage
 from engine.family.build import bare_model, fill
-from engine.family.long_check import check_long_sequences, small_copy
+from engine.family.long_check import check_long_sequences
 from engine.family.masks import check_masks
 from engine.family.split_check import FirstLayers, check_split, check_stages_of_copy, first_layers
+from engine.family.startable import check_ranks, kv_heads, whole_shapes
 from engine.model.checkpoint import Checkpoint
 from engine.model.families import refusal
 from engine.model.kv_layout import LayerShape, probe
 from engine.model.model import Model
-from engine.parallel.grid import Grid
 from engine.parallel.opening import OwnRank
-from engine.parallel.split import check_degree, check_plan, join_ranks, plan_cuts, whole_attention
+from engine.parallel.split import join_ranks, plan_cuts, whole_attention
 from engine.parallel.stages import check_stages, take_stage
 from kvpool.core.layout.shards import Shard
 from kvrelay.errors import ModelError
@@ -40,23 +40,17 @@ class Share:
 
 def load_share(checkpoint: Checkpoint, *, device: str, dtype: str, own: OwnRank | None) -> Share:
     """Raises ModelError for a family, heads or layers that these degrees can't split."""
-    bare = bare_model(checkpoint, device=device, dtype=dtype)
+    bare = bare_model(checkpoint.path, device=device, dtype=dtype)
     if own is None:
         return Share(model=fill(bare, checkpoint))
-    _check_family(bare, own.grid)
-    whole = _whole_shapes(bare)
-    _check_heads(bare, whole, own.grid.tensor)
+    if own.grid.stages > 1:
+        check_stages(bare.module, own.grid.stages)
+    whole = whole_shapes(bare)
+    check_ranks(bare, whole, own.grid.tensor)
     if own.grid.stages > 1 and own.is_first:
         check_stages_of_copy(bare)
     first = first_layers(bare, checkpoint, is_leader=own.is_first)
     return Share(model=_part(bare, checkpoint, own, whole), whole=whole, first=first)
-
-
-def _check_family(bare: Model, grid: Grid) -> None:
-    if grid.tensor > 1:
-        check_plan(bare.module)
-    if grid.stages > 1:
-        check_stages(bare.module, grid.stages)
 
 
 def _part(
@@ -67,7 +61,8 @@ def _part(
         take_stage(bare.module, stage, bare.dtype)
     if group is None:
         return replace(fill(bare, checkpoint), stage=stage)
-    cuts = plan_cuts(bare.module, group, _kv_heads(whole))
+    shard = Shard(rank=group.rank, size=group.size)
+    cuts = plan_cuts(bare.module, shard, kv_heads(whole))
     model = fill(bare, checkpoint, cuts)
     join_ranks(model.module, group, cuts)
     return replace(model, group=group, stage=stage)
@@ -98,33 +93,11 @@ def check_share(share: Share, longest: int, own: OwnRank | None) -> Loaded:
     return Loaded(model=model, shapes=share.whole, own=shapes, reference=eager_reference(model))
 
 
-def _whole_shapes(bare: Model) -> dict[int, LayerShape]:
-    """# layer |-> a layer of its kind in a small copy, which has as many heads, and its window"""
-    small = small_copy(bare, longest=0)
-    of_kind = dict(zip(_kinds(small), probe(small).values(), strict=True))
-    return {layer: of_kind[kind] for layer, kind in enumerate(_kinds(bare))}
-
-
-def _kinds(model: Model) -> list[str]:
-    count = model.config.num_hidden_layers
-    return getattr(model.config, "layer_types", None) or ["full_attention"] * count
-
-
-def _kv_heads(shapes: Mapping[int, LayerShape]) -> dict[int, tuple[int, ...]]:
-    return {layer: tuple(p.heads for p in shape.planes) for layer, shape in shapes.items()}
-
-
-def _check_heads(model: Model, shapes: dict[int, LayerShape], size: int) -> None:
-    heads = [shape.query_heads for shape in shapes.values()]
-    kv_heads = [plane.heads for shape in shapes.values() for plane in shape.planes]
-    check_degree(size, model.config.model_type, heads, kv_heads)
-
-
 def _check_own(
     model: Model, own: dict[int, LayerShape], whole: dict[int, LayerShape], shard: Shard
 ) -> None:
     """Each layer that is here has its share of the heads; else it is as the whole model's."""
-    heads = _kv_heads(whole)
+    heads = kv_heads(whole)
     for layer, shape in own.items():
         held = [plane.heads for plane in shape.planes]
         if held != [len(shard.heads(each)) for each in heads[layer]]:

@@ -194,10 +194,10 @@ def check_model(path_or_hub_id: str, revision: str | None = None) -> None:
         find_text_files(path_or_hub_id, revision)
 
 
-def find_config(path_or_hub_id: str, revision: str | None = None) -> dict[str, object]:
-    """The configuration alone: of a hub id nothing else is fetched. Raises ModelError like
-    `open_checkpoint`."""
-    return read_config(_find(path_or_hub_id, revision, ("config.json",)))
+def find_config(path_or_hub_id: str) -> Path:
+    """The folder with a checkpoint's configuration: of a hub id nothing else is fetched. Raises
+    ModelError like `open_checkpoint`."""
+    return _find(path_or_hub_id, None, ("config.json",))
 
 
 def find_text_files(
@@ -296,7 +296,7 @@ def _first_line(error: Exception) -> str:
 def _open_folder(folder: Path, name: str, revision: str | None) -> Checkpoint:
     config, architecture = _check_text_files(folder)
     weights = open_weights(folder)
-    _check_dtypes(folder, weights)
+    check_dtypes(folder, weights)
     return Checkpoint(
         path=folder,
         name=name,
@@ -316,10 +316,18 @@ def _check_text_files(folder: Path) -> tuple[dict[str, object], str]:
     """Checks the configuration and the architecture that it names."""
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder: give the folder that holds config.json")
+    config, architecture = check_config(folder)
+    _check_tokenizer(folder)
+    return config, architecture
+
+
+def check_config(folder: Path) -> tuple[dict[str, object], str]:
+    """A checkpoint's configuration, and the architecture that it names. Raises ModelError when it
+    can't be read, or is not that of a causal language model in 16 or 32 bits."""
     config = read_config(folder)
     architecture = _causal_architecture(folder, config)
     _check_unquantised(folder, config)
-    _check_tokenizer(folder)
+    _vocab_size(folder, config)
     return config, architecture
 
 
@@ -360,8 +368,8 @@ def _check_unquantised(folder: Path, config: Mapping[str, object]) -> None:
         raise _quantised(folder, found)
 
 
-def _check_dtypes(folder: Path, weights: tuple[WeightFile, ...]) -> None:
-    """The configuration of some quantised checkpoints doesn't mention it."""
+def check_dtypes(folder: Path, weights: tuple[WeightFile, ...]) -> None:
+    """The configuration of some quantised checkpoints doesn't mention it. Raises ModelError."""
     dtypes = {dtype for file in weights for dtype in file.dtypes}
     if found := sorted(dtype for dtype in dtypes if dtype.startswith(_QUANTISED_DTYPES)):
         raise _quantised(folder, f"tensors of {', '.join(found)}")

@@ -103,8 +103,16 @@ def check_plan(module: Any) -> None:
             f"the {family} family can't be split over ranks: its plan asks for {', '.join(odd)}: "
             "set parallel.tensor to 1"
         )
-    if "rowwise" not in plan.values():
+    if not _splits_attention(module, plan):
         raise whole_attention(family)
+
+
+def _splits_attention(module: Any, plan: Mapping[str, str]) -> bool:
+    """An attention layer adds up what its ranks have; layers of experts may do so too."""
+    named = [*module.named_modules()]
+    layers = {name for name, one in named if hasattr(one, "layer_idx")}
+    summed = (name for name, _ in named if plan.get(_pattern(name)) == "rowwise")
+    return any(name.rpartition(".")[0] in layers for name in summed)
 
 
 def whole_attention(family: str) -> ModelError:
@@ -114,12 +122,12 @@ def whole_attention(family: str) -> ModelError:
     )
 
 
-def plan_cuts(module: Any, group: Group, kv_heads: Mapping[int, Sequence[int]]) -> Cuts:
-    """The parts of a whole model's parameters that this rank reads. `kv_heads` are those of each
+def plan_cuts(module: Any, shard: Shard, kv_heads: Mapping[int, Sequence[int]]) -> Cuts:
+    """The parts of a whole model's parameters that a rank reads. `kv_heads` are those of each
     layer's planes. Raises ModelError like `check_plan`, and for sizes that don't divide."""
     check_plan(module)
     plan = _plan(module)
-    cutter = _Cutter(module.config.model_type, group, _heads_by_name(module, kv_heads))
+    cutter = _Cutter(module.config.model_type, shard, _heads_by_name(module, kv_heads))
     for name, tensor in module.named_parameters():
         if style := plan.get(_pattern(name)):
             cutter.cut_parameter(name, tensor, style)
@@ -168,11 +176,10 @@ def _pattern(name: str) -> str:
 
 
 class _Cutter:
-    def __init__(self, family: str, group: Group, kv_heads: Mapping[str, int]) -> None:
+    def __init__(self, family: str, shard: Shard, kv_heads: Mapping[str, int]) -> None:
         self.cuts: dict[str, Cut] = {}
         self._family = family
-        self._group = group
-        self._shard = Shard(rank=group.rank, size=group.size)
+        self._shard = shard
         self._kv_heads = kv_heads
 
     def cut_parameter(self, name: str, tensor: torch.Tensor, style: str) -> None:
@@ -210,13 +217,14 @@ class _Cutter:
         return Cut(dim=dim, ranges=(part,), size=len(part), whole=whole)
 
     def _own(self, name: str, rows: int) -> range:
-        each, rest = divmod(rows, self._group.size)
+        rank, size = self._shard.rank, self._shard.size
+        each, rest = divmod(rows, size)
         if rest:
             raise ModelError(
-                f"parallel.tensor {self._group.size} can't split {name} of this {self._family} "
+                f"parallel.tensor {size} can't split {name} of this {self._family} "
                 f"model: it has {rows} rows or columns"
             )
-        return range(self._group.rank * each, (self._group.rank + 1) * each)
+        return range(rank * each, (rank + 1) * each)
 
     def _packed_share(self, name: str, tensor: torch.Tensor, dim: int) -> Cut:
         """The share of both halves, gate and up."""
@@ -229,8 +237,8 @@ class _Cutter:
         """Of the same size on all ranks; the last is padded with zeros, because vocabularies may be
         odd."""
         whole = tensor.shape[dim]
-        each = -(-whole // self._group.size)
-        start, stop = (min(whole, (self._group.rank + one) * each) for one in (0, 1))
+        each = -(-whole // self._shard.size)
+        start, stop = (min(whole, (self._shard.rank + one) * each) for one in (0, 1))
         return Cut(dim=dim, ranges=(range(start, stop),), size=each, whole=whole)
 
 

@@ -27,7 +27,8 @@ NAMED: Mapping[str, str] = {
 """# family |-> why it is refused by its name"""
 
 CHECKS: Mapping[str, str] = {
-    "architecture": "it is no causal language model, or its configuration has no vocabulary",
+    "architecture": "it is no causal language model, its configuration has no vocabulary, or "
+    "transformers does not know it",
     "family": f"it is one of {', '.join(sorted(NAMED))}, whose attention can't be stood in for",
     "interface": BYPASSES,
     "layer types": "it has layers other than full and sliding attention, such as linear or sparse "

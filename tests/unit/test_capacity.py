@@ -14,19 +14,16 @@ import engine.bundled
 from cluster.cli.main import app
 from cluster.sim.planning.model_facts import find_facts
 from cluster.sim.profiles.capacity import (
-    TENSOR_DEGREES,
     CopyCapacity,
     PlannedModel,
+    Refusals,
     capacity,
     smallest_copy,
 )
 from cluster.sim.profiles.load import known_device
 from cluster.sim.profiles.roofline import Parallel
-from engine.core.model_shape import read_shape
 from engine.family.build import bare_model
-from engine.model.checkpoint import open_checkpoint
 from engine.model.model import Model
-from engine.parallel.split import check_degree
 from kvrelay.errors import ModelError
 from tests.models import random_checkpoint
 from tests.unit.test_weights import cuts_of
@@ -62,20 +59,12 @@ def test_a_window_lets_longer_contexts_fit() -> None:
     assert 4096 * short.batch < short.kv_tokens * 2 == long.kv_tokens * 2
 
 
-SHAPES = {"num_hidden_layers": 2, "hidden_size": 96, "intermediate_size": 96, "head_dim": 8}
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 6, 12])
-def test_a_plan_has_the_degrees_that_a_worker_can_start(kv_heads: int) -> None:
-    heads = {"num_attention_heads": 12, "num_key_value_heads": kv_heads, "vocab_size": 512}
-    shape = read_shape({**SHAPES, **heads}, "it")
-    for degree in (*TENSOR_DEGREES, 3, 6, 12):
-        starts = True
-        try:
-            check_degree(degree, "llama", [12], [kv_heads])
-        except ModelError:
-            starts = False
-        assert shape.splits_over(degree) == starts, degree
+def test_the_smallest_copy_has_a_degree_that_a_worker_can_start() -> None:
+    facts = find_facts("llama-2-70b")
+    odd = replace(facts, refusals=Refusals(unsplit={2: "why", 4: "why"}))
+    assert [fitted(one, "h200-sxm").devices for one in (facts, odd)] == [2, 8]
+    whole = replace(facts, refusals=Refusals(unsplit=dict.fromkeys((2, 4, 8), "why")))
+    assert smallest_copy(whole, "h200-sxm", known_device("h200-sxm"), 4096, 0.9) is None
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
@@ -84,7 +73,7 @@ def test_a_plan_has_the_weights_that_each_rank_loads(tmp_path: Path, is_tied: bo
     folder = random_checkpoint(tmp_path, tie_word_embeddings=is_tied, vocab_size=4096)
     facts = find_facts(str(folder))
     half = replace(facts, weight_bytes=facts.weight_bytes / 2)  # it is stored in float32
-    bare = bare_model(open_checkpoint(str(folder)), device="cpu", dtype="bfloat16")
+    bare = bare_model(folder, device="cpu", dtype="bfloat16")
     for degree in (1, 2, 4):
         loaded = 2 * share_parameters(bare, degree)
         assert half.rank_bytes(Parallel(tensor=degree)) == pytest.approx(loaded, rel=0.02)
@@ -146,4 +135,15 @@ def test_the_command_prints_the_same_as_json(capsys: pytest.CaptureFixture[str])
     assert told["kv_bytes_per_token"] == 524_288
     assert [device["device"] for device in told["devices"]] == ["l4", "h100-sxm"]
     app(["plan", "deepseek-v3", "--gpus", "l4"], standalone_mode=False)
-    assert "too small" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "too small" in shown
+    assert "tensor   1: the deepseek_v3 family can't be split over ranks" in shown
+
+
+def test_a_refusal_is_said_before_the_estimate(capsys: pytest.CaptureFixture[str]) -> None:
+    app(["plan", "bloom-176b", "--gpus", "h200-sxm"], standalone_mode=False)
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("serve refuses this model: the bloom family can't be served")
+    app(["plan", "bloom-176b", "--gpus", "h200-sxm", "--format", "json"], standalone_mode=False)
+    told = json.loads(capsys.readouterr().out)
+    assert told["refused"] in first and told["devices"][0]["devices"] == 4

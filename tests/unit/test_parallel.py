@@ -420,7 +420,7 @@ def test_rank_0_knows_the_first_layers_of_each_kind(tmp_path: Path) -> None:
         tmp_path, "gemma3_text", num_hidden_layers=6, layer_types=kinds, sliding_window=8
     )
     checkpoint = open_checkpoint(str(folder))
-    bare = bare_model(checkpoint, device="cpu", dtype="float32")
+    bare = bare_model(checkpoint.path, device="cpu", dtype="float32")
     first = first_layers(bare, checkpoint, is_leader=True)
     whole = fill(bare, checkpoint)
     assert first.count == 4 and first.reference is not None
@@ -435,5 +435,5 @@ def test_rank_0_knows_the_first_layers_of_each_kind(tmp_path: Path) -> None:
 def test_a_sparse_layer_is_a_kind_of_its_own(tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=5, mlp_only_layers=[0, 1])
     checkpoint = open_checkpoint(str(folder))
-    bare = bare_model(checkpoint, device="cpu", dtype="float32")
+    bare = bare_model(checkpoint.path, device="cpu", dtype="float32")
     assert first_layers(bare, checkpoint, is_leader=False).count == 3

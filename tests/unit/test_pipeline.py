@@ -330,7 +330,7 @@ def bare_granite(folder: Path, changes: dict[str, float]) -> Model:
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     save_tokenizer(folder, 64)
-    return bare_model(open_checkpoint(str(folder)), device="cpu", dtype="float32")
+    return bare_model(folder, device="cpu", dtype="float32")
 
 
 @pytest.mark.processes

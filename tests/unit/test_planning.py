@@ -36,12 +36,12 @@ from cluster.sim.planning.estimate import (
 )
 from cluster.sim.planning.model_facts import find_facts
 from cluster.sim.planning.settle import Task, enough, fastest_rate
+from cluster.sim.profiles.capacity import Refusals
 from cluster.sim.profiles.load import known_device
 from cluster.sim.simulation import kv_layout
 from cluster.sim.trace import TraceRequest
-from engine.core.model_shape import read_shape
 from engine.core.step_times import decode_work, prefill_work
-from kvrelay.errors import ConfigError
+from kvrelay.errors import ConfigError, ModelError
 from kvrelay.types import Role
 
 FACTS = find_facts("llama-3.1-8b")
@@ -205,11 +205,8 @@ def test_a_worker_has_a_rank_on_each_of_its_gpus(tmp_path: Path) -> None:
         assert tensor == way.parallel.tensor
 
 
-def test_no_copy_has_a_degree_that_its_heads_do_not_allow() -> None:
-    attention = {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64}
-    sizes = {"num_hidden_layers": 2, "hidden_size": 768, "intermediate_size": 768}
-    shape = read_shape({**attention, **sizes, "vocab_size": 512}, "twelve heads")
-    facts = replace(FACTS, shape=shape)
+def test_no_copy_has_a_degree_that_no_worker_can_start() -> None:
+    facts = replace(FACTS, refusals=Refusals(unsplit={8: "it has twelve heads"}))
     found = copies(facts, {"l40s": known_device("l40s")}, {"l40s": 8}, 1050, 0.9)
     assert [way.parallel.tensor for way in found] == [1, 2, 4]
 
@@ -234,6 +231,12 @@ def test_the_command_finds_the_cheapest_first(
     assert prices == sorted(prices) and prices[0] == pytest.approx(1.84)
     assert told["fastest"] and all(row["price_per_hour"] <= 4 for row in told["fastest"])
     assert load_config(out).workers[0].device == "cuda"
+
+
+def test_a_fleet_that_can_not_serve_the_model_is_not_searched(trace: Path) -> None:
+    options = ["--gpus", "h200-sxm:8", "--trace", str(trace), "--slo", "1s,50ms"]
+    with pytest.raises(ModelError, match=r"no fleet can serve glm-5: the glm_moe_dsa .*indexed"):
+        app(["plan", "glm-5", *options], standalone_mode=False)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,16 @@ from transformers.core_model_loading import (
     WeightConverter,
 )
 
-from engine.device.group import Group
 from engine.family import read_weights
 from engine.family.build import bare_model, fill, load_model
 from engine.family.read_weights import before
-from engine.family.share import _kv_heads, _whole_shapes
+from engine.family.startable import kv_heads, whole_shapes
 from engine.model import weights
 from engine.model.checkpoint import INDEX, Checkpoint, open_checkpoint
 from engine.model.model import Model
 from engine.model.weights import Cut, Cuts, WeightReader
 from engine.parallel.split import plan_cuts
+from kvpool.core.layout.shards import Shard
 from tests.models import FAMILIES, random_checkpoint
 from tests.unit.test_parallel import KINDS, Kind
 
@@ -52,18 +52,8 @@ def test_weights_and_buffers_are_those_of_transformers(family: str, tmp_path: Pa
         assert_as_transformers_loads(model, folder, dtype)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OneOf:
-    """Of Group, what a plan asks."""
-
-    rank: int
-    size: int
-
-
 def cuts_of(bare: Model, rank: int, size: int) -> Cuts:
-    group: Any = OneOf(rank=rank, size=size)
-    checked: Group = group
-    return plan_cuts(bare.module, checked, _kv_heads(_whole_shapes(bare)))
+    return plan_cuts(bare.module, Shard(rank=rank, size=size), kv_heads(whole_shapes(bare)))
 
 
 def a_checkpoint(kind: Kind, folder: Path) -> Checkpoint:
@@ -94,7 +84,7 @@ def test_a_rank_reads_its_part_of_files(
     whole = dict(load_model(checkpoint, device="cpu", dtype="float32").module.named_parameters())
     for rank in range(kind.size):
         read.clear()
-        bare = bare_model(checkpoint, device="cpu", dtype="float32")
+        bare = bare_model(checkpoint.path, device="cpu", dtype="float32")
         cuts = cuts_of(bare, rank, kind.size)
         module = fill(bare, checkpoint, cuts).module
         assert cuts.keys() >= {"model.layers.0.self_attn.q_proj.weight"}

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from cluster.sim.profiles.capacity import TENSOR_DEGREES, PlannedModel, capacity
+from cluster.sim.profiles.capacity import PlannedModel, capacity
 from cluster.sim.profiles.roofline import Parallel, RooflineTimes, roofline_times
 from cluster.sim.profiles.schema import BYTES_PER_PARAMETER, DeviceProfile, Efficiency
 from cluster.sim.trace import TraceRequest
@@ -72,7 +72,7 @@ def copies(
 
 
 def _degrees(facts: PlannedModel, most_devices: int) -> Iterator[Parallel]:
-    for tensor in filter(facts.shape.splits_over, TENSOR_DEGREES):
+    for tensor in facts.refusals.degrees:
         if tensor <= most_devices:
             yield Parallel(tensor=tensor)
 

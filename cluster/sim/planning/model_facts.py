@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.sim.profiles.capacity import PlannedModel
-from cluster.sim.profiles.load import known_shape, model_names
+from cluster.sim.profiles.capacity import TENSOR_DEGREES, PlannedModel, Refusals
+from cluster.sim.profiles.load import known_refusals, known_shape, model_names
 from cluster.sim.profiles.roofline import Precision, precision_of
 from cluster.sim.profiles.schema import Dtype
-from engine.core.model_shape import read_shape
-from engine.model.checkpoint import find_config, open_weights
+from engine.core.model_shape import ModelShape, read_shape
+from engine.model.checkpoint import (
+    WeightFile,
+    check_dtypes,
+    find_config,
+    open_weights,
+    read_config,
+)
 from kvrelay.errors import ModelError
 
 
@@ -18,19 +25,28 @@ def find_facts(model: str, weights: Dtype | None = None, kv: Dtype | None = None
     """Of a hub id only the configuration is fetched. `weights` and `kv` replace the formats that
     the configuration says. Raises ModelError."""
     known = known_shape(model)
-    config = {} if known else _config(model)
+    if known is not None:
+        return PlannedModel.of(known, _precision({}, weights, kv), known_refusals(model))
+    folder = _folder(model)
+    config, files = read_config(folder), _weights_here(Path(model).expanduser())
+    refusals = _refusals(folder, files)
+    shape = _shape(config, model, refusals)
+    facts = PlannedModel.of(shape, _precision(config, weights, kv), refusals)
+    if weights or not files:
+        return facts
+    return replace(facts, weight_bytes=float(sum(file.data_bytes for file in files)))
+
+
+def _precision(config: Mapping[str, object], weights: Dtype | None, kv: Dtype | None) -> Precision:
     stored = precision_of(config)
-    precision = Precision(
+    return Precision(
         weights=weights or stored.weights,
         experts=weights or stored.experts,
         kv=kv or stored.kv,
     )
-    facts = PlannedModel.of(known or read_shape(config, model), precision)
-    held = None if known or weights else _weights_here(Path(model).expanduser())
-    return facts if held is None else replace(facts, weight_bytes=held)
 
 
-def _config(model: str) -> dict[str, object]:
+def _folder(model: str) -> Path:
     try:
         return find_config(model)
     except ModelError as error:
@@ -38,7 +54,26 @@ def _config(model: str) -> dict[str, object]:
         raise ModelError(f"{error}; shapes known by name are {names}") from None
 
 
-def _weights_here(folder: Path) -> float | None:
+def _refusals(folder: Path, files: tuple[WeightFile, ...]) -> Refusals:
+    """By the checks of a worker that starts."""
+    from engine.family.startable import rank_refusals  # imports transformers, which takes seconds
+
+    try:
+        check_dtypes(folder, files)
+        return Refusals(unsplit=rank_refusals(folder, TENSOR_DEGREES))
+    except ModelError as error:
+        return Refusals(refused=str(error))
+
+
+def _shape(config: Mapping[str, object], model: str, refusals: Refusals) -> ModelShape:
+    try:
+        return read_shape(config, model)
+    except ModelError as error:
+        raise ModelError(refusals.refused or str(error)) from None
+
+
+def _weights_here(folder: Path) -> tuple[WeightFile, ...]:
+    """None where the folder has no weights."""
     if not (folder.is_dir() and list(folder.glob("*.safetensors"))):
-        return None
-    return float(sum(file.data_bytes for file in open_weights(folder)))
+        return ()
+    return open_weights(folder)

@@ -5,7 +5,8 @@ The bounds take the data sheet at its word: no overheads, no latencies, every ra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from cluster.sim.profiles.roofline import Parallel, Precision, roofline_times, weight_bytes
 from cluster.sim.profiles.schema import BYTES_PER_PARAMETER, DeviceProfile, Efficiency
@@ -19,17 +20,36 @@ _EMBEDDING_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Refusals:
+    """What no worker can start. `refused`: why it can't serve the model at all; empty: it can.
+    `unsplit`: # degree of tensor parallelism |-> why a worker can't start with it"""
+
+    refused: str = ""
+    unsplit: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """All, where the model is refused: then the plan is an estimate."""
+        return tuple(degree for degree in TENSOR_DEGREES if degree not in self.unsplit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
     """`weight_bytes` are the checkpoint's own where it is here, else computed."""
 
     shape: ModelShape
     precision: Precision
     weight_bytes: float
+    refusals: Refusals
 
     @staticmethod
-    def of(shape: ModelShape, precision: Precision) -> PlannedModel:
-        size_bytes = weight_bytes(shape, precision)
-        return PlannedModel(shape=shape, precision=precision, weight_bytes=size_bytes)
+    def of(shape: ModelShape, precision: Precision, refusals: Refusals) -> PlannedModel:
+        return PlannedModel(
+            shape=shape,
+            precision=precision,
+            weight_bytes=weight_bytes(shape, precision),
+            refusals=refusals,
+        )
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -85,8 +105,8 @@ def smallest_copy(
     memory_fraction: float,
 ) -> CopyCapacity | None:
     """With the fewest devices (a power of two, by tensor parallelism) that hold the weights and
-    one sequence. None: not even 8 do, or the model's heads can't be split so far."""
-    for ways in filter(facts.shape.splits_over, TENSOR_DEGREES):
+    one sequence. None: not even 8 do, or no worker can start with so many."""
+    for ways in facts.refusals.degrees:
         found = capacity(
             facts, name, device, Parallel(tensor=ways), context_tokens, memory_fraction
         )

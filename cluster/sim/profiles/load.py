@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from cluster.config.load import describe, read_yaml
 from cluster.config.overrides import Node
 from cluster.config.simulation import ProfileSource
+from cluster.sim.profiles.capacity import TENSOR_DEGREES, Refusals
 from cluster.sim.profiles.measured import silicon_times, table_times
 from cluster.sim.profiles.published import distserve_times, dynamo_times
 from cluster.sim.profiles.roofline import Parallel, Precision, RooflineTimes, roofline_times
@@ -72,6 +73,16 @@ def known_shape(name: str) -> ModelShape | None:
     """None: no bundled shape has this name."""
     held = _bundled("models.yaml")
     return read_shape(held[name], name) if name in held else None
+
+
+def known_refusals(name: str) -> Refusals:
+    """As written beside the bundled shape of this name."""
+    entry = _bundled("models.yaml")[name]
+    unsplit = entry.get("unsplit")
+    more = TENSOR_DEGREES[1:] if unsplit else ()
+    return Refusals(
+        refused=str(entry.get("refused", "")), unsplit={degree: str(unsplit) for degree in more}
+    )
 
 
 def shape_of(model: str, folder: Path) -> ModelShape:
