@@ -54,7 +54,7 @@ from kvrelay.types import RequestKey, RequestSpec, Role, Sampling
 BATCHES = (64, 256)
 CONTEXT = 512
 _STEPS, _WARM = 96, 16
-_BLOCK, _VOCAB = 16, 64
+_BLOCK, _VOCAB = 16, 1
 _LONGEST = 2048
 _QUERY_HEADS, _KV_HEADS, _DIM = 32, 8, 16
 _PROCESSORS = 132
