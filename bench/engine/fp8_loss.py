@@ -1,8 +1,8 @@
 """What linear layers in FP8 lose, beside bf16, on a CPU: `quantization: fp8` as a worker has it.
 
-First the bundled model's logits of every token, against fp32's. Then greedy tokens where prompts are
-computed in FP8 and decoded in bf16, as a cluster with such a prefill pool does: each most likely
-token, given the text that fp32 makes.
+First the bundled model's logits of every token, against fp32's. Then greedy tokens where prompts
+are computed in FP8 and decoded in bf16, as a cluster with such a prefill pool does: each most
+likely token, given the text that fp32 makes.
 """
 
 from __future__ import annotations

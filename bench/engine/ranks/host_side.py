@@ -1,5 +1,4 @@
-"""The host's part of a decode step, with the device's taken away: of a rank alone, of rank 0 of two,
-and of the other.
+"""The host's part of a decode step, with the device's taken away: of a rank alone, and of two.
 
 A worker's core decides, and its engine launches each step behind the one before and collects it, as
 in production. Recorded steps replay as nothing, and sums of ranks are their first part.
@@ -10,9 +9,9 @@ from __future__ import annotations
 import argparse
 import socket
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -30,7 +29,7 @@ from cluster.core.worker.core import WorkerCore
 from cluster.core.worker.events import FromRouter, RouterJoined, RouterStream, WorkerCommand
 from cluster.sim.simulation import NOWHERE
 from engine.attention.backend import GroupShape
-from engine.attention.cuda.graphs import DecodeGraphs, Run, StaticDecode
+from engine.attention.cuda.graphs import DecodeGraphs, StaticDecode
 from engine.attention.triton.backend import TritonBackend
 from engine.core.sizing import KvSizing
 from engine.core.step import RunStep, Sampled, SequenceSlice, StepDone, StepOutcome
@@ -48,6 +47,7 @@ from kvpool.core.layout.block_names import BlockNames
 from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
 from kvpool.core.transfer.slabs import HEADER_BYTES, Staging
 from kvpool.memory.kv_memory import KvMemory
+from kvrelay.gc_pauses import freeze
 from kvrelay.messages import Generate
 from kvrelay.types import RequestKey, RequestSpec, Role, Sampling
 
@@ -69,6 +69,10 @@ _TIMES = LinearTimes(
 )
 
 
+Parts = dict[str, float]
+"""# what |-> ms a step"""
+
+
 @dataclass(slots=True)
 class Clock:
     """CPU time of this thread, by what it went to."""
@@ -86,8 +90,10 @@ class Clock:
         self.steps.append(dict(self.spent_s))
         self.spent_s.clear()
 
-    def medians_ms(self) -> dict[str, float]:
-        return {what: 1e3 * median(one[what] for one in self.steps) for what in self.steps[-1]}
+    def medians_ms(self) -> Parts:
+        """Without the first steps."""
+        steps = self.steps[_WARM:]
+        return {what: 1e3 * median(one[what] for one in steps) for what in steps[-1]}
 
 
 class _Sums:
@@ -128,7 +134,7 @@ def _layout(kv_heads: int) -> KvLayout:
     )
 
 
-def _engine(ranks: Ranks, sequences: int, clock: Clock) -> Engine:
+def _engine(ranks: Ranks, sequences: int) -> Engine:
     """Its recorded steps do nothing but yield logits."""
     size = 1 if ranks.own is None else 2
     layout = _layout(_KV_HEADS // size)
@@ -145,9 +151,7 @@ def _engine(ranks: Ranks, sequences: int, clock: Clock) -> Engine:
         architecture="", vocab_size=_VOCAB, max_model_len=_LONGEST, fingerprint="", device="cpu",
         dtype="bfloat16",
     )  # fmt: skip
-    sizing = KvSizing(
-        blocks=memory.blocks, tokens=0, max_model_len=_LONGEST, kv_bytes=0, reason=""
-    )
+    sizing = KvSizing(blocks=memory.blocks, tokens=0, max_model_len=_LONGEST, kv_bytes=0, reason="")
     engine = Engine(model, memory, facts, sizing, backend=backend, ranks=ranks)
     inputs = StaticDecode(backend, sequences, _LONGEST)
     engine.graphs = DecodeGraphs(model, inputs, sequences, _recorded(sequences))
@@ -239,29 +243,28 @@ def _spec(number: int) -> RequestSpec:
     )
 
 
-def alone(sequences: int) -> dict[str, float]:
-    """# what |-> ms a step"""
+def alone(sequences: int) -> Parts:
     clock = Clock()
-    worker = Worker(_engine(Alone(), sequences, clock), sequences, clock)
+    worker = Worker(_engine(Alone(), sequences), sequences, clock)
     for _ in range(_WARM + _STEPS):
         worker.step()
         clock.end_step()
-    return Clock(steps=clock.steps[_WARM:]).medians_ms()
+    return clock.medians_ms()
 
 
-def two(sequences: int) -> tuple[dict[str, float], dict[str, float]]:
-    """# what |-> ms a step; of rank 0, and of the other"""
+def two(sequences: int) -> tuple[Parts, Parts]:
+    """Of rank 0, and of the other. What is told is part of what is launched."""
     ours, theirs = Clock(), Clock()
     to_other, from_first = (Channel(end) for end in socket.socketpair())
-    first = Worker(_engine(_First(to_other, ours), sequences, ours), sequences, ours)
-    other, hearer = _engine(_Other(), sequences, theirs), StepHearer()
-    for _ in range(_WARM + _STEPS):
-        first.step()
-        _follow(other, hearer, from_first, theirs)
-        ours.end_step()
-        theirs.end_step()
-    found = Clock(steps=ours.steps[_WARM:]), Clock(steps=theirs.steps[_WARM:])
-    return found[0].medians_ms(), found[1].medians_ms()
+    with closing(to_other), closing(from_first):
+        first = Worker(_engine(_First(to_other, ours), sequences), sequences, ours)
+        other, hearer = _engine(_Other(), sequences), StepHearer()
+        for _ in range(_WARM + _STEPS):
+            first.step()
+            _follow(other, hearer, from_first, theirs)
+            ours.end_step()
+            theirs.end_step()
+    return ours.medians_ms(), theirs.medians_ms()
 
 
 def _follow(other: Engine, hearer: StepHearer, channel: Channel, clock: Clock) -> None:
@@ -269,3 +272,52 @@ def _follow(other: Engine, hearer: StepHearer, channel: Channel, clock: Clock) -
         told = hearer.decode(channel.receive())
     with clock.on("launched"):
         other.follow(*told)
+
+
+def rounds(sequences: int, repeats: int) -> list[Row]:
+    """In turn; the medians of the rounds."""
+    found = [(alone(sequences), *two(sequences)) for _ in range(repeats)]
+    one, first, other = (_middle(parts) for parts in zip(*found, strict=True))
+    return [
+        _row(f"a rank alone, {sequences} sequences", one, None),
+        _row(f"rank 0 of two, {sequences} sequences", first, _total(one)),
+        _row(f"the other, {sequences} sequences", other, _total(one)),
+    ]
+
+
+def _middle(parts: Sequence[Parts]) -> Parts:
+    return {what: median(one[what] for one in parts) for what in parts[0]}
+
+
+def _total(parts: Parts) -> float:
+    return sum(ms for what, ms in parts.items() if what != "told")
+
+
+def _row(name: str, parts: Parts, peer: float | None) -> Row:
+    return Row(
+        name=f"the host's part of a decode step: {name}",
+        value=_total(parts),
+        unit="ms",
+        against="" if peer is None else "a rank alone",
+        against_value=peer,
+        lower_is_better=True,
+        method=f"CPU time of a thread, contexts of {CONTEXT} tokens, median of {_STEPS} steps",
+        spread=", ".join(f"{what} {ms:.2f}" for what, ms in parts.items()),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    freeze()
+    rows = [row for count in BATCHES for row in rounds(count, args.repeats)]
+    print_table("The host's part of a decode step", rows)
+    if args.json:
+        write_json(args.json, rows)
+
+
+if __name__ == "__main__":
+    main()
