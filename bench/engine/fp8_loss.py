@@ -8,7 +8,6 @@ likely token, given the text that fp32 makes.
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from bench.kvpool.codec_loss import Handoff, Load, bench_engine, bundled_prompts, random_prompts
+from bench.kvpool.codec_loss import Handoff, Load, bench_engine, bundled_prompts
 from bench.kvpool.kv_scales import distance
-from bench.models import SMOLLM_135M, write_random_llama
 from bench.report import Row, print_table, write_json
 from engine.bundled import checkpoint_path
 from engine.compiled.build import _OwnTokens
@@ -116,13 +114,6 @@ def _agreements(name: str, one: Chosen, other: Chosen, load: Load) -> Iterator[R
         yield Row(name=f"{name}: {which}", value=percent, unit="%", method=method)
 
 
-def measure(load: Load) -> list[Row]:
-    table = [*rows("bundled", checkpoint_path(), bundled_prompts(load), load)]
-    with tempfile.TemporaryDirectory() as name:
-        folder = write_random_llama(Path(name), SMOLLM_135M)
-        return [*table, *rows("random SmolLM-135M", folder, random_prompts(load), load)]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
@@ -135,7 +126,7 @@ def main() -> None:
     load = Load(
         prompts=args.prompts, prompt_tokens=args.prompt_tokens, output_tokens=args.output_tokens
     )
-    table = measure(load)
+    table = [*rows("bundled", checkpoint_path(), bundled_prompts(load), load)]
     print_table("Prompts in FP8, decoded in bf16", table)
     if args.json:
         write_json(args.json, table)
