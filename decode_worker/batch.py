@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from decode_worker.incoming import Arrived
 from decode_worker.packing import Packing
@@ -97,8 +97,6 @@ class Follower:
 
     def slice(self, tables: Tables) -> SequenceSlice:
         sequence, is_known = self.sequence, self.follows is None
-        (request,) = sequence.samples()
-        index = request.index if is_known else request.index + 1
         prefills = sequence.needed > 1
         return SequenceSlice(
             key=sequence.key,
@@ -106,7 +104,7 @@ class Follower:
             token_ids=sequence[self.start : self.start + 1] if is_known else (0,),
             start=self.start,
             tables=tables,
-            samples=(replace(request, index=index),),
+            samples=sequence.samples(ahead=0 if is_known else 1),
             prompt_tokens=sequence.length if prefills else sequence.context_tokens,
             follows=self.follows,
         )
@@ -135,7 +133,7 @@ def _may_overlap(running_set: RunningSet) -> bool:
         return False
     if running_set.suspects and running_set.alone:
         return False
-    here = (*running_set.running, *[sequence for sequence, _ in running_set.on_device])
+    here = {*running_set.running, *[sequence for sequence, _ in running_set.on_device]}
     return all(_only_decodes(sequence) for sequence in here)
 
 

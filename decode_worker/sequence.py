@@ -155,15 +155,16 @@ class Sequence:
         """The tokens that it began with."""
         return self.prompt_tokens + len(self.spec.emitted_ids)
 
-    def samples(self) -> tuple[SampleRequest, ...]:
-        """What to draw once all tokens are run; with the history where it matters."""
-        history = self.needs_history
+    def samples(self, ahead: int = 0) -> tuple[SampleRequest, ...]:
+        """What to draw once all tokens are run, and `ahead` more whose ids aren't known yet; with
+        the history where it matters."""
+        history, index = self.needs_history, len(self.emitted) + ahead
         return tuple(
             [
                 SampleRequest(
                     sampling=self.spec.sampling,
                     choice=choice,
-                    index=len(self.emitted),
+                    index=index,
                     prompt_ids=self.spec.prompt_ids if history else (),
                     emitted_ids=tuple(self.emitted) if history else (),
                 )

@@ -72,10 +72,14 @@ class Loss:
 
 
 class Handoff:
-    """Prompts are computed into blocks of one pool and handed over into others of the same."""
+    """Prompts are computed by one engine and handed over into other blocks of its pool, or to the
+    engine that decodes."""
 
-    def __init__(self, engine: Engine, prompts: torch.Tensor, load: Load) -> None:
-        self._engine, self._load = engine, load
+    def __init__(
+        self, engine: Engine, prompts: torch.Tensor, load: Load, decoder: Engine | None = None
+    ) -> None:
+        """`decoder` None: the engine that computes."""
+        self._engine, self._decoder, self._load = engine, decoder or engine, load
         self._prompts: list[list[int]] = prompts.tolist()
         self._sent_bytes = 0
         self.first = torch.tensor([self._prefill(number) for number in range(load.prompts)])
@@ -102,7 +106,7 @@ class Handoff:
         )
 
     def send(self, codec: Codec) -> float:
-        """All prompts; bytes per token."""
+        """All prompts, to where they are decoded; bytes per token."""
         self._sent_bytes = 0
         for number in range(self._load.prompts):
             self._send_one(number, codec)
@@ -117,7 +121,7 @@ class Handoff:
             piece, coded = Piece(span=span, index=index), write.encoded(codec)
             checks = {"fingerprint": _FINGERPRINT, "lease_id": 1, "window": slab}
             write_slab(memory, ours, piece, coded, **checks)  # type: ignore[arg-type]
-            read_slab(memory, theirs, piece, coded, **checks)  # type: ignore[arg-type]
+            read_slab(self._decoder.memory, theirs, piece, coded, **checks)  # type: ignore[arg-type]
             self._sent_bytes += coded.nbytes
 
     def decode(self, *, received: bool, forced: torch.Tensor | None = None) -> Decoded:
@@ -138,7 +142,8 @@ class Handoff:
             self._slice(number, [token], at, self._tables(number, received=received))
             for number, token in enumerate(last)
         )
-        return self._engine.logits(StepBatch(slices=tuple(slices)))
+        engine = self._decoder if received else self._engine
+        return engine.logits(StepBatch(slices=tuple(slices)))
 
 
 def losses(engine: Engine, prompts: torch.Tensor, load: Load) -> tuple[float, list[Loss]]:
@@ -208,7 +213,12 @@ def random_prompts(load: Load) -> torch.Tensor:
 
 
 def bench_engine(
-    path: Path, load: Load, *, attention: str = "auto", compiled: bool = True
+    path: Path,
+    load: Load,
+    *,
+    dtype: str = "bfloat16",
+    attention: str = "auto",
+    compiled: bool = True,
 ) -> Engine:
     limits = EngineLimits(
         max_model_len=load.tokens,
@@ -218,7 +228,7 @@ def bench_engine(
     return load_engine(
         open_checkpoint(str(path)),
         device="cpu",
-        dtype="bfloat16",
+        dtype=dtype,
         block_size=_BLOCK_SIZE,
         blocks=2 * load.prompts * -(-load.tokens // _BLOCK_SIZE),
         limits=limits,

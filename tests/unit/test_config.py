@@ -26,6 +26,7 @@ from cluster.core.plan import (
 from cluster.core.resolve import Site, resolve
 from kvrelay.access.values import Secrets
 from kvrelay.errors import ConfigError
+from kvrelay.types import Role
 
 CONFIGS = Path(__file__).parents[2] / "deploy" / "configs"
 SITE = Site(total_cpus=8, node_cpus=8, host="127.0.0.1", bundled_path="/bundled/checkpoint")
@@ -538,6 +539,17 @@ def test_pool_dtype_overrides_the_model() -> None:
     config = set_("model.dtype=float16", "workers.0.dtype=float32", mixed)
     plan = plan_cluster(resolve(config, SITE))
     assert [worker.settings.dtype for worker in plan.workers] == ["float32", "float16"]
+
+
+def test_a_pool_may_compute_prompts_in_fp8_for_pools_that_do_not() -> None:
+    def products(*options: str) -> list[bool]:
+        plan = plan_cluster(resolve(set_(*options), SITE))
+        assert [worker.settings.role for worker in plan.workers] == [Role.PREFILL, Role.DECODE]
+        assert not any(worker.settings.allow_mixed_precision for worker in plan.workers)
+        return [worker.settings.cuda.fp8_products for worker in plan.workers]
+
+    assert products("workers.0.quantization=fp8") == [True, False]
+    assert products("model.quantization=fp8", "workers.1.quantization=none") == [True, False]
 
 
 CHANGES = {

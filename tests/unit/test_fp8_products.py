@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.kvpool.codec_loss import Handoff, Load
+from engine import load
 from engine.checks import self_check
 from engine.checks.summation_noise import row_differences
 from engine.compiled import build
@@ -17,8 +19,10 @@ from engine.core.sizing import EngineLimits
 from engine.load import load_engine
 from engine.model.checkpoint import open_checkpoint
 from engine.model.model import Model
+from engine.runner import Engine
+from kvpool.core.layout.codec import Codec
 from kvrelay.errors import ModelError
-from tests.models import random_checkpoint
+from tests.models import VOCAB_SIZE, random_checkpoint
 from tests.unit.test_compiled import cache, logits, plain_model, shared_cache
 
 __all__ = ["cache", "shared_cache"]
@@ -116,3 +120,40 @@ def test_other_dtypes_and_devices_are_refused(tmp_path: Path) -> None:
             limits=EngineLimits(max_model_len=64, prefill_chunk_tokens=16, max_running_requests=2),
             cuda=CudaOptions(fp8_products=True),
         )
+
+
+def _served(folder: Path, *, fp8: bool) -> Engine:
+    return load_engine(
+        open_checkpoint(str(folder)),
+        device="cpu",
+        dtype="bfloat16",
+        block_size=16,
+        blocks=32,
+        limits=EngineLimits(max_model_len=64, prefill_chunk_tokens=48, max_running_requests=2),
+        cuda=CudaOptions(fp8_products=fp8),
+        compiled=False,
+    )
+
+
+def test_prompts_in_fp8_are_decoded_in_bf16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decode worker takes the KV as its own, and yields what bf16 yields over exactly it."""
+    monkeypatch.setattr(load, "check_fp8", lambda device: None)
+    folder = random_checkpoint(tmp_path, "llama", **_WIDE)
+    prefill, decode = (_served(folder, fp8=fp8) for fp8 in (True, False))
+    assert prefill.model.in_fp8 and not decode.model.in_fp8
+    assert prefill.facts.fingerprint == decode.facts.fingerprint
+    assert prefill.layout == decode.layout
+    sizes = Load(prompts=2, prompt_tokens=40, output_tokens=8)
+    prompts = torch.randint(2, VOCAB_SIZE, (2, 40), generator=torch.Generator().manual_seed(3))
+    run, own = Handoff(prefill, prompts, sizes, decode), Handoff(decode, prompts, sizes)
+    run.send(Codec.NONE)
+    found = run.decode(received=True)
+    own.first = run.first
+    over_own = own.decode(received=False, forced=found.tokens)
+    decode.memory.flat.copy_(prefill.memory.flat)
+    expected = own.decode(received=False)
+    assert torch.equal(found.tokens, expected.tokens)
+    assert torch.equal(found.logits, expected.logits)
+    assert not torch.equal(found.logits, over_own.logits), "it was the KV of FP8"

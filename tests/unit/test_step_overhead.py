@@ -1,4 +1,4 @@
-"""The bench of a step's own Python runs on the engine as it is."""
+"""The benches of a step's own Python run on the engine as it is."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.engine import step_overhead
+from bench.engine.ranks import host_side
 from engine.core.sizing import EngineLimits
 from engine.load import load_engine
 from engine.model.checkpoint import open_checkpoint
@@ -26,3 +27,21 @@ def test_all_parts_are_measured(
     row = step_overhead.measure(engine)
     assert 0 < row.value < 1000
     assert "3 sequences" in row.name
+
+
+def test_two_ranks_are_measured_beside_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are told, launched ahead and replayed on both."""
+    monkeypatch.setattr(host_side, "_STEPS", 3)
+    monkeypatch.setattr(host_side, "_WARM", 2)
+    replayed: list[int] = []
+    replay = host_side.DecodeGraphs.replay
+    monkeypatch.setattr(
+        host_side.DecodeGraphs,
+        "replay",
+        lambda graphs, count: (replayed.append(count), replay(graphs, count))[1],
+    )
+    rows = host_side.rounds(3, repeats=1)
+    assert [row.ratio is None for row in rows] == [True, False, False]
+    assert all(0 < row.value < 1000 for row in rows)
+    assert "told" in rows[1].spread and "heard" in rows[2].spread
+    assert replayed == [3] * (6 + 6 + 5), "one step more than is collected is in flight"

@@ -38,6 +38,23 @@ def test_growth_takes_blocks_in_every_group_only_when_needed() -> None:
     tables.validate()
 
 
+def test_tables_are_the_same_object_until_they_change() -> None:
+    tables, a, b = _tables(), _holder("a"), _holder("b")
+    assert tables.try_grow(a, 5, now_s=0.0)
+    before = tables.tables(a)
+    assert tables.try_grow(a, 8, now_s=0.0)
+    assert tables.tables(a) is before
+    assert tables.try_grow(a, 12, now_s=0.0)
+    grown = tables.tables(a)
+    tables.shrink(a, 8)
+    assert tables.tables(a) == before and grown != before
+    tables.fork(a, b, now_s=0.0)
+    assert tables.tables(b) == before
+    assert tables.try_own(b, 5) is not None
+    assert tables.tables(a) == before != tables.tables(b)
+    tables.validate()
+
+
 def test_growth_is_all_or_nothing_over_the_groups() -> None:
     tables, a, b = _tables(2), _holder("a"), _holder("b")
     taken = tables.device.pools[1].try_allocate(1)

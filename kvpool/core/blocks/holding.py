@@ -25,7 +25,7 @@ from kvrelay.types import RequestKey
 class Holding:
     """`run` ends the chain of the first `named` blocks. `seen_from`: no later query comes from
     before this position. `own` are this holder's own copies of named blocks: others had named
-    theirs first."""
+    theirs first. Whoever changes `tables` clears `shown`."""
 
     layout: KvLayout
     tables: list[list[BlockId]]
@@ -34,6 +34,7 @@ class Holding:
     seen_from: int
     run: Run | None = None
     own: list[GroupBlock] = field(default_factory=list)
+    shown: Tables | None = field(init=False, default=None)
 
     @classmethod
     def of(
@@ -62,6 +63,12 @@ class Holding:
             seen_from=seen_from,
             run=run,
         )
+
+    def show(self) -> Tables:
+        """The tables: the same object as long as they don't change."""
+        if self.shown is None:
+            self.shown = tuple(map(tuple, self.tables))
+        return self.shown
 
     @property
     def named(self) -> int:
@@ -119,6 +126,8 @@ class Holding:
         passed = real([table[index] for index in unseen])
         for index in unseen:
             table[index] = NO_BLOCK
+        if unseen:
+            self.shown = None
         return passed
 
 
@@ -179,6 +188,8 @@ class Copies:
         ]
         if any(own and not self.blocks.available(group) for group, own in enumerate(shared)):
             return None
+        if any(shared):
+            entry.shown = None
         return tuple(
             self._own_one(group, entry.tables[group], index) if wanted else ()
             for group, wanted in enumerate(shared)

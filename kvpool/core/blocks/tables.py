@@ -64,7 +64,8 @@ class BlockTables:
         return min(map(len, entry.tables)) * self.layout.block_size if entry else 0
 
     def tables(self, holder: Holder) -> Tables:
-        return tuple(map(tuple, self._entries[holder].tables))
+        """The same object as long as they don't change."""
+        return self._entries[holder].show()
 
     def chain(self, tenant: str, prompt_tokens: int) -> HashChain:
         """Names for the blocks of a new sequence."""
@@ -139,6 +140,8 @@ class BlockTables:
         """Call it only after `_has_room`: so all groups get blocks or none does."""
         for group, table in enumerate(entry.tables):
             passed, missing = entry.lacks(group, tokens, window_tokens)
+            if passed or missing:
+                entry.shown = None
             table.extend([NO_BLOCK] * passed)
             if missing:
                 table.extend(self.device.take(group, missing, leased=entry.leased))
@@ -282,6 +285,7 @@ class BlockTables:
         """Gives back the room behind the first `tokens` tokens; none of it is named."""
         entry, kept = self._entries[holder], self.layout.blocks_for(tokens)
         assert kept >= entry.named, "a named block is not given back alone"
+        entry.shown = None
         for group, table in enumerate(entry.tables):
             self.device.release(group, real(table[kept:]))
             del table[kept:]
@@ -341,6 +345,8 @@ class BlockTables:
     def validate(self) -> None:
         self.device.validate()
         assert self.orphaned() == 0, f"{self.orphaned()} orphaned blocks"
+        for entry in self._entries.values():
+            assert entry.show() == tuple(map(tuple, entry.tables)), "the tables shown are old ones"
         holders = Counter(run for entry in self._entries.values() for run in path(entry.run))
         assert all(run.holders == holders[run] for run in self.device.tree), "a hold is lost"
 
