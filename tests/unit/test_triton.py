@@ -1,4 +1,5 @@
-"""The Triton kernels without a device: interpreted, in a process of their own, and compiled."""
+"""The Triton kernels without a device, interpreted in a process of their own; what they become on
+one is `test_kernels_compiled`'s."""
 
 from __future__ import annotations
 
@@ -38,10 +39,3 @@ def test_kernels_interpreted_on_the_cpu(files: str) -> None:
     tests = [f"tests/unit/{name}_interpreted.py" for name in files.split()]
     arguments = ["-m", "pytest", *tests, "-p", "no:cacheprovider"]
     _run(arguments, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
-
-
-@pytest.mark.processes
-@pytest.mark.timeout(700)
-@pytest.mark.parametrize("program", ["triton_compiled", "attention_compiled", "draw_compiled"])
-def test_kernels_compiled_for_devices_reach_memory_as_meant(program: str, tmp_path: Path) -> None:
-    _run(["-m", f"tests.unit.{program}"], TRITON_CACHE_DIR=str(tmp_path))
