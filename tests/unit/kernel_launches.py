@@ -3,7 +3,7 @@ shape is named: what `test_kernels_compiled` compiles."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -60,8 +60,9 @@ def moved_between_pools() -> None:
     copy_planes([source], [target], _int32(2, _TOKENS))
 
 
-def _planes(dim: int, kept: torch.dtype) -> Iterable[torch.Tensor]:
-    return empty(2, _SLOTS, KV_HEADS, dim, dtype=kept)
+def _planes(dim: int, kept: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = empty(2, _SLOTS, KV_HEADS, dim, dtype=kept)
+    return keys, values
 
 
 def attended(
