@@ -102,9 +102,9 @@ def stored(kept: torch.dtype) -> Call:
 def rotated_and_stored(kept: torch.dtype) -> Call:
     """Queries, keys and values are parts of one product."""
     whole = empty(_TOKENS, HEADS + 2 * KV_HEADS, DIM).transpose(0, 1)
-    fresh, angles = whole.split([HEADS, KV_HEADS, KV_HEADS]), empty(1, 1, _TOKENS, DIM)
-    slots = _int32(_TOKENS)
-    return lambda: rotate_and_store(*fresh, angles, angles, *_planes(DIM, kept), slots)
+    query, key, value = whole.split([HEADS, KV_HEADS, KV_HEADS])
+    angles, slots = empty(1, 1, _TOKENS, DIM), _int32(_TOKENS)
+    return lambda: rotate_and_store(query, key, value, angles, angles, *_planes(DIM, kept), slots)
 
 
 def normed(dtype: torch.dtype, *, rounds: bool = False) -> None:
