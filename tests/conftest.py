@@ -20,8 +20,8 @@ settings.register_profile("unhurried", deadline=None, suppress_health_check=[Hea
 settings.load_profile("unhurried")
 
 
-LONG = ("tests/unit/test_triton.py",)
-"""Minutes long, and by name among the last: one process would run it while the others have no file
+LONG = ("tests/unit/test_triton.py", "tests/unit/test_kernels_compiled.py")
+"""Minutes long, and by name among the last: one process would run one while the others have no file
 left."""
 
 

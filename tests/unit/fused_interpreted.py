@@ -23,6 +23,13 @@ def dtype() -> torch.dtype:
     return torch.float32
 
 
+@pytest.fixture(params=[1, 5])
+def tokens(request: pytest.FixtureRequest) -> int:
+    """Each is a program of its own."""
+    found: int = request.param
+    return found
+
+
 @pytest.fixture
 def fused() -> TritonOperations:
     return TritonOperations()

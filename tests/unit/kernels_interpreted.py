@@ -27,10 +27,10 @@ def of_layers(folder: Path, family: str, layers: int) -> Model:
     ("family", "before", "after"),
     [
         ("llama", 38, 8),
-        ("qwen3", 54, 10),
+        pytest.param("qwen3", 54, 10, marks=pytest.mark.long),
         ("gemma3_text", 82, 12),
         ("mixtral", 56, 26),
-        ("qwen3_moe", 69, 26),
+        pytest.param("qwen3_moe", 69, 26, marks=pytest.mark.long),
         ("gpt_oss", 65, 47),
     ],
 )

@@ -24,6 +24,12 @@ def fused(dtype: torch.dtype) -> Fused:
     return open_fused(dtype)
 
 
+@pytest.fixture(params=TOKENS)
+def tokens(request: pytest.FixtureRequest) -> int:
+    found: int = request.param
+    return found
+
+
 def numbers(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(7)).to(dtype)
 
@@ -52,20 +58,17 @@ def norm(x: torch.Tensor, weight: torch.Tensor, rounds: bool = False) -> torch.T
     return (scaled.to(x.dtype).double() if rounds else scaled) * weight.double()
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
 def test_norm(fused: Fused, dtype: torch.dtype, tokens: int) -> None:
     x, weight = numbers(dtype, 1, tokens, 70)[..., 3:], numbers(torch.float32, 67)
     assert_rounded_once(fused.rms_norm(x, weight, 1e-5, False), norm(x, weight))
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
 def test_norm_of_heads(fused: Fused, dtype: torch.dtype, tokens: int) -> None:
     x, weight = numbers(dtype, 1, tokens, 5, 24)[:, :, 1:4, 2:], numbers(torch.float32, 22)
     for heads in (x, x.transpose(1, 2)):
         assert_rounded_once(fused.rms_norm(heads, weight, 1e-5, False), norm(heads, weight))
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
 def test_sum_and_its_norm(fused: Fused, dtype: torch.dtype, tokens: int) -> None:
     x, other = numbers(dtype, 2, 1, tokens, 67)
     weight = numbers(torch.float32, 67)
@@ -74,7 +77,6 @@ def test_sum_and_its_norm(fused: Fused, dtype: torch.dtype, tokens: int) -> None
     assert_rounded_once(normed, norm(total, weight))
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
 def test_rotation(fused: Fused, dtype: torch.dtype, tokens: int) -> None:
     x = numbers(dtype, 1, tokens, 7, 40)[:, :, 2:5, 4:].transpose(1, 2)
     cos, sin = numbers(dtype, 2, 1, 1, tokens, 36)
@@ -86,7 +88,6 @@ def test_rotation(fused: Fused, dtype: torch.dtype, tokens: int) -> None:
     torch.testing.assert_close(found, expected, rtol=exact, atol=exact)
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
 def test_norms_that_round_before_the_weight(fused: Fused, dtype: torch.dtype, tokens: int) -> None:
     x, other = numbers(dtype, 2, 1, tokens, 67)
     weight = numbers(torch.float32, 67)
@@ -96,7 +97,6 @@ def test_norms_that_round_before_the_weight(fused: Fused, dtype: torch.dtype, to
     assert torch.equal(alone, normed)
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
 def test_gates(fused: Fused, dtype: torch.dtype, tokens: int) -> None:
     both = 4 * numbers(dtype, 1, tokens, 134)
     gate, up = both[..., :67], both[..., 67:]

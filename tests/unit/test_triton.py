@@ -1,4 +1,5 @@
-"""The Triton kernels without a device: interpreted, in a process of their own, and compiled."""
+"""The Triton kernels without a device, interpreted in a process of their own; what they become on
+one is `test_kernels_compiled`'s."""
 
 from __future__ import annotations
 
@@ -27,21 +28,8 @@ def _run(arguments: list[str], **environment: str) -> None:
 
 @pytest.mark.processes
 @pytest.mark.timeout(700)
-@pytest.mark.parametrize(
-    "files",
-    [
-        "triton attention draw kernels",
-        "triton_engine fused",
-    ],
-)
-def test_kernels_interpreted_on_the_cpu(files: str) -> None:
-    tests = [f"tests/unit/{name}_interpreted.py" for name in files.split()]
-    arguments = ["-m", "pytest", *tests, "-p", "no:cacheprovider"]
+@pytest.mark.parametrize("chosen", ["not long", pytest.param("long", marks=pytest.mark.long)])
+def test_kernels_interpreted_on_the_cpu(chosen: str) -> None:
+    tests = [str(path) for path in sorted(Path(__file__).parent.glob("*_interpreted.py"))]
+    arguments = ["-m", "pytest", *tests, "-p", "no:cacheprovider", "-m", chosen]
     _run(arguments, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
-
-
-@pytest.mark.processes
-@pytest.mark.timeout(700)
-@pytest.mark.parametrize("program", ["triton_compiled", "attention_compiled", "draw_compiled"])
-def test_kernels_compiled_for_devices_reach_memory_as_meant(program: str, tmp_path: Path) -> None:
-    _run(["-m", f"tests.unit.{program}"], TRITON_CACHE_DIR=str(tmp_path))

@@ -29,12 +29,14 @@ from engine.model.kv_layout import layer_places, probe
 from engine.model.model import Model
 from engine.runner import Engine
 from tests.drive import Running, run_mixed, start, step_forced
-from tests.models import VOCAB_SIZE, random_checkpoint
+from tests.models import FAMILIES, VOCAB_SIZE, random_checkpoint
 from tests.reference import assert_same_tokens, generate_reference
 from tests.unit import fake_attention_libraries
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run by tests/unit/test_triton.py"
-_CHUNK_TOKENS, _TOKENS = 32, 3
+_CHUNK_TOKENS, _TOKENS, _WINDOW = 16, 3, 12
+_OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in ("llama", "qwen3", "gemma2")]
+"""What they rotate is in gemma3_text too: normed heads, windows, two kinds of angles."""
 
 
 def _engine(
@@ -43,8 +45,9 @@ def _engine(
     limits = EngineLimits(
         max_model_len=128, prefill_chunk_tokens=_CHUNK_TOKENS, max_running_requests=4
     )
+    windows = {"sliding_window": _WINDOW} if FAMILIES[family].get("sliding_window") else {}
     return load_engine(
-        open_checkpoint(str(random_checkpoint(folder, family, num_hidden_layers=2))),
+        open_checkpoint(str(random_checkpoint(folder, family, num_hidden_layers=2, **windows))),
         device="cpu",
         dtype="float32",
         block_size=16,
@@ -62,7 +65,7 @@ def _prompts(*lengths: int) -> list[list[int]]:
 
 
 def _check(engine: Engine) -> None:
-    prompts = _prompts(1, 17, 35)
+    prompts = _prompts(1, 9, 20)
     references = [generate_reference(engine.model, p, tokens=_TOKENS) for p in prompts]
     sequences = start(engine, prompts, max_tokens=_TOKENS)
     run_mixed(engine, sequences, chunk_tokens=_CHUNK_TOKENS)
@@ -70,13 +73,13 @@ def _check(engine: Engine) -> None:
         assert_same_tokens(reference, one.emitted)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.long), "gpt_oss"])
 def test_tokens_in_mixed_batches(family: str, tmp_path: Path) -> None:
     """Loading has compared the logits with the model's own already."""
     _check(_engine(tmp_path, family))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("family", ["gemma3_text", *_OTHERS])
 def test_tokens_of_a_graph_whose_attention_rotates(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
