@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-import transformers
 
 from engine.attention.choosing.choice import ChosenBackend, choose_backend
 from engine.checks.self_check import Loaded, Reference, check_against_eager
@@ -153,16 +152,23 @@ class Assembly:
 
 
 def set_matmul_precision(*, tf32: bool) -> None:
-    """Of fp32 on CUDA. Rotary angles stay fp32: they are products of matrices in older versions of
-    transformers, which are refused. Raises ModelError."""
+    """Of fp32 on CUDA. Raises ModelError where that would blur rotary angles: in older versions of
+    transformers they are products of matrices."""
+    if tf32:
+        _check_angles()
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+
+
+def _check_angles() -> None:
+    import transformers  # takes a second, which other starts can do without
+
     found = transformers.__version__
-    if tf32 and tuple(map(int, found.split(".")[:2])) < _FP32_ANGLES:
+    if tuple(map(int, found.split(".")[:2])) < _FP32_ANGLES:
         raise ModelError(
             f"engine.matmul_precision: high needs transformers {_FP32_ANGLES[0]}.{_FP32_ANGLES[1]} "
             f"or later, and this is {found}, which would blur rotary angles: upgrade it, or use "
             "highest"
         )
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
 
 
 def load_engine(

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -68,10 +67,11 @@ def precision() -> Iterator[None]:
 def test_tf32_is_refused_with_a_transformers_that_multiplies_angles(
     older: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transformers, "__version__", older)
+    checkpoint = open_checkpoint(str(random_checkpoint(tmp_path)))
+    monkeypatch.setattr("transformers.__version__", older)
     with pytest.raises(ModelError, match=rf"transformers 5\.19 or later, and this is {older}"):
         load_engine(
-            open_checkpoint(str(random_checkpoint(tmp_path))),
+            checkpoint,
             device="cuda",
             dtype="float32",
             block_size=16,
@@ -86,7 +86,7 @@ def test_tf32_is_refused_with_a_transformers_that_multiplies_angles(
 @pytest.mark.usefixtures("precision")
 @pytest.mark.parametrize("version", ["5.19.0", "5.20.0.dev0", "6.0.0"])
 def test_tf32_is_taken_with_a_newer_one(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr("transformers.__version__", version)
     set_matmul_precision(tf32=True)
     assert torch.get_float32_matmul_precision() == "high"
     set_matmul_precision(tf32=False)
