@@ -185,9 +185,9 @@ class Mover:
     def _send(self, send: _Send) -> None:
         started_s, error, job = time.monotonic(), None, send.job
         memory = send.staging.memory_on(scheme_of(send.connection.peer_address))
-        send.gathered()
         try:
             with self._trace.span("write", **_facts(job.lent.key, job.lent.piece, job.write)):
+                send.gathered()
                 region = RegionName(job.lent.region)
                 send.connection.write(region, 0, memory[: send.nbytes])
             self._tell_filled(job)
