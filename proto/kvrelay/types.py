@@ -75,9 +75,9 @@ prefix sources. 16: and of what prefill workers have stored so far. 17: workers 
 ones. 18: leases are renewed for what moves, and peers hear that a link has stalled. 19: workers
 have a witness of their end, and requests may run alone. 20: the output of a request may have to
 match a grammar. 21: workers tell their role, and a request leaves a worker in one message.
-22: all choices of a request are moved together. 23: workers tell how long each
-phase of their start took. 24: workers tell which prompts they take. 27: workers tell what their
-memory is for."""
+22: all choices of a request are moved together. 23: workers tell how long each phase of their start
+took. 24: workers tell which prompts they take. 25: a router's state is watched, not asked for. 26:
+workers name their pool. 27: and tell what their memory is for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
