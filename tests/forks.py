@@ -14,6 +14,7 @@ _PRELOADED = [
     "transformers.models.llama.modeling_llama",
     "kvpool.transport.registry",
     "pydantic",
+    "tests.frozen",  # after all others
 ]
 
 

@@ -9,6 +9,8 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +23,7 @@ from kvpool.core.transfer.commands import SlabWritten, WriteSlab
 from kvpool.memory.kv_memory import KvMemory
 from kvpool.transport.endpoints import Endpoints, SharedRegion
 from kvpool.transport.send_buffers import SEND_BUFFERS, SendBuffers
+from kvrelay.errors import PeerError
 from kvrelay.types import Incarnation
 from tests.unit.loop_kit import peer_hello
 from tests.unit.test_prefill_scheduler import write_of
@@ -199,16 +202,20 @@ def test_a_larger_slab_gets_larger_memory(sender: Sender) -> None:
     assert sender.held["now"] == 0
 
 
-def test_who_waits_for_memory_does_not_hold_up_the_end(sender: Sender) -> None:
-    gate = sender.peer("slow")
-    for name in ("a", "b", "c"):
-        sender.send("slow", name)
-    gate.comes.get(timeout=PATIENCE_S)
-    sender.mover.close()
-    ended = sender.outcomes.get(timeout=PATIENCE_S)
-    assert isinstance(ended, SlabWritten) and ended.key.request_id == "c"
-    assert ended.error == "this worker closes its links"
-    gate.open(2)
+def test_who_waits_for_memory_does_not_hold_up_the_end(endpoints: Endpoints) -> None:
+    buffers = SendBuffers(endpoints, SLAB_BYTES)
+    connection: Any = Unmapped(Gate(0))
+    taken = [buffers.take(connection, 100) for _ in range(2)]
+    with ThreadPoolExecutor(1) as pool:
+        third = pool.submit(buffers.take, connection, 100)
+        with suppress(TimeoutError):
+            third.result(timeout=0.1)
+        assert not third.done()
+        buffers.close()
+        with pytest.raises(PeerError, match="this worker closes its links"):
+            third.result(timeout=PATIENCE_S)
+    for buffer in taken:
+        buffers.give_back(connection, buffer)
 
 
 def test_a_gather_is_queued_behind_the_one_before(

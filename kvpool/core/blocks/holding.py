@@ -64,12 +64,6 @@ class Holding:
             run=run,
         )
 
-    def show(self) -> Tables:
-        """The tables: the same object as long as they don't change."""
-        if self.shown is None:
-            self.shown = tuple(map(tuple, self.tables))
-        return self.shown
-
     @property
     def named(self) -> int:
         """Blocks from the start that have names."""

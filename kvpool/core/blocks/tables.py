@@ -65,7 +65,10 @@ class BlockTables:
 
     def tables(self, holder: Holder) -> Tables:
         """The same object as long as they don't change."""
-        return self._entries[holder].show()
+        entry = self._entries[holder]
+        if entry.shown is None:
+            entry.shown = tuple(map(tuple, entry.tables))
+        return entry.shown
 
     def chain(self, tenant: str, prompt_tokens: int) -> HashChain:
         """Names for the blocks of a new sequence."""
@@ -346,7 +349,8 @@ class BlockTables:
         self.device.validate()
         assert self.orphaned() == 0, f"{self.orphaned()} orphaned blocks"
         for entry in self._entries.values():
-            assert entry.show() == tuple(map(tuple, entry.tables)), "the tables shown are old ones"
+            shown, tables = entry.shown, tuple(map(tuple, entry.tables))
+            assert shown is None or shown == tables, "the tables shown are old ones"
         holders = Counter(run for entry in self._entries.values() for run in path(entry.run))
         assert all(run.holders == holders[run] for run in self.device.tree), "a hold is lost"
 
