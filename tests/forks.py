@@ -14,7 +14,6 @@ _PRELOADED = [
     "transformers.models.llama.modeling_llama",
     "kvpool.transport.registry",
     "pydantic",
-    "tests.frozen",  # after all others
 ]
 
 
