@@ -54,7 +54,7 @@ def check_long_sequences(model: Model, longest: int) -> None:
             layout,
             trial,
             small.eager_logits(trial_token_ids(small, trial)),
-            lambda memory, batch: _paged_logits(small, planner, memory, batch),
+            lambda memory, batch: _paged_logits(small, planner, memory, batch, trial.tokens),
         )
     check_difference(model, CHECK, float(found.max()), _LONG_TOLERANCE)
 
@@ -71,11 +71,13 @@ def _whole_products() -> Iterator[None]:
 
 
 def _paged_logits(
-    model: Model, planner: Planner, memory: KvMemory, batch: StepBatch
+    model: Model, planner: Planner, memory: KvMemory, batch: StepBatch, tokens: int
 ) -> torch.Tensor:
+    """`tokens` of each sequence in the end."""
     plan = planner.plan(batch.slices)
     state = PagedAttention(memory, plan, layer_places(memory.layout))
-    with nullcontext() if model.longrope is None else model.longrope.long(True):
+    longrope = model.longrope
+    with nullcontext() if longrope is None else longrope.long(tokens > longrope.border_tokens):
         return model.forward(plan.token_ids, plan.positions, plan.logit_rows, state).float()
 
 

@@ -201,6 +201,15 @@ def test_longrope_has_its_border_early_in_the_small_copy() -> None:
     assert longrope_border_tokens(small) == BORDER_TOKENS
 
 
+@pytest.mark.parametrize("longest", [64, 256, 257, 1024])
+def test_longrope_is_served_below_its_border_too(tmp_path: Path, longest: int) -> None:
+    """With 256 tokens none is longer than the border, and the short factors apply."""
+    folder = random_checkpoint(tmp_path, "phi3_longrope")
+    model = load_model(open_checkpoint(str(folder)), device="cpu", dtype="float32")
+    assert model.longrope is not None and model.longrope.border_tokens == 256
+    check_long_sequences(model, longest)
+
+
 def test_a_window_that_is_never_reached_stays() -> None:
     assert small_config(family_config("mistral", sliding_window=4096), 1024).sliding_window == 4096
 
