@@ -5,7 +5,8 @@ Payloads that are gathered in host memory carry a checksum. Those of a device ca
 header's own checksum, with lease, piece and length, shows that the slab was filled and for which
 piece.
 
-A pool whose heads are on several devices is collated by rank 0, through one slab for each rank.
+A pool that lies on several devices is collated by rank 0, through one slab for each rank. Where it
+is cut by layers alone and nothing is encoded, a rank's part of a slab is a slab too.
 
 On a CUDA device the work is queued on the caller's current stream, the header of a slab too; the
 caller waits for it.
@@ -20,7 +21,7 @@ import torch
 
 from kvpool.core.layout.codec import Codec, WireFormat
 from kvpool.core.layout.layout import KvLayout, Tables
-from kvpool.core.layout.shards import End, PlaneSlice
+from kvpool.core.layout.shards import End, GroupSlice, PlaneSlice
 from kvpool.core.transfer.piece import Piece
 from kvpool.core.transfer.pool_map import PoolMap
 from kvpool.core.transfer.slabs import HEADER_BYTES, NO_CHECKSUM, SlabHeader, checksum
@@ -39,10 +40,12 @@ _Move = Callable[[KvMemory, SlabSection, torch.Tensor], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Share:
-    """One rank's part of a plane: `section` is its own, `heads` are the whole section's."""
+    """One rank's part of a plane: `section` is its own, `layers` and `heads` are counted in the
+    whole section."""
 
     rank: int
     section: SlabSection
+    layers: slice
     heads: slice
 
 
@@ -60,7 +63,7 @@ def move_parts(
         for share in _shares(memory.map, section, wire, plane, end):
             payload = torch.empty(share.section.nbytes, dtype=torch.uint8, device=slab.device)
             (own,) = slab_views(share.section, wire, payload)
-            theirs = _narrow(views, share.heads)
+            theirs = _narrow(views, share)
             if end is End.TARGET:
                 _copy(theirs, own)
             move(memory.parts[share.rank], share.section, payload)
@@ -72,25 +75,51 @@ def _shares(
     pool: PoolMap, section: SlabSection, wire: WireFormat, plane: PlaneSlice, end: End
 ) -> Iterator[_Share]:
     group, first = section.part.group, plane.first_head(end)
+    asked = range(first, first + plane.heads)
     copies = pool.copies(group, plane.plane) if end is End.TARGET else 1
     for copy in range(copies):
-        for rank in pool.holders(group, plane.plane, copy):
-            held = pool.held(group, plane.plane, rank)
-            heads = range(max(first, held.start), min(first + plane.heads, held.stop))
-            if heads:
-                own = heads.start - held.start
+        for share in pool.shares(group, plane.plane, copy):
+            heads, layers = (
+                _common(asked, share.heads),
+                _common(_layers(section, end), share.layers),
+            )
+            if heads and layers:
+                own = heads.start - share.heads.start
                 cut = replace(plane, source_head=own, target_head=own, heads=len(heads))
-                part = replace(section.part, planes=(cut,))
+                part = replace(_of_layers(section.part, layers, share.layers), planes=(cut,))
                 yield _Share(
-                    rank=rank,
+                    rank=share.rank,
                     section=replace(section, part=part).encoded(wire, 0),
-                    heads=slice(heads.start - first, heads.stop - first),
+                    layers=_within(layers, _layers(section, end)),
+                    heads=_within(heads, asked),
                 )
 
 
-def _narrow(views: SlabViews, heads: slice) -> SlabViews:
-    scales = None if views.scales is None else views.scales[:, :, heads]
-    return SlabViews(values=views.values[:, :, heads], scales=scales)
+def _layers(section: SlabSection, end: End) -> range:
+    """Indices in the group of this end's pool."""
+    first = section.part.first_layer(end)
+    return range(first, first + section.part.layers)
+
+
+def _common(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _within(some: range, whole: range) -> slice:
+    return slice(some.start - whole.start, some.stop - whole.start)
+
+
+def _of_layers(part: GroupSlice, layers: range, held: range) -> GroupSlice:
+    """These layers of it, on a rank that holds `held`."""
+    own = layers.start - held.start
+    return replace(part, source_layer=own, target_layer=own, layers=len(layers))
+
+
+def _narrow(views: SlabViews, share: _Share) -> SlabViews:
+    at = (share.layers, slice(None), share.heads)
+    return SlabViews(
+        values=views.values[at], scales=None if views.scales is None else views.scales[at]
+    )
 
 
 def _copy(source: SlabViews, target: SlabViews) -> None:
@@ -130,7 +159,10 @@ def _move(
     end: End,
 ) -> None:
     """At the source moves out of the pool, at the target into it."""
-    if memory.lies_apart or (slab.is_cuda and memory.map.ranks > 1):
+    if memory.map.stages and memory.map.ranks == 1 and wire.codec is Codec.NONE:
+        for rank, own in _stage_sections(memory.map, section, wire, end):
+            _move(memory.parts[rank], side, own, wire, slab, end)
+    elif memory.lies_apart or (slab.is_cuda and memory.map.ranks > 1):
 
         def move(part: KvMemory, own: SlabSection, payload: torch.Tensor) -> None:
             _move(part, side, own, wire, payload, end)
@@ -148,6 +180,20 @@ def _move(
         views = slab_views(section, wire, slab)
         for plane, seen in zip(section.part.planes, views, strict=True):
             change(seen, plane_rows(memory, section, side, end, plane), dtype, wire.codec)
+
+
+def _stage_sections(
+    pool: PoolMap, section: SlabSection, wire: WireFormat, end: End
+) -> Iterator[tuple[int, SlabSection]]:
+    """(rank, its layers of the section) in the same slab; stages have one rank each."""
+    whole = _layers(section, end)
+    layer_bytes = section.nbytes // len(whole)
+    for share in pool.shares(section.part.group, 0, 0):
+        layers = _common(whole, share.layers)
+        if layers:
+            part = _of_layers(section.part, layers, share.layers)
+            offset_bytes = section.offset_bytes + (layers.start - whole.start) * layer_bytes
+            yield share.rank, replace(section, part=part).encoded(wire, offset_bytes)
 
 
 def _move_planes(

@@ -54,15 +54,14 @@ def _by_token(
     """Sums `[tokens, SUMS]` and squares `[tokens]` over all layers and heads."""
     sums, squares = torch.zeros(len(slots), SUMS), torch.zeros(len(slots))
     heads = memory.layout.groups[group].planes[plane].heads
-    for rank in memory.map.holders(group, plane, copy):
-        pool = memory.parts[rank].planes[group][plane]
-        held = memory.map.held(group, plane, rank)
+    for share in memory.map.shares(group, plane, copy):
+        pool = memory.parts[share.rank].planes[group][plane]
         here = slots.to(pool.device)
         own_sums, own_squares = (torch.zeros_like(t, device=pool.device) for t in (sums, squares))
-        for layer, values in enumerate(pool):
+        for layer, values in zip(share.layers, pool, strict=True):
             rows = _rows(values, here)
-            dim = rows.shape[1] // len(held)
-            signs = _signs((layer * heads + held.start) * dim, rows.shape[1], str(pool.device))
+            first = (layer * heads + share.heads.start) * (rows.shape[1] // len(share.heads))
+            signs = _signs(first, rows.shape[1], str(pool.device))
             own_sums += rows @ signs
             own_squares += rows.square().sum(dim=1)
         sums += own_sums.cpu()

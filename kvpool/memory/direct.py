@@ -1,5 +1,5 @@
 """Reads a piece of a handoff straight out of a peer's pool, without a slab. Runs in the receiver,
-the worker that owns the target's blocks."""
+the worker that owns the target's blocks. The peer's pool is one flat memory; ours may lie apart."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvpool.core.layout.layout import KvLayout
-from kvpool.core.layout.shards import End, PlaneSlice, reslice
+from kvpool.core.layout.shards import End, GroupSlice, PlaneSlice, reslice
 from kvpool.core.transfer.piece import PairedRun, paired_runs
 from kvpool.core.transfer.pool_map import KvFacts, PoolMap
 from kvpool.core.transfer.write import Side, SlabSection, SlabWrite
@@ -56,20 +56,34 @@ def _map_of(layout: KvLayout, block_size: int, blocks: int, ranks: int) -> PoolM
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shared:
-    """The heads that one rank of the peer and one of our ranks share."""
+    """The layers and heads that one rank of the peer and one of our ranks share."""
 
     theirs: int
     ours: int
-    planes: tuple[PlaneSlice, ...]
+    part: GroupSlice
+
+
+def _shared(theirs: PoolMap, ours: PoolMap, section: SlabSection) -> Iterator[_Shared]:
+    """Of the section's layers. A rank of the peer has all."""
+    asked = section.part
+    for shared in _shared_in_group(theirs, ours, asked.group):
+        part = shared.part
+        first = max(asked.source_layer, part.source_layer)
+        end = min(asked.source_layer + asked.layers, part.source_layer + part.layers)
+        if first < end:
+            own = part.target_layer + first - part.source_layer
+            part = replace(part, source_layer=first, target_layer=own, layers=end - first)
+            yield replace(shared, part=part)
 
 
 @lru_cache(maxsize=64)
-def _shared(theirs: PoolMap, ours: PoolMap, group: int) -> tuple[_Shared, ...]:
+def _shared_in_group(theirs: PoolMap, ours: PoolMap, group: int) -> tuple[_Shared, ...]:
+    assert not theirs.stages, "a pool that lies apart is not read"
     found = []
     for source, their_shard in enumerate(theirs.shards):
         for target, our_shard in enumerate(ours.shards):
             parts = [p for p in reslice(their_shard, our_shard) if p.group == group]
-            found += [_Shared(theirs=source, ours=target, planes=p.planes) for p in parts]
+            found += [_Shared(theirs=source, ours=target, part=p) for p in parts]
     return tuple(found)
 
 
@@ -91,9 +105,9 @@ def _copy_at_once(
         row_index(side.tables[group], section, side.block_size) for side in (source, target)
     )
     slots = send_slots(taken, placed, memory.device)
-    for shared in _shared(peer.map, memory.map, group):
-        ours = _planes(memory.parts[shared.ours], section, shared, End.TARGET)
-        theirs = _planes(peer.parts[shared.theirs], section, shared, End.SOURCE)
+    for shared in _shared(peer.map, memory.map, section):
+        ours = _planes(memory.parts[shared.ours], shared.part, End.TARGET)
+        theirs = _planes(peer.parts[shared.theirs], shared.part, End.SOURCE)
         copy_planes(theirs, ours, slots)
 
 
@@ -102,9 +116,9 @@ def _copy_runs(
 ) -> None:
     """One strided copy per run, plane and pair of ranks covers all layers."""
     seen = _as_bytes if memory.device.type == peer.device.type == "cpu" else _as_is
-    for shared in _shared(peer.map, memory.map, section.part.group):
-        ours = _planes(memory.parts[shared.ours], section, shared, End.TARGET, seen)
-        theirs = _planes(peer.parts[shared.theirs], section, shared, End.SOURCE, seen)
+    for shared in _shared(peer.map, memory.map, section):
+        ours = _planes(memory.parts[shared.ours], shared.part, End.TARGET, seen)
+        theirs = _planes(peer.parts[shared.theirs], shared.part, End.SOURCE, seen)
         for run in paired_runs(section, source, target):
             for into, out_of in zip(ours, theirs, strict=True):
                 taken = out_of[:, run.source : run.source + run.tokens]
@@ -122,18 +136,17 @@ def _as_is(plane: torch.Tensor) -> Any:
 
 
 def _planes(
-    part: KvMemory,
-    section: SlabSection,
-    shared: _Shared,
+    memory: KvMemory,
+    part: GroupSlice,
     end: End,
     seen: Callable[[torch.Tensor], Any] = _as_is,
 ) -> list[Any]:
     """# plane |-> the part that travels, `[layers, slots, heads, dim]` of one rank, `seen` as a
-    tensor or an array; the layer is the same for both"""
-    group, layer = section.part.group, section.part.source_layer
-    planes, layers = part.planes[group], slice(layer, layer + section.part.layers)
+    tensor or an array"""
+    layer = part.first_layer(end)
+    planes, layers = memory.planes[part.group], slice(layer, layer + part.layers)
     found = []
-    for plane in shared.planes:
+    for plane in part.planes:
         first = plane.first_head(end)
         found.append(seen(planes[plane.plane])[layers, :, first : first + plane.heads])
     return found
@@ -150,15 +163,14 @@ def reads_of(
     """One descriptor per run, layer and plane; one per token if only some of a rank's heads belong
     to one of ours."""
     for section in write.sections:
-        for shared in _shared(theirs, memory.map, section.part.group):
-            ours = _planes(memory.parts[shared.ours], section, shared, End.TARGET)
-            for plane, into in zip(shared.planes, ours, strict=True):
+        for shared in _shared(theirs, memory.map, section):
+            ours = _planes(memory.parts[shared.ours], shared.part, End.TARGET)
+            for plane, into in zip(shared.part.planes, ours, strict=True):
                 for run in paired_runs(section, source, target):
-                    yield from _reads_of_run(section, theirs, region, shared, plane, into, run)
+                    yield from _reads_of_run(theirs, region, shared, plane, into, run)
 
 
 def _reads_of_run(
-    section: SlabSection,
     theirs: PoolMap,
     region: RegionName,
     shared: _Shared,
@@ -166,14 +178,14 @@ def _reads_of_run(
     into: torch.Tensor,
     run: PairedRun,
 ) -> Iterator[Read]:
-    group, peer = section.part.group, theirs.parts[shared.theirs]
+    group, peer = shared.part.group, theirs.parts[shared.theirs]
     held = peer.layout.groups[group].planes[plane.plane].heads
     whole = plane.heads == held and into[0, 0].numel() == into.stride(1)
     step = run.tokens if whole else 1
     within = plane.source_head * plane.dim * peer.layout.element_bytes
     offset = theirs.part_offset(shared.theirs) + within
-    for i in range(section.part.layers):
+    for i in range(shared.part.layers):
         for token in range(0, run.tokens, step):
-            layer, slot = section.part.source_layer + i, run.source + token
+            layer, slot = shared.part.source_layer + i, run.source + token
             rows = into[i, run.target + token : run.target + token + step]
             yield Read(region, offset + peer.row_offset(group, plane.plane, layer, slot), rows)

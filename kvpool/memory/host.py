@@ -16,7 +16,7 @@ import xxhash
 
 from kvpool.core.blocks.device_blocks import Place
 from kvpool.core.node.tier_blocks import PoolPlace
-from kvpool.core.transfer.pool_map import PoolMap
+from kvpool.core.transfer.pool_map import PlaneShare, PoolMap
 from kvpool.memory.kv_memory import KvMemory
 from kvpool.memory.rows import BlockRows
 from kvpool.transport.peer.base import Connection, Read, RegionName, RegionWrite
@@ -77,19 +77,20 @@ class HostBlocks:
         self, blocks: Sequence[Place], copies: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """(in the pool `[layers, all blocks, tokens, elements]`, block ids, in the places `[layers,
-        blocks, tokens, elements]`) of each plane and rank. Elements are those of the rank's heads,
-        as words."""
+        blocks, tokens, elements]`) of each plane and rank. Layers are the rank's, elements those of
+        its heads, as words."""
         pool, size = self._memory.map, self._memory.layout.block_size
         for index, group in enumerate(self._memory.layout.groups):
             at = [place[index] for place in blocks]
             ids = torch.tensor(at, device=self._on_device.device)
             for number in range(len(group.planes)):
                 in_places = self._in_places(len(blocks), index, number)
-                for rank in _holders(pool, index, number, copies):
-                    plane = self._memory.parts[rank].planes[index][number]
+                for share in _shares(pool, index, number, copies):
+                    plane = self._memory.parts[share.rank].planes[index][number]
                     in_pool = plane.flatten(2).unflatten(1, (-1, size))
-                    heads = pool.held(index, number, rank)
-                    theirs = in_places[:, :, :, heads.start : heads.stop].flatten(3)
+                    layers, heads = share.layers, share.heads
+                    of_layers = in_places[layers.start : layers.stop]
+                    theirs = of_layers[:, :, :, heads.start : heads.stop].flatten(3)
                     word = _widest_word(in_pool, theirs)
                     yield in_pool.view(word), ids, theirs.view(word)
 
@@ -109,9 +110,9 @@ class HostBlocks:
         )
 
 
-def _holders(pool: PoolMap, group: int, plane: int, copies: int) -> Iterator[int]:
+def _shares(pool: PoolMap, group: int, plane: int, copies: int) -> Iterator[PlaneShare]:
     for copy in range(min(copies, pool.copies(group, plane))):
-        yield from pool.holders(group, plane, copy)
+        yield from pool.shares(group, plane, copy)
 
 
 def _widest_word(*tensors: torch.Tensor) -> torch.dtype:

@@ -23,7 +23,7 @@ class KvMemory:
     share memory shares them all as one region. `allocate` None takes plain memory of `device`.
     With several `ranks` the tensors are those of `parts`, each of a rank's heads; without, the
     memory is its only part. Ranks on GPUs of their own have a `flat` each, and their parts lie
-    apart.
+    apart: those of stages always do.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class KvMemory:
 
     @classmethod
     def of_parts(cls, pool: PoolMap, flats: Sequence[torch.Tensor]) -> KvMemory:
-        """# rank |-> memory of its heads, all seen from the device of the first"""
+        """# rank |-> memory of its own KV, all seen from the device of the first"""
         memory = cls.__new__(cls)
         memory._say(pool, flats[0].device)
         memory._flat = None
@@ -61,6 +61,7 @@ class KvMemory:
         return memory
 
     def _lay_out(self, pool: PoolMap, flat: torch.Tensor) -> None:
+        assert not pool.stages, "the parts of stages lie apart"
         self._say(pool, flat.device)
         self._flat: torch.Tensor | None = flat
         assert flat.numel() == pool.nbytes, (flat.numel(), pool.nbytes)
@@ -107,7 +108,7 @@ class KvMemory:
 
     @property
     def parts(self) -> tuple[KvMemory, ...]:
-        """# rank |-> its heads"""
+        """# rank |-> its own KV"""
         return self._parts or (self,)
 
     def _part(self, rank: int) -> KvMemory:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -91,10 +92,12 @@ def _samples(memory: KvMemory, blocks: int, slab_bytes: int, place: str) -> Iter
 
 
 def _prepared(memory: KvMemory, side: Side, writes: Sequence[SlabWrite]) -> Sample:
-    """Prepares the descriptors for a read of a peer's pool like ours."""
+    """Prepares the descriptors for a read of a pool with as many ranks as ours, all layers on
+    each: peers' pools that lie apart are not read."""
+    theirs = replace(memory.map, stages=())
 
     def name() -> int:
-        batches = (reads_of(memory, side, memory.map, RegionName(""), side, w) for w in writes)
+        batches = (reads_of(memory, side, theirs, RegionName(""), side, w) for w in writes)
         return sum(len([*batch]) for batch in batches)
 
     return Sample(step=TimedStep.PREPARE, pieces=name(), seconds=_least(name, memory.device))

@@ -131,13 +131,13 @@ def places_of(
     total = pool.layout.groups[group].planes[plane.plane].heads
     first = plane.first_head(end)
     found = []
-    for rank in pool.holders(group, plane.plane, copy):
-        held = pool.held(group, plane.plane, rank)
+    for share in pool.shares(group, plane.plane, copy):
+        held = share.heads
         heads = range(max(first, held.start), min(first + plane.heads, held.stop))
         if heads:
             assert tokens == 1 or heads == range(total), (tokens, heads, total)
             inside = range(heads.start - held.start, heads.stop - held.start)
-            found.append(_place(pool, rank, group, plane, inside, tokens))
+            found.append(_place(pool, share.rank, group, plane, inside, tokens))
     return found
 
 
@@ -276,8 +276,8 @@ def _block_pieces(pool: PoolMap, copy: int) -> Iterator[tuple[int, int, int, int
         for layer in range(len(group.layers)):
             for plane in range(len(group.planes)):
                 for token in range(0, pool.layout.block_size, tokens):
-                    for rank in pool.holders(index, plane, copy):
-                        part = pool.parts[rank]
+                    for share in pool.shares(index, plane, copy):
+                        part, before = pool.parts[share.rank], pool.part_offset(share.rank)
                         row = part.token_bytes(index, plane)
-                        start = pool.part_offset(rank) + part.row_offset(index, plane, layer, token)
+                        start = before + part.row_offset(index, plane, layer, token)
                         yield start, tokens * row, pool.layout.block_size * row, index

@@ -7,10 +7,14 @@ A peer that knows layout and number of blocks finds the same places:
 each `[layers, slots, heads, dim]`, slot = block x block_size + token, aligned to 256 bytes. A
 worker with several tensor parallel ranks has one such map for the heads of each rank, one after
 another. With more ranks than heads, each head has *copies* on consecutive ranks.
+
+Where the layers are shared out too, among the stages of a pipeline, each rank's map is of a memory
+of its own: the pool *lies apart*, and no peer finds places in it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -41,13 +45,27 @@ class KvFacts:
     ranks: int = 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaneShare:
+    """What a rank of the grid holds of a plane; `layers` are indices in the group."""
+
+    rank: int
+    layers: range
+    heads: range
+
+
 @dataclass(frozen=True, kw_only=True)
 class PoolMap:
-    """`layout` is the whole model's; the map of each rank gives the places of its planes."""
+    """`layout` is the whole model's; the map of each rank gives the places of its planes.
+
+    `ranks` share the heads in each of the `stages`: the layers of each, in the order of their
+    ranks. Without stages all ranks hold all layers.
+    """
 
     layout: KvLayout
     blocks: int
     ranks: int = 1
+    stages: tuple[range, ...] = ()
 
     @property
     def slots(self) -> int:
@@ -55,41 +73,59 @@ class PoolMap:
 
     @cached_property
     def nbytes(self) -> int:
-        if self.ranks > 1:
-            return self.ranks * self.parts[0].nbytes
-        return self._end(self._planes)
+        """Of all ranks together."""
+        if self.is_one:
+            return self._end(self._planes)
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def is_one(self) -> bool:
+        """True if nothing is shared out."""
+        return self.ranks == 1 and not self.stages
 
     @cached_property
     def shards(self) -> tuple[ShardLayout, ...]:
-        """# rank |-> its part of the model"""
-        shards = (Shard(rank=rank, size=self.ranks) for rank in range(self.ranks))
-        return tuple(ShardLayout(model=self.layout, shard=shard) for shard in shards)
+        """# rank of the grid |-> its part of the model"""
+        return tuple(
+            ShardLayout(model=self.layout, shard=Shard(rank=rank, size=self.ranks, layers=layers))
+            for layers in self.stages or (None,)
+            for rank in range(self.ranks)
+        )
 
     @cached_property
     def parts(self) -> tuple[PoolMap, ...]:
-        """# rank |-> the map of its heads; all are alike and consecutive"""
-        if self.ranks == 1:
+        """# rank of the grid |-> the map of its own KV; without stages all are alike and
+        consecutive"""
+        if self.is_one:
             return (self,)
         return tuple(PoolMap(layout=one.local, blocks=self.blocks) for one in self.shards)
 
     def copies(self, group: int, plane: int) -> int:
-        """The number of ranks that hold each head."""
+        """The number of ranks that hold each head of a layer."""
         return max(1, self.ranks // self.layout.groups[group].planes[plane].heads)
 
     @cached_property
     def most_copies(self) -> int:
         return max(self.copies(group, plane) for group, plane in self._planes)
 
-    def holders(self, group: int, plane: int, copy: int) -> range:
-        """Ranks that together hold every head once, in the heads' order; each `copy` has other
-        ranks."""
-        copies = self.copies(group, plane)
-        return range(copy % copies, self.ranks, copies)
-
-    def held(self, group: int, plane: int, rank: int) -> range:
-        """The heads of a rank."""
+    def shares(self, group: int, plane: int, copy: int) -> Iterator[PlaneShare]:
+        """Together every head of every layer once, a layer's in the heads' order; each `copy` is on
+        other ranks."""
         total = self.layout.groups[group].planes[plane].heads
-        return Shard(rank=rank, size=self.ranks).heads(total)
+        copies = self.copies(group, plane)
+        for stage, layers in enumerate(self._members[group]):
+            for rank in range(copy % copies, self.ranks if layers else 0, copies):
+                heads = Shard(rank=rank, size=self.ranks).heads(total)
+                yield PlaneShare(rank=stage * self.ranks + rank, layers=layers, heads=heads)
+
+    @cached_property
+    def _members(self) -> tuple[tuple[range, ...], ...]:
+        """# layer group |-> stage |-> indices of its layers in the group"""
+        stages = [Shard(layers=layers) for layers in self.stages or (None,)]
+        found = tuple(tuple(s.members(group) for s in stages) for group in self.layout.groups)
+        held = [sum(map(len, members)) for members in found]
+        assert held == [len(group.layers) for group in self.layout.groups], (held, self.stages)
+        return found
 
     @cached_property
     def bytes_per_block(self) -> int:
@@ -97,11 +133,12 @@ class PoolMap:
         return sum(part.layout.bytes_per_block for part in self.parts)
 
     def part_offset(self, rank: int) -> int:
+        assert not self.stages, "memory that lies apart"
         return sum(part.nbytes for part in self.parts[:rank])
 
     def offset(self, group: int, plane: int) -> int:
         """Bytes before the plane."""
-        assert self.ranks == 1, "asked of a rank's part"
+        assert self.is_one, "asked of a rank's part"
         return self._offsets[group, plane]
 
     def plane_bytes(self, group: int, plane: int) -> int:
