@@ -28,10 +28,9 @@ from engine.parallel.channel import Channel
 from engine.parallel.grid import Grid
 from engine.parallel.message import StepHearer, StepKind
 from engine.parallel.opening import OwnRank, open_rank
-from engine.parallel.ranks import offer_part
+from engine.parallel.ranks import lies_apart, offer_part, pool_map
 from engine.runner import Engine
 from kvpool.core.layout.layout import KvLayout
-from kvpool.core.transfer.pool_map import PoolMap
 from kvpool.memory.kv_memory import Allocate, KvMemory
 from kvrelay.errors import ModelError, PeerError
 
@@ -62,9 +61,9 @@ class Following:
         self, layout: KvLayout, blocks: int, device: torch.device, allocate: Allocate | None
     ) -> KvMemory:
         blocks = self._channel.receive_facts()["blocks"]
-        grid = self.own.grid
-        pool, rank = PoolMap(layout=layout, blocks=blocks, ranks=grid.tensor), self.own.rank
-        if device.type == "cuda":
+        grid, rank, apart = self.own.grid, self.own.rank, lies_apart(device)
+        pool = pool_map(layout, blocks, grid, apart=apart)
+        if apart:
             return offer_part(pool.parts[rank], device, self._channel)
         return KvMemory.over(pool, self._channel.receive_memory()).parts[grid.tensor_rank(rank)]
 

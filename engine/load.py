@@ -36,7 +36,14 @@ from engine.model.kv_layout import derive_layout
 from engine.model.model import Model
 from engine.model.packed_linear import sizes
 from engine.parallel.opening import OwnRank
-from engine.parallel.ranks import ALONE, Ranks, block_bytes, own_layout, own_memory
+from engine.parallel.ranks import (
+    ALONE,
+    Ranks,
+    block_bytes,
+    own_layout,
+    own_memory,
+    rank_block_bytes,
+)
 from engine.recording import record_decode, rehearse_recording
 from engine.runner import Engine, EngineFacts
 from engine.sampling.grammars import Grammars, open_grammars
@@ -76,10 +83,11 @@ class Assembly:
         profiles = (_NOTHING,) if blocks is not None else self.ranks.profiles(self._profile())
         if not self._is_first:
             return self._no_blocks()
-        longest, whole = self.facts.max_model_len, block_bytes(self.layout, self.ranks.own)
-        if len(profiles) > 1 and not self.model.on_cpu:
+        longest, own = self.facts.max_model_len, self.ranks.own
+        if len(profiles) > 1 and own is not None and not self.model.on_cpu:
+            parts = rank_block_bytes(self.layout, own.grid)
             return size_ranks(
-                self.layout, self.limits, profiles, max_model_len=longest, block_bytes=whole
+                self.layout, self.limits, profiles, max_model_len=longest, block_bytes=parts
             )
         return size_kv(
             self.layout,
@@ -87,13 +95,13 @@ class Assembly:
             of_one_host(profiles),
             max_model_len=longest,
             blocks=blocks,
-            block_bytes=whole,
+            block_bytes=block_bytes(self.layout, own),
         )
 
     def serving(self, sizing: KvSizing, allocate: Allocate | None) -> Engine:
         memory = self.ranks.memory(self.layout, sizing.blocks, self.model.device, allocate)
         layers = None if self.model.stage is None else self.model.stage.layers
-        own = own_memory(memory, self.ranks.own, layers)
+        own = own_memory(memory, layers)
         if self.model.stage is not None:
             self.model.stage.join()
         return self._engine(memory, sizing, self.ranks, own)

@@ -40,7 +40,7 @@ def load_split(
     waits for longer than `timeout_s` ends the step with PeerError."""
     devices = rank_devices(device, grid)
     if device != "cpu":
-        check_gpus(grid.size)
+        check_gpus(grid)
     settings = {"dtype": dtype, "block_size": block_size, "blocks": blocks}
     orders = {**settings, "path": str(checkpoint.path), "limits": asdict(limits)}
     orders |= {"attention": attention, "cuda": asdict(cuda), "compiled": compiled}

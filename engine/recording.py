@@ -49,6 +49,8 @@ def _unfit(engine: Engine) -> str | None:
 def unfit(engine: Engine) -> str | None:
     if engine.model.longrope is not None:
         return "the model treats short and long sequences differently"
+    if engine.stages > 1:
+        return "stages of a pipeline hand over hidden states in between"
     if engine.model.group is not None and not engine.model.group.can_record:
         return "the sums of ranks go through the host"
     from engine.attention.triton.backend import TritonBackend

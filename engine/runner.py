@@ -103,11 +103,13 @@ class Engine:
     ) -> Launched:
         """Like `run`, but on a GPU or in a pipeline not done on return. `before` is the step
         launched last, which slices may follow, but not in a pipeline."""
-        if self.stages > 1:
-            self._ranks.tell(batch.slices, StepKind())
+        if self.stages == 1:
+            assert not isinstance(before, ToldStep)
+            return self._launch(batch, marks, before)
+        self._ranks.tell(batch.slices, StepKind())
+        if self.model.on_cpu:
             return ToldStep(batch, lambda told: self._launch(told.batch, marks, None).collect())
-        assert not isinstance(before, ToldStep)
-        return self._launch(batch, marks, before)
+        return self._launch(batch, marks, None)
 
     @torch.inference_mode()
     def _launch(self, batch: StepBatch, marks: LayerMarks | None, before: Flight | None) -> Flight:

@@ -49,13 +49,19 @@ class ParallelSection(Section):
     heads; on device cuda each has its own GPU."""
     pipeline: Count = 1
     """Number of stages, each with some of the layers, in processes of their own. A stage computes a
-    chunk of a prompt while the next stage computes the chunk before. For prefill pools on device
-    cpu. With tensor too, each stage has that many processes."""
+    chunk of a prompt while the next stage computes the chunk before. For prefill pools. With tensor
+    too, each stage has that many processes; on device cuda each process has its own GPU."""
 
     @property
     def ranks(self) -> int:
         """Processes of one worker."""
         return self.tensor * self.pipeline
+
+    @property
+    def degree(self) -> str:
+        """The keys that say how many ranks there are."""
+        given = {"tensor": self.tensor, "pipeline": self.pipeline}
+        return " x ".join(key for key, count in given.items() if count > 1) or "tensor"
 
 
 class Replicas(Section):
@@ -150,20 +156,18 @@ class WorkerPool(Section):
     @classmethod
     def _on_its_device(cls, given: ParallelSection, others: ValidationInfo) -> ParallelSection:
         device = others.data.get("device", "auto")
-        if given.tensor > 1 and ":" in device:
-            raise ValueError(f"tensor: 1 on device {device}: several ranks need cuda, or cpu")
-        if given.pipeline > 1 and device.startswith("cuda"):
-            raise ValueError(f"pipeline: 1 on device {device}: stages need device cpu so far")
+        if given.ranks > 1 and ":" in device:
+            raise ValueError(
+                f"{given.degree}: 1 on device {device}: several ranks need cuda, or cpu"
+            )
         return given
 
     @field_validator("parallel")
     @classmethod
     def _has_its_gpus(cls, given: ParallelSection, others: ValidationInfo) -> ParallelSection:
-        if given.pipeline > 1 and others.data.get("resources", {}).get("GPU"):
-            raise ValueError("pipeline: 1 beside resources.GPU: stages need device cpu so far")
-        gpus = others.data.get("resources", {}).get("GPU", given.tensor)
-        if given.tensor > 1 and gpus != given.tensor and others.data.get("device") != "cpu":
-            raise ValueError(f"tensor: as many ranks as resources.GPU, which is {gpus:g}")
+        gpus = others.data.get("resources", {}).get("GPU", given.ranks)
+        if given.ranks > 1 and gpus != given.ranks and others.data.get("device") != "cpu":
+            raise ValueError(f"{given.degree}: as many ranks as resources.GPU, which is {gpus:g}")
         return given
 
     @field_validator("parallel")
@@ -171,8 +175,7 @@ class WorkerPool(Section):
     def _has_its_threads(cls, given: ParallelSection, others: ValidationInfo) -> ParallelSection:
         threads = others.data.get("cpu_threads")
         if threads is not None and threads % given.ranks:
-            what = "tensor: a degree" if given.pipeline == 1 else "tensor x pipeline: a product"
-            raise ValueError(f"{what} that divides the {threads} cpu_threads")
+            raise ValueError(f"{given.degree}: ranks that divide the {threads} cpu_threads")
         return given
 
     @field_validator("takes")

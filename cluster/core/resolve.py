@@ -83,7 +83,7 @@ def share_gpus(pools: tuple[WorkerPool, ...], gpus: float) -> tuple[WorkerPool, 
 
 
 def _with_gpu(pool: WorkerPool, part: float) -> WorkerPool:
-    resources = {**pool.resources, "GPU": part * pool.parallel.tensor}
+    resources = {**pool.resources, "GPU": part * pool.parallel.ranks}
     return pool.model_copy(update={"resources": resources})
 
 
@@ -93,21 +93,19 @@ def _gpu_part(pools: tuple[WorkerPool, ...], gpus: float) -> float:
     free = floor(gpus - _gpus_taken(pools))
     if free >= ranks:
         return 1.0
-    if free < 1 or any(pool.parallel.tensor > 1 for pool in sharing):
+    if free < 1 or any(pool.parallel.ranks > 1 for pool in sharing):
         return 0.0
     return floor(1e4 / ceil(ranks / free)) / 1e4
 
 
 def _shares_gpus(pool: WorkerPool) -> bool:
-    """Stages of a pipeline run on CPUs."""
-    is_free = pool.device == "auto" and "GPU" not in pool.resources
-    return is_free and pool.parallel.pipeline == 1
+    return pool.device == "auto" and "GPU" not in pool.resources
 
 
 def _gpus_taken(pools: tuple[WorkerPool, ...]) -> float:
     numbered = {pool.device for pool in pools if ":" in pool.device}
     others = [p for p in pools if p.device == "cuda" or (p.device == "auto" and p.on_gpu)]
-    asked = (p.replicas.max * p.resources.get("GPU", p.parallel.tensor) for p in others)
+    asked = (p.replicas.max * p.resources.get("GPU", p.parallel.ranks) for p in others)
     return len(numbered) + sum(asked)
 
 

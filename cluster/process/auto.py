@@ -28,10 +28,7 @@ def settle(settings: WorkerSettings) -> tuple[WorkerSettings, str]:
     """(settings without "auto" for device and transports, the choice and its reason). Opens each
     transport once. Raises ModelError or ConfigError when nothing fits."""
     gpus = count_gpus()
-    if settings.device == "auto" and settings.pipeline > 1:
-        device, because = "cpu", "stages of a pipeline run on CPUs"
-    else:
-        device, because = choose_device(settings.device, settings.gpus, gpus)
+    device, because = choose_device(settings.device, settings.gpus, gpus)
     text = f"device {device}" + (f" ({because})" if because else "")
     if settings.transports:
         return replace(settings, device=device), f"{text}, KV over {_listed(settings.transports)}"

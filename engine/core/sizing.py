@@ -166,24 +166,28 @@ def size_ranks(
     profiles: Sequence[MemoryProfile],
     *,
     max_model_len: int,
-    block_bytes: int,
+    block_bytes: Sequence[int],
 ) -> KvSizing:
-    """As many blocks as all ranks have room for. Each has a device of its own, and an equal part of
-    the `block_bytes` of a block. Raises ModelError, which names the rank that has no room."""
-    ranks = len(profiles)
-    if limits.kv_memory_bytes is not None:
-        limits = replace(limits, kv_memory_bytes=limits.kv_memory_bytes // ranks)
+    """As many blocks as all ranks have room for. Each has a device of its own; `block_bytes` are
+    its part of a block. Raises ModelError, which names the rank that has no room."""
+    ranks, whole = len(profiles), sum(block_bytes)
     sizings = []
-    for rank, profile in enumerate(profiles):
-        with _named(f"rank {rank} of {ranks}, each with 1/{ranks} of the KV: ") as name:
-            part = block_bytes // ranks
-            one = size_kv(layout, limits, profile, max_model_len=max_model_len, block_bytes=part)
+    for rank, (profile, part) in enumerate(zip(profiles, block_bytes, strict=True)):
+        with _named(f"rank {rank} of {ranks}, with {part / whole:.3g} of the KV: ") as name:
+            own = _part_of(limits, part, whole)
+            one = size_kv(layout, own, profile, max_model_len=max_model_len, block_bytes=part)
         sizings.append(replace(one, reason=name + one.reason))
     least = min(sizings, key=lambda one: one.blocks)
-    kv_bytes, needs = least.blocks * block_bytes, Counter[str]()
+    kv_bytes, needs = least.blocks * whole, Counter[str]()
     for profile in profiles:
         needs.update(profile.needs)
     return replace(least, kv_bytes=kv_bytes, account={**needs, "KV": kv_bytes})
+
+
+def _part_of(limits: EngineLimits, part: int, whole: int) -> EngineLimits:
+    if limits.kv_memory_bytes is None:
+        return limits
+    return replace(limits, kv_memory_bytes=limits.kv_memory_bytes * part // whole)
 
 
 @contextmanager

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+
+from kvrelay.errors import PeerError
 
 LOADING_TIMEOUT_S = 600.0
 """Some ranks load, check or compile for longer than others."""
@@ -64,5 +68,17 @@ class Line(Protocol):
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """What the stage before has sent, in the order in which it was sent."""
 
+    def give_up(self) -> None:
+        """A rank is gone: nobody waits for its hidden states any more."""
+
     def close(self) -> None:
         """Call it when no other call is running or will come."""
+
+
+@contextmanager
+def peer_errors() -> Iterator[None]:
+    """What gloo or NCCL raises becomes PeerError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(f"a rank is gone, or hangs: {' '.join(str(error).split())}") from error

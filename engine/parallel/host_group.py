@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 from torch.distributed import FileStore, ProcessGroupGloo
 
-from engine.device.group import LOADING_TIMEOUT_S, MEETING_TIMEOUT_S
+from engine.device.group import LOADING_TIMEOUT_S, MEETING_TIMEOUT_S, peer_errors
 from kvrelay.errors import PeerError
 
 PLACE_BYTES = 4 << 20
@@ -151,12 +149,3 @@ def open_gloo(meeting: Path, rank: int, size: int) -> Any:
     options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
     with peer_errors():
         return ProcessGroupGloo(FileStore(str(meeting), size), rank, size, options)
-
-
-@contextmanager
-def peer_errors() -> Iterator[None]:
-    """gloo's errors become PeerError."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerError(f"a rank is gone, or hangs: {' '.join(str(error).split())}") from error

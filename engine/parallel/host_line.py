@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from engine.device.group import LOADING_TIMEOUT_S
+from engine.device.group import LOADING_TIMEOUT_S, peer_errors
 from engine.parallel.grid import Grid
-from engine.parallel.host_group import open_gloo, peer_errors
+from engine.parallel.host_group import open_gloo
 
 _TAG = 0
 
@@ -50,6 +50,9 @@ class HostLine:
         with peer_errors():
             self._gloo.recv([hidden], source, _TAG).wait(self._timeout)
         return hidden
+
+    def give_up(self) -> None:
+        """Gloo tells who waits for a process that has ended."""
 
     def close(self) -> None:
         self._gloo = self._sending = None

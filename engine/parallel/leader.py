@@ -24,9 +24,8 @@ from engine.parallel.channel import Channel
 from engine.parallel.grid import Grid
 from engine.parallel.message import StepKind, StepTeller
 from engine.parallel.opening import open_rank
-from engine.parallel.ranks import map_parts
+from engine.parallel.ranks import lies_apart, map_parts, pool_map
 from kvpool.core.layout.layout import KvLayout
-from kvpool.core.transfer.pool_map import PoolMap
 from kvpool.memory.kv_memory import Allocate, KvMemory
 from kvpool.transport.mapped import memfd
 from kvrelay.errors import ModelError, PeerError
@@ -100,7 +99,7 @@ class Leader:
     def memory(
         self, layout: KvLayout, blocks: int, device: torch.device, allocate: Allocate | None
     ) -> KvMemory:
-        """The KV pool with each rank's heads. Raises PeerError when a rank is gone."""
+        """The KV pool with each rank's part. Raises PeerError when a rank is gone."""
         try:
             return self._memory(layout, blocks, device, allocate)
         except OSError as error:
@@ -109,12 +108,12 @@ class Leader:
     def _memory(
         self, layout: KvLayout, blocks: int, device: torch.device, allocate: Allocate | None
     ) -> KvMemory:
-        size, channels = self.own.grid.tensor, [one.channel for one in self._followers]
+        grid, channels = self.own.grid, [one.channel for one in self._followers]
         for channel in channels:
             channel.send_facts(blocks=blocks)
-        if device.type == "cuda":
-            return map_parts(PoolMap(layout=layout, blocks=blocks, ranks=size), device, channels)
-        memory = KvMemory(layout, blocks, device, allocate or memfd.allocate, ranks=size)
+        if lies_apart(device):
+            return map_parts(pool_map(layout, blocks, grid, apart=True), device, channels)
+        memory = KvMemory(layout, blocks, device, allocate or memfd.allocate, ranks=grid.tensor)
         for channel in channels:
             channel.send_memory(self._lend(memory.flat))
         return memory

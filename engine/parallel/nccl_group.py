@@ -9,8 +9,6 @@ of steps finds. A group ends only after the graphs that have its sums.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,7 @@ import torch
 from torch import distributed
 from torch.distributed import FileStore
 
-from engine.device.group import LOADING_TIMEOUT_S
-from kvrelay.errors import PeerError
+from engine.device.group import LOADING_TIMEOUT_S, peer_errors
 
 
 class NcclGroup:
@@ -36,8 +33,8 @@ class NcclGroup:
 
     def connect(self, memory: torch.Tensor) -> None:
         torch.cuda.set_device(self._device)
-        with _peer_errors():
-            self._nccl = _process_group(self._meeting, self.rank, self.size)
+        with peer_errors():
+            self._nccl = open_nccl(self._meeting, self.rank, self.size)
 
     def bound(self, timeout_s: float) -> None:
         assert self._nccl is not None, "not connected"
@@ -47,14 +44,14 @@ class NcclGroup:
         """16-bit values are added in 16 bits: NCCL has no wider sums."""
         assert self._nccl is not None, "not connected"
         whole = part.to(self._device).contiguous()
-        with _peer_errors():
+        with peer_errors():
             self._nccl.allreduce([whole]).wait()
         return whole
 
     def join(self, part: torch.Tensor, outputs: int) -> torch.Tensor:
         assert self._nccl is not None, "not connected"
         parts = part.new_empty(self.size * len(part), *part.shape[1:])
-        with _peer_errors():
+        with peer_errors():
             self._nccl._allgather_base(parts, part.contiguous()).wait()
         return side_by_side(parts.view(self.size, *part.shape))[..., :outputs]
 
@@ -72,17 +69,10 @@ def side_by_side(parts: torch.Tensor) -> torch.Tensor:
     return parts.movedim(0, -2).flatten(-2)
 
 
-def _process_group(meeting: Path, rank: int, size: int) -> object:
+def open_nccl(meeting: Path, rank: int, size: int) -> object:
+    """A ProcessGroupNCCL of `size`; `meeting` is a file that all of it can see."""
     kind: Any = distributed.ProcessGroupNCCL
     options = kind.Options()
     options._timeout = timedelta(seconds=LOADING_TIMEOUT_S)
     made: object = kind(FileStore(str(meeting), size), rank, size, options)
     return made
-
-
-@contextmanager
-def _peer_errors() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerError(f"a rank is gone, or hangs: {' '.join(str(error).split())}") from error

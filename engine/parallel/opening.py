@@ -31,9 +31,11 @@ class OwnRank:
         if self.group is not None:
             assert board is not None, "a group has one"
             self.group.connect(board)
-            self.group.sum(torch.zeros(1))  # all have met
+            self.group.sum(torch.zeros(1))  # all of this stage have met
         if self.line is not None:
             self.line.connect()
+        if self.line is not None and self.group is not None:
+            self.group.sum(torch.zeros(1)).item()  # and those before each of them
 
     def bound(self, timeout_s: float) -> None:
         """A stage waits for all the work of those before it, a rank of its group for a
@@ -44,9 +46,10 @@ class OwnRank:
             self.line.bound(timeout_s * self.grid.stages)
 
     def give_up(self) -> None:
-        """Another rank is gone: nobody waits for its sums any more."""
-        if self.group is not None:
-            self.group.give_up()
+        """Another rank is gone: nobody waits for it any more."""
+        for one in (self.group, self.line):
+            if one is not None:
+                one.give_up()
 
     def close(self) -> None:
         for one in (self.group, self.line):
@@ -61,7 +64,7 @@ def open_rank(device: str, rank: int, grid: Grid, meeting: Path) -> OwnRank:
         rank=rank,
         grid=grid,
         group=_open_group(device, rank, grid, meeting) if grid.tensor > 1 else None,
-        line=_open_line(rank, grid, meeting) if grid.stages > 1 else None,
+        line=_open_line(device, rank, grid, meeting) if grid.stages > 1 else None,
     )
 
 
@@ -76,7 +79,11 @@ def _open_group(device: str, rank: int, grid: Grid, meeting: Path) -> Group:
     return HostGroup(grid.tensor_rank(rank), grid.tensor, file)
 
 
-def _open_line(rank: int, grid: Grid, meeting: Path) -> Line:
+def _open_line(device: str, rank: int, grid: Grid, meeting: Path) -> Line:
+    if torch.device(device).type == "cuda":
+        from engine.parallel.nccl_line import NcclLine
+
+        return NcclLine(torch.device(device), grid, rank, meeting / "line")
     from engine.parallel.host_line import HostLine
 
     return HostLine(grid, rank, meeting / "line")

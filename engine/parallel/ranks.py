@@ -90,47 +90,62 @@ def own_layout(layout: KvLayout, own: OwnRank | None, layers: range | None) -> K
     return ShardLayout(model=layout, shard=own.grid.shard(own.rank, layers)).local
 
 
-def own_memory(memory: KvMemory, own: OwnRank | None, layers: range | None) -> KvMemory:
-    """This rank's part of its own view of the pool."""
+def own_memory(memory: KvMemory, layers: range | None) -> KvMemory:
+    """This rank's part of its own view of the pool, in which other stages may have theirs too."""
     part = memory.parts[0]
-    return part if own is None or layers is None else part.of_layers(layers)
+    seen = {layer for group in part.layout.groups for layer in group.layers}
+    return part if layers is None or seen <= set(layers) else part.of_layers(layers)
+
+
+def lies_apart(device: torch.device) -> bool:
+    """Whether each rank has its KV in memory of its own."""
+    return device.type == "cuda"
+
+
+def pool_map(layout: KvLayout, blocks: int, grid: Grid, *, apart: bool) -> PoolMap:
+    """Each rank's heads; if they lie `apart`, on devices of their own, each rank's layers too."""
+    total, stages = sum(len(group.layers) for group in layout.groups), tuple[range, ...]()
+    if apart and grid.stages > 1:
+        stages = tuple(grid.layers(stage, total) for stage in reversed(range(grid.stages)))
+    return PoolMap(layout=layout, blocks=blocks, ranks=grid.tensor, stages=stages)
 
 
 def block_bytes(layout: KvLayout, own: OwnRank | None) -> int:
     """The size of one block on all ranks together."""
-    ranks = 1 if own is None else own.grid.tensor
-    return PoolMap(layout=layout, blocks=1, ranks=ranks).bytes_per_block
+    grid = Grid() if own is None else own.grid
+    return pool_map(layout, 1, grid, apart=False).bytes_per_block
+
+
+def rank_block_bytes(layout: KvLayout, grid: Grid) -> tuple[int, ...]:
+    """# rank |-> the size of its part of a block"""
+    parts = pool_map(layout, 1, grid, apart=True).parts
+    return tuple(part.layout.bytes_per_block for part in parts)
 
 
 def rank_devices(device: str, grid: Grid) -> tuple[str, ...]:
     """# rank |-> its device, all of this machine. Raises ModelError."""
     if device == "cpu":
         return ("cpu",) * grid.size
-    if grid.stages > 1:
-        raise ModelError(
-            f"parallel.pipeline {grid.stages} on {device}: stages run on CPUs only so far: ask for "
-            "the device cpu, or use parallel.tensor"
-        )
     if device != "cuda":
         raise ModelError(
-            f"parallel.tensor {grid.tensor} on {device}: ranks take the first GPUs that the worker "
-            "sees: ask for the device cuda, and choose them by CUDA_VISIBLE_DEVICES"
+            f"{grid} on {device}: ranks take the first GPUs that the worker sees: ask for the "
+            "device cuda, and choose them by CUDA_VISIBLE_DEVICES"
         )
     return tuple(f"cuda:{rank}" for rank in range(grid.size))
 
 
-def check_gpus(size: int) -> None:
+def check_gpus(grid: Grid) -> None:
     """Raises ModelError if rank 0 can't reach the KV of all others."""
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if found < size:
+    if found < grid.size:
         raise ModelError(
-            f"parallel.tensor {size} on cuda: each rank needs a GPU and torch sees {found}: check "
-            "nvidia-smi, CUDA_VISIBLE_DEVICES and resources.GPU of the pool"
+            f"{grid} on cuda: each rank needs a GPU, {grid.size} in all, and torch sees {found}: "
+            "check nvidia-smi, CUDA_VISIBLE_DEVICES and resources.GPU of the pool"
         )
-    apart = [rank for rank in range(1, size) if not torch.cuda.can_device_access_peer(0, rank)]
+    apart = [rank for rank in range(1, grid.size) if not torch.cuda.can_device_access_peer(0, rank)]
     if apart:
         raise ModelError(
-            f"parallel.tensor {size} on cuda: cuda:0 can't reach the memory of cuda:{apart[0]}: "
+            f"{grid} on cuda: cuda:0 can't reach the memory of cuda:{apart[0]}: "
             "choose GPUs with peer access (nvidia-smi topo -p2p r) by CUDA_VISIBLE_DEVICES"
         )
 

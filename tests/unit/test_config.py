@@ -79,13 +79,13 @@ REFUSED = {
     "workers.0={role: prefill, device: cuda, resources: {GPU: 0.5}, parallel: {tensor: 2}}": ""
     "workers.0.parallel: expected tensor: as many ranks as resources.GPU, which is 0.5",
     "workers.0={role: prefill, cpu_threads: 3, parallel: {tensor: 2}}": "workers.0.parallel: "
-    "expected tensor: a degree that divides the 3 cpu_threads",
-    "workers.0={role: prefill, device: cuda, parallel: {pipeline: 2}}": "workers.0.parallel: "
-    "expected pipeline: 1 on device cuda: stages need device cpu so far",
+    "expected tensor: ranks that divide the 3 cpu_threads",
+    "workers.0={role: prefill, device: 'cuda:1', parallel: {pipeline: 2}}": "workers.0.parallel: "
+    "expected pipeline: 1 on device cuda:1: several ranks need cuda, or cpu",
     "workers.0={role: prefill, cpu_threads: 6, parallel: {tensor: 2, pipeline: 2}}": ""
-    "workers.0.parallel: expected tensor x pipeline: a product that divides the 6 cpu_threads",
-    "workers.0={role: prefill, resources: {GPU: 1}, parallel: {pipeline: 2}}": ""
-    "workers.0.parallel: expected pipeline: 1 beside resources.GPU: stages need device cpu so far",
+    "workers.0.parallel: expected tensor x pipeline: ranks that divide the 6 cpu_threads",
+    "workers.0={role: prefill, resources: {GPU: 2}, parallel: {tensor: 2, pipeline: 2}}": ""
+    "workers.0.parallel: expected tensor x pipeline: as many ranks as resources.GPU, which is 2",
     "router.replicas=0": "router.replicas: got 0, expected greater than or equal to 1",
     "router.http_port=50051": "router: expected different ports for http_port and "
     "grpc_port: HTTP on 50051, gRPC on 50051 share 50051",
@@ -287,11 +287,12 @@ def test_the_ranks_of_a_worker_have_a_share_each() -> None:
     assert [worker.settings.threads_per_rank for worker in plan.workers] == [2, 2]
 
 
-def test_the_stages_of_a_worker_have_a_share_each_and_no_gpu() -> None:
-    site = replace(SITE, gpus=8)
+@pytest.mark.parametrize("gpus", [0, 8])
+def test_the_stages_of_a_worker_have_a_share_each(gpus: int) -> None:
+    site = replace(SITE, gpus=gpus)
     config = resolve(set_("workers.0.parallel={tensor: 2, pipeline: 2}"), site)
     assert config.workers[0].cpu_threads == 4
-    assert config.workers[0].resources == {"CPU": 4.0}
+    assert config.workers[0].resources == {"CPU": 4.0} | ({"GPU": 4.0} if gpus else {})
     plan = plan_cluster(resolve(config, site))
     assert plan.workers[0].settings.threads_per_rank == 1
 

@@ -208,8 +208,8 @@ def test_each_rank_stays_within_its_part(gpu: Callable[..., Gpu]) -> None:
     for one in sizes:
         devices.append(gpu(**one))
         profiles.append(devices[-1].profile(LIMITS))
-    whole = 2 * LAYOUT.bytes_per_block
-    found = size_ranks(LAYOUT, LIMITS, profiles, max_model_len=131_072, block_bytes=whole)
+    parts = [LAYOUT.bytes_per_block] * 2
+    found = size_ranks(LAYOUT, LIMITS, profiles, max_model_len=131_072, block_bytes=parts)
     assert "rank 1 of 2" in found.reason
     for device, profile in zip(devices, profiles, strict=True):
         device.serve(replace(found, kv_bytes=found.kv_bytes // 2), profile)

@@ -265,9 +265,9 @@ def test_layers_that_can_not_be_cut_are_refused(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_ranks_are_refused_on_devices_that_are_not_there(tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path, "llama")
-    refused(folder, "parallel.tensor 2 on cuda:0: .* CUDA_VISIBLE_DEVICES", device="cuda:0")
+    refused(folder, "2 ranks on cuda:0: .* CUDA_VISIBLE_DEVICES", device="cuda:0")
     refused(
-        folder, "parallel.tensor 2 on cuda: each rank needs a GPU and torch sees 0", device="cuda"
+        folder, "2 ranks on cuda: each rank needs a GPU, 2 in all, and torch sees 0", device="cuda"
     )
 
 

@@ -5,26 +5,25 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
-from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from engine.core.step import SampleRequest, SequenceSlice
-from engine.device.group import Group
-from engine.parallel import message, nccl_group, ranks
+from engine.device.group import Group, Line
+from engine.parallel import message, nccl_group, nccl_line, ranks
 from engine.parallel.channel import Channel
 from engine.parallel.grid import Grid
 from engine.parallel.host_group import PLACE_BYTES
 from engine.parallel.message import StepHearer, StepKind, StepTeller
 from engine.parallel.nccl_group import NcclGroup, side_by_side
+from engine.parallel.nccl_line import NcclLine
 from engine.parallel.opening import open_rank
 from engine.parallel.ranks import check_gpus, rank_devices
 from engine.parallel.split import check_degree
@@ -32,7 +31,9 @@ from kvpool.core.layout.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, P
 from kvpool.core.transfer.pool_map import PoolMap
 from kvrelay.errors import ModelError, PeerError
 from kvrelay.types import RequestKey, Sampling
+from tests.unit.apart_kit import open_gloo
 
+One = TypeVar("One")
 T = TypeVar("T")
 
 SIZE = 3
@@ -56,7 +57,7 @@ def _group(device: str, rank: int, size: int, meeting: Path) -> Group:
     return group
 
 
-def on_all(groups: list[Group], work: Callable[[Group], T]) -> list[T]:
+def on_all(groups: Sequence[One], work: Callable[[One], T]) -> list[T]:
     with ThreadPoolExecutor(len(groups)) as pool:
         return list(pool.map(work, groups))
 
@@ -246,7 +247,7 @@ def test_each_rank_has_its_device(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("count", "reached", "message"),
     [
-        (1, True, "each rank needs a GPU and torch sees 1: .*resources.GPU"),
+        (1, True, "each rank needs a GPU, 2 in all, and torch sees 1: .*resources.GPU"),
         (2, False, "cuda:0 can't reach the memory of cuda:1: .*CUDA_VISIBLE_DEVICES"),
     ],
 )
@@ -256,30 +257,14 @@ def test_gpus_that_can_not_serve_are_refused(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda ours, theirs: reached)
-    with pytest.raises(ModelError, match=f"parallel.tensor 2 on cuda: {message}"):
-        check_gpus(2)
-
-
-class Gloo(ProcessGroupGloo):  # type: ignore[misc]
-    """What of NCCL's group is used, on CPUs."""
-
-    aborted = False
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        pass
-
-    def abort(self) -> None:
-        self.aborted = True
+    with pytest.raises(ModelError, match=f"2 ranks on cuda: {message}"):
+        check_gpus(Grid(tensor=2))
 
 
 def test_what_is_asked_of_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's own part runs on GPUs alone."""
-
-    def made(meeting: Path, rank: int, size: int) -> Gloo:
-        return Gloo(FileStore(str(meeting), size), rank, size, timedelta(seconds=30))
-
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(nccl_group, "_process_group", made)
+    monkeypatch.setattr(nccl_group, "open_nccl", open_gloo)
     cpu, meeting = torch.device("cpu"), tmp_path / "meeting"
     groups: list[Group] = [NcclGroup(cpu, rank, SIZE, meeting) for rank in range(SIZE)]
     on_all(groups, lambda group: group.connect(torch.zeros(0)))
@@ -292,6 +277,47 @@ def test_what_is_asked_of_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert torch.equal(found, torch.full((1, 2, 4), 6.0))
     groups[0].give_up()
     assert groups[0]._nccl.aborted  # type: ignore[attr-defined]
+
+
+GRID = Grid(stages=3)
+
+
+@pytest.fixture
+def lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Line]]:
+    """# rank |-> its line; rank 2 is the first stage"""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(nccl_line, "open_nccl", open_gloo)
+    cpu = torch.device("cpu")
+    lines: list[Line] = [NcclLine(cpu, GRID, rank, tmp_path / "line") for rank in range(3)]
+    on_all(lines, lambda line: line.connect())
+    on_all(lines, lambda line: line.bound(5.0))
+    yield lines
+    for line in lines:
+        line.close()
+
+
+def test_hidden_states_go_from_stage_to_stage_in_order(lines: list[Line]) -> None:
+    """Each adds its own number."""
+    steps = [torch.full((1, rows, 4), float(rows), dtype=torch.bfloat16) for rows in (3, 1, 2)]
+
+    def run(line: Line) -> list[torch.Tensor]:
+        rank, found = lines.index(line), []
+        for step in steps:
+            hidden = step if rank == 2 else line.receive((*step.shape,), step.dtype)
+            if rank > 0:
+                line.send(hidden + rank)
+            found.append(hidden)
+        return found
+
+    for step, found in zip(steps, on_all(lines, run)[0], strict=True):
+        assert torch.equal(found, step + 3)
+
+
+def test_a_line_that_is_given_up_ends_with_both_neighbours(lines: list[Line]) -> None:
+    lines[1].give_up()
+    middle: Any = lines[1]
+    assert middle._before.aborted
+    assert middle._after.aborted
 
 
 def test_rank_0_reaches_the_kv_on_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,7 +285,7 @@ def test_stages_without_layers_of_some_kind_are_refused(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_stages_on_gpus_are_refused(tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path, "llama")
-    refused(folder, r"parallel\.pipeline 2 on cuda: .* CPUs only", 1, stages=2, device="cuda")
+    refused(folder, r"2 stages on cuda:1: .* choose them by CUDA", 1, stages=2, device="cuda:1")
 
 
 @pytest.mark.processes

@@ -89,7 +89,7 @@ FULLER = replace(PROFILE, free_bytes=20 << 20)
 
 
 def sized_on_gpus(*profiles: MemoryProfile, limits: EngineLimits = LIMITS) -> KvSizing:
-    return size_ranks(LAYOUT, limits, profiles, max_model_len=8192, block_bytes=16 << 10)
+    return size_ranks(LAYOUT, limits, profiles, max_model_len=8192, block_bytes=[8 << 10] * 2)
 
 
 @pytest.mark.parametrize(
@@ -102,19 +102,38 @@ def test_gpus_get_as_many_blocks_as_the_fullest_has_room_for(
     """Each holds a third of a block's 24 KiB."""
     profiles = [PROFILE] * 3
     profiles[place] = other
-    sizing = size_ranks(LAYOUT, LIMITS, profiles, max_model_len=8192, block_bytes=24 << 10)
+    sizing = size_ranks(LAYOUT, LIMITS, profiles, max_model_len=8192, block_bytes=[8 << 10] * 3)
     assert sizing.blocks == (mebibytes << 20) // (8 << 10)
     assert sizing.kv_bytes == 3 * mebibytes << 20
     assert sizing.account["weights"] == 2 * PROFILE.weight_bytes + other.weight_bytes
     assert sizing.account["KV"] == sizing.kv_bytes
     named = 0 if other is PROFILE else place
-    assert sizing.reason.startswith(f"rank {named} of 3, each with 1/3 of the KV: ")
+    assert sizing.reason.startswith(f"rank {named} of 3, with 0.333 of the KV: ")
+
+
+def test_a_stage_with_more_layers_has_more_of_each_block() -> None:
+    """Two of three layers: as much room on both GPUs is full there first."""
+    limits = replace(LIMITS, kv_memory_bytes=24 << 20)
+    for given, blocks in ((LIMITS, (60 << 20) // (16 << 10)), (limits, 1024)):
+        sizing = size_ranks(
+            *(LAYOUT, given, [PROFILE, PROFILE]),
+            max_model_len=8192,
+            block_bytes=[8 << 10, 16 << 10],
+        )
+        assert sizing.blocks == blocks
+        assert sizing.kv_bytes == blocks * (24 << 10)
+    with pytest.raises(ModelError, match=r"^rank 1 of 2, with 0\.667 of the KV: "):
+        size_ranks(
+            *(LAYOUT, LIMITS, [PROFILE, replace(PROFILE, weight_bytes=99 << 20)]),
+            max_model_len=8192,
+            block_bytes=[8 << 10, 16 << 10],
+        )
 
 
 def test_a_rank_lowers_the_longest_sequence_of_all() -> None:
     longest = SMALLER.total_bytes - PROFILE.weight_bytes
     sizing = size_ranks(
-        LAYOUT, LIMITS, [PROFILE, SMALLER], max_model_len=longest, block_bytes=16 << 10
+        LAYOUT, LIMITS, [PROFILE, SMALLER], max_model_len=longest, block_bytes=[8 << 10] * 2
     )
     assert sizing.max_model_len == sizing.tokens == (6 << 20) // 512
 
