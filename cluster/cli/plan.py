@@ -153,6 +153,8 @@ def _as_json(facts: PlannedModel, copies: dict[str, CopyCapacity | None]) -> dic
         "refused": facts.refusals.refused,
         "tensor_degrees": facts.refusals.degrees,
         "unsplit": facts.refusals.unsplit,
+        "stage_counts": facts.refusals.stages,
+        "unstaged": facts.refusals.unstaged,
         "devices": [asdict(copy) for copy in copies.values() if copy],
         "too_small": [name for name, copy in copies.items() if copy is None],
     }
@@ -215,8 +217,14 @@ def _facts_lines(facts: PlannedModel) -> list[str]:
     if shape.state_bytes_per_sequence:
         lines.append(f"state    {shape.state_bytes_per_sequence:,} B per sequence")
     for why in dict.fromkeys(facts.refusals.unsplit.values()):
-        lines.append(f"tensor   {', '.join(map(str, facts.refusals.degrees))}: {why}")
+        lines.append(f"tensor   {_listed(facts.refusals.degrees)}: {why}")
+    for why in dict.fromkeys(facts.refusals.unstaged.values()):
+        lines.append(f"stages   {_listed(facts.refusals.stages)}: {why}")
     return lines
+
+
+def _listed(counts: tuple[int, ...]) -> str:
+    return ", ".join(map(str, counts))
 
 
 def _refused_lines(refusals: Refusals) -> list[str]:

@@ -15,16 +15,15 @@ from engine.family.build import bare_model, fill
 from engine.family.long_check import check_long_sequences
 from engine.family.masks import check_masks
 from engine.family.split_check import FirstLayers, check_split, check_stages_of_copy, first_layers
-from engine.family.startable import check_ranks, kv_heads, whole_shapes
+from engine.family.startable import check_ranks, check_stages, kv_heads, whole_shapes
 from engine.model.checkpoint import Checkpoint
 from engine.model.families import refusal
 from engine.model.kv_layout import LayerShape, probe
 from engine.model.model import Model
 from engine.parallel.opening import OwnRank
 from engine.parallel.split import join_ranks, plan_cuts, whole_attention
-from engine.parallel.stages import check_stages, take_stage
+from engine.parallel.stages import take_stage
 from kvpool.core.layout.shards import Shard
-from kvrelay.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +42,9 @@ def load_share(checkpoint: Checkpoint, *, device: str, dtype: str, own: OwnRank 
     bare = bare_model(checkpoint.path, device=device, dtype=dtype)
     if own is None:
         return Share(model=fill(bare, checkpoint))
-    if own.grid.stages > 1:
-        check_stages(bare.module, own.grid.stages)
     whole = whole_shapes(bare)
     check_ranks(bare, whole, own.grid.tensor)
+    check_stages(bare, whole, own.grid.stages)
     if own.grid.stages > 1 and own.is_first:
         check_stages_of_copy(bare)
     first = first_layers(bare, checkpoint, is_leader=own.is_first)
@@ -87,7 +85,6 @@ def check_share(share: Share, longest: int, own: OwnRank | None) -> Loaded:
         return Loaded(model=model, shapes=shapes, own=shapes, reference=eager_reference(model))
     assert own is not None and share.first is not None
     _check_own(model, shapes, share.whole, own.grid.shard(own.rank, None))
-    _check_kinds(model, share.whole)
     _count_own_groups(model, shapes)
     check_split(model, share.first)
     return Loaded(model=model, shapes=share.whole, own=shapes, reference=eager_reference(model))
@@ -107,19 +104,6 @@ def _check_own(
                 model.config.model_type,
                 "layers",
                 f"layer {layer} has {shape}, and in a small copy {whole[layer]}",
-            )
-
-
-def _check_kinds(model: Model, whole: dict[int, LayerShape]) -> None:
-    """A layer group has a block table on every stage, so it has layers there."""
-    here = {(whole[layer].planes, whole[layer].window) for layer in model.layers}
-    for layer, shape in whole.items():
-        if (shape.planes, shape.window) not in here:
-            assert model.stage is not None, "all layers are here"
-            raise ModelError(
-                f"parallel.pipeline {model.stage.count}: stage {model.stage.index} of this "
-                f"{model.config.model_type} model would have no layer like layer {layer}, whose "
-                f"window is {shape.window}: choose fewer stages"
             )
 
 

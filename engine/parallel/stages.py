@@ -70,7 +70,7 @@ class Skipped(nn.Module):
         return hidden
 
 
-def check_stages(module: Any, count: int) -> None:
+def check_cut(module: Any, count: int) -> None:
     """Raises ModelError for a family or a model that has no such stages."""
     family, layers = module.config.model_type, module.config.num_hidden_layers
     if not _plan(module):

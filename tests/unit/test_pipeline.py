@@ -27,7 +27,7 @@ from engine.model.model import Model
 from engine.parallel.grid import Grid
 from engine.parallel.host_line import HostLine
 from engine.parallel.leader import Leader
-from engine.parallel.stages import check_stages
+from engine.parallel.stages import check_cut
 from engine.runner import Engine
 from kvrelay.errors import ModelError, PeerError
 from tests.drive import run_mixed, start
@@ -244,7 +244,7 @@ def test_a_stage_that_hangs_or_dies_ends_the_step(pair: Engine) -> None:
 def test_a_family_without_a_plan_is_refused() -> None:
     config = AutoConfig.for_model("gpt2", n_layer=2, n_embd=8, n_head=2, vocab_size=32)
     with pytest.raises(ModelError, match=r"gpt2 family .* has no pipeline plan"):
-        check_stages(AutoModelForCausalLM.from_config(config), 2)
+        check_cut(AutoModelForCausalLM.from_config(config), 2)
 
 
 def test_longrope_is_refused(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_longrope_is_refused(tmp_path: Path) -> None:
         },
     )
     with pytest.raises(ModelError, match=r"phi3 family .* LongRoPE"):
-        check_stages(AutoModelForCausalLM.from_config(config), 2)
+        check_cut(AutoModelForCausalLM.from_config(config), 2)
 
 
 @pytest.mark.processes

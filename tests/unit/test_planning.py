@@ -26,8 +26,10 @@ from cluster.sim.planning.candidates import (
     smallest,
 )
 from cluster.sim.planning.estimate import (
+    PIPELINE_CHUNK,
     Copy,
     PlanObjectives,
+    busy_s,
     copies,
     decode_s,
     prefill_s,
@@ -38,6 +40,7 @@ from cluster.sim.planning.model_facts import find_facts
 from cluster.sim.planning.settle import Task, enough, fastest_rate
 from cluster.sim.profiles.capacity import Refusals
 from cluster.sim.profiles.load import known_device
+from cluster.sim.profiles.roofline import Parallel
 from cluster.sim.simulation import kv_layout
 from cluster.sim.trace import TraceRequest
 from engine.core.step_times import decode_work, prefill_work
@@ -95,6 +98,43 @@ def test_a_request_takes_its_prefill_and_its_share_of_a_batch() -> None:
     assert decode_s(one, work, tpot_s=alone_s / 2) is None
     shared_s = decode_s(one, work, tpot_s=0.05)
     assert shared_s is not None and shared_s < 5 * alone_s
+
+
+def test_a_prompt_waits_for_the_bubble_and_others_for_a_stage() -> None:
+    """Of two chunks in two stages: three turns of a quarter of the work each."""
+    work = workload([replace(one, input_tokens=2 * PIPELINE_CHUNK) for one in REQUESTS], 1.0)
+    staged = next(way for way in ways({"h100-sxm": 2}) if way.parallel == Parallel(pipeline=2))
+    own_s = staged.times.step_s(prefill_work(2 * PIPELINE_CHUNK))
+    assert prefill_s(staged, work) == pytest.approx(0.75 * own_s)
+    assert busy_s(staged, work) == pytest.approx(own_s / 2)
+    short = workload(REQUESTS, 1.0)
+    own_s = staged.times.step_s(prefill_work(1000))
+    assert prefill_s(staged, short) == pytest.approx(own_s), "one chunk fills one stage at a time"
+
+
+def test_pipelines_compute_prompts_only() -> None:
+    kinds = possible({"h100-sxm": 4})
+    staged = {p.role for kind in kinds for p in kind if p.copy.parallel.pipeline > 1}
+    assert staged == {Role.PREFILL}
+
+
+def test_a_fleet_with_a_pipeline_is_simulated_with_its_bubble() -> None:
+    """The same devices as two single ones: its first tokens come sooner, by less than half."""
+    stock = {"h100-sxm": 3}
+    requests = poisson(40, 0.5, 2 * PIPELINE_CHUNK, 2, seed=5)
+    found = {}
+    for name in ("h100-sxm tp1", "h100-sxm tp1 pp2"):
+        kind = next(
+            kind
+            for kind in possible(stock)
+            if len(kind) == 2 and [p.copy.name for p in kind] == [name, "h100-sxm tp1"]
+        )
+        settled = enough(task(stock, requests=requests), CandidateFleet(kind))
+        assert settled is not None and settled.holds
+        assert settled.report.ttft_s is not None
+        found[name] = settled.report.ttft_s.p50
+    one_s, two_s = found.values()
+    assert 0.6 < two_s / one_s < 0.9
 
 
 def test_the_smallest_fleet_is_never_busier_than_all_the_time() -> None:
@@ -197,18 +237,19 @@ def test_a_plan_of_single_devices_is_a_cluster_file_to_serve(tmp_path: Path) -> 
 
 def test_a_worker_has_a_rank_on_each_of_its_gpus(tmp_path: Path) -> None:
     for way in ways({"h100-sxm": 8}):
-        assert way.parallel.pipeline == 1, "workers have no pipeline stages"
         pool = CandidatePool(role=Role.BOTH, copy=way, replicas=1, seconds=1.0)
         raw = servable_file(CandidateFleet((pool,)), "llama-3.1-8b", FACTS, OBJECTIVES)
         (tmp_path / "plan.yaml").write_text(yaml.safe_dump(raw))
-        tensor = load_config(tmp_path / "plan.yaml").workers[0].parallel.tensor
-        assert tensor == way.parallel.tensor
+        loaded = load_config(tmp_path / "plan.yaml").workers[0].parallel
+        assert (loaded.tensor, loaded.pipeline) == (way.parallel.tensor, way.parallel.pipeline)
 
 
 def test_no_copy_has_a_degree_that_no_worker_can_start() -> None:
-    facts = replace(FACTS, refusals=Refusals(unsplit={8: "it has twelve heads"}))
+    why = {8: "it has twelve heads"}
+    facts = replace(FACTS, refusals=Refusals(unsplit=why, unstaged={4: "it has three layers"}))
     found = copies(facts, {"l40s": known_device("l40s")}, {"l40s": 8}, 1050, 0.9)
-    assert [way.parallel.tensor for way in found] == [1, 2, 4]
+    degrees = [(way.parallel.tensor, way.parallel.pipeline) for way in found]
+    assert degrees == [(tensor, stages) for tensor in (1, 2, 4) for stages in (1, 2)]
 
 
 @pytest.fixture

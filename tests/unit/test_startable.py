@@ -1,4 +1,4 @@
-"""`kvrelay plan` advises the degrees with which a worker starts, and no others."""
+"""`kvrelay plan` advises the ranks and stages with which a worker starts, and no others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cluster.sim.planning.model_facts import find_facts
-from cluster.sim.profiles.capacity import TENSOR_DEGREES, Refusals
+from cluster.sim.profiles.capacity import STAGE_COUNTS, TENSOR_DEGREES, Refusals
 from cluster.sim.profiles.load import _bundled, known_refusals, model_names
 from engine.family import share
-from engine.family.startable import rank_refusals
+from engine.family.startable import parallel_refusals
 from engine.model.checkpoint import open_checkpoint
 from engine.parallel.grid import Grid
 from engine.parallel.opening import OwnRank
@@ -30,6 +31,10 @@ from tests.models import FAMILIES, random_checkpoint
 _LONGEST = 1024
 _BY_CONFIGURATION = ("glm_moe_dsa", "bloom", "qwen3_next", "kimi_linear")
 _OTHERS = ("deepseek_v2", "deepseek_v3", "minicpm3", "minimax_m2", "granitemoe")
+
+
+RefusalOf = Callable[..., str]
+"""Of a folder, a number of ranks and one of stages."""
 
 
 @dataclass
@@ -48,15 +53,17 @@ class Silent:
 
 
 @pytest.fixture
-def refusal_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, int], str]:
+def refusal_of(monkeypatch: pytest.MonkeyPatch) -> RefusalOf:
     """Why rank 0 of a worker with so many ranks doesn't start; empty: it does. All its checks run
-    but the comparison of logits, which needs the other ranks."""
-    monkeypatch.setattr(share, "check_split", lambda *_: None)
+    but comparisons of logits."""
+    for compares in ("check_split", "check_stages_of_copy"):
+        monkeypatch.setattr(share, compares, lambda *_: None)
 
-    def start(folder: Path, degree: int) -> str:
-        group: Any = Silent(degree)
-        own = OwnRank(rank=0, grid=Grid(tensor=degree), group=group, line=None)
-        ranks = None if degree == 1 else own
+    def start(folder: Path, degree: int, stages: int = 1) -> str:
+        group: Any = Silent(degree) if degree > 1 else None
+        line: Any = SimpleNamespace() if stages > 1 else None
+        own = OwnRank(rank=0, grid=Grid(tensor=degree, stages=stages), group=group, line=line)
+        ranks = None if own.grid.size == 1 else own
         try:
             checkpoint = open_checkpoint(str(folder))
             loaded = share.load_share(checkpoint, device="cpu", dtype="float32", own=ranks)
@@ -78,16 +85,18 @@ def family(folder: Path, name: str) -> Path:
 
 @pytest.mark.parametrize("name", [*FAMILIES, *_OTHERS, *_BY_CONFIGURATION])
 def test_advised_degrees_are_those_that_a_worker_starts(
-    name: str, tmp_path: Path, refusal_of: Callable[[Path, int], str]
+    name: str, tmp_path: Path, refusal_of: RefusalOf
 ) -> None:
     """The reasons are its own words too."""
     folder = family(tmp_path, name)
     found = find_facts(str(folder)).refusals
     said = {degree: refusal_of(folder, degree) for degree in TENSOR_DEGREES}
+    staged = {count: refusal_of(folder, 1, count) for count in STAGE_COUNTS}
     if found.refused:
-        assert set(said.values()) == {found.refused}
+        assert {*said.values(), *staged.values()} == {found.refused}
     else:
         assert found.unsplit == {degree: why for degree, why in said.items() if why}
+        assert found.unstaged == {count: why for count, why in staged.items() if why}
 
 
 def test_there_are_models_of_every_kind(tmp_path: Path) -> None:
@@ -99,11 +108,11 @@ def test_there_are_models_of_every_kind(tmp_path: Path) -> None:
     assert found["deepseek_v3"].degrees == found["gpt_oss"].degrees == (1,)
     assert len(set(found["gpt_oss"].unsplit.values())) == 1, "its heads are not the reason"
     assert found["bloom"].refused
+    assert found["gpt_oss"].stages == (1,), "each of two stages would have one kind of layer"
+    assert found["llama"].stages == found["deepseek_v3"].stages == (1, 2)
 
 
-def test_layers_that_do_not_divide_leave_one_rank(
-    tmp_path: Path, refusal_of: Callable[[Path, int], str]
-) -> None:
+def test_layers_that_do_not_divide_leave_one_rank(tmp_path: Path, refusal_of: RefusalOf) -> None:
     folder = random_checkpoint(tmp_path, "llama", intermediate_size=97)
     found = find_facts(str(folder)).refusals
     assert found.degrees == (1,)
@@ -125,7 +134,7 @@ def change_config(folder: Path, **changes: object) -> None:
     ],
 )
 def test_a_configuration_is_refused_as_a_worker_does(
-    changes: dict[str, object], tmp_path: Path, refusal_of: Callable[[Path, int], str]
+    changes: dict[str, object], tmp_path: Path, refusal_of: RefusalOf
 ) -> None:
     folder = random_checkpoint(tmp_path, "llama")
     if "text_config" in changes:
@@ -137,7 +146,7 @@ def test_a_configuration_is_refused_as_a_worker_does(
 
 
 def test_quantised_weights_that_no_configuration_mentions_are_refused(
-    tmp_path: Path, refusal_of: Callable[[Path, int], str]
+    tmp_path: Path, refusal_of: RefusalOf
 ) -> None:
     folder = random_checkpoint(tmp_path, "llama")
     path = folder / "model.safetensors"
@@ -158,7 +167,8 @@ def test_what_is_written_of_a_known_shape_is_what_the_checks_say(name: str, tmp_
     config = {"architectures": ["ItForCausalLM"], **_bundled("models.yaml")[name]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     try:
-        found = Refusals(unsplit=rank_refusals(tmp_path, TENSOR_DEGREES))
+        unsplit, unstaged = parallel_refusals(tmp_path, TENSOR_DEGREES, STAGE_COUNTS)
+        found = Refusals(unsplit=unsplit, unstaged=unstaged)
     except ModelError as error:
         found = Refusals(refused=str(error))
     assert known_refusals(name) == found

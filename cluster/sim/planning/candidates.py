@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import ceil, floor, inf
 
 from cluster.sim.planning.estimate import (
+    PIPELINE_CHUNK,
     Copy,
     PlanObjectives,
     Workload,
+    busy_s,
     decode_s,
     prefill_s,
     simulated_kv,
@@ -62,20 +64,30 @@ Kind = tuple[CandidatePool, ...]
 
 
 def kinds(copies: Sequence[Copy], work: Workload, objectives: PlanObjectives) -> Iterator[Kind]:
-    """All that can keep both objectives when nothing else runs."""
+    """All that can keep both objectives when nothing else runs. Pipelines compute prompts only: a
+    decode step passes their stages one by one."""
     prefills, decodes = [], []
     for copy in copies:
-        prompt_s, tokens_s = prefill_s(copy, work), decode_s(copy, work, objectives.tpot_s)
-        if prompt_s <= objectives.ttft_s:
-            prefills.append(
-                CandidatePool(role=Role.PREFILL, copy=copy, replicas=1, seconds=prompt_s)
-            )
+        prompt_s, tokens_s = _prompt_s(copy, work, objectives), _tokens_s(copy, work, objectives)
+        if prompt_s is not None:
+            prefills.append(_one(Role.PREFILL, copy, prompt_s))
         if tokens_s is not None:
-            decodes.append(CandidatePool(role=Role.DECODE, copy=copy, replicas=1, seconds=tokens_s))
-        if prompt_s <= objectives.ttft_s and tokens_s is not None:
-            seconds = prompt_s + tokens_s
-            yield (CandidatePool(role=Role.BOTH, copy=copy, replicas=1, seconds=seconds),)
+            decodes.append(_one(Role.DECODE, copy, tokens_s))
+        if prompt_s is not None and tokens_s is not None:
+            yield (_one(Role.BOTH, copy, prompt_s + tokens_s),)
     yield from ((prefill, decode) for prefill in prefills for decode in decodes)
+
+
+def _prompt_s(copy: Copy, work: Workload, objectives: PlanObjectives) -> float | None:
+    return busy_s(copy, work) if prefill_s(copy, work) <= objectives.ttft_s else None
+
+
+def _tokens_s(copy: Copy, work: Workload, objectives: PlanObjectives) -> float | None:
+    return None if copy.parallel.pipeline > 1 else decode_s(copy, work, objectives.tpot_s)
+
+
+def _one(role: Role, copy: Copy, seconds: float) -> CandidatePool:
+    return CandidatePool(role=role, copy=copy, replicas=1, seconds=seconds)
 
 
 def smallest(kind: Kind, rate_per_s: float) -> CandidateFleet:
@@ -137,12 +149,11 @@ def cluster_file(
     fleet: CandidateFleet, model: str, facts: PlannedModel, objectives: PlanObjectives
 ) -> dict[str, object]:
     """Each transfer is charged the slowest end's links."""
-    mixed = any(pool.role is Role.BOTH for pool in fleet.pools)
     bandwidth = min(pool.copy.bytes_per_s for pool in fleet.pools)
     return {
         "workers": [{"role": str(p.role), "replicas": p.replicas} for p in fleet.pools],
         "scheduler": {
-            "prefill_chunk_tokens": _MIXED_CHUNK if mixed else _ALONE_CHUNK,
+            "prefill_chunk_tokens": _chunk_tokens(fleet),
             "max_running_requests": 1024,
         },
         "simulation": {
@@ -156,6 +167,13 @@ def cluster_file(
             },
         },
     }
+
+
+def _chunk_tokens(fleet: CandidateFleet) -> int:
+    if any(pool.role is Role.BOTH for pool in fleet.pools):
+        return _MIXED_CHUNK
+    stages = max(pool.copy.parallel.pipeline for pool in fleet.pools)
+    return PIPELINE_CHUNK if stages > 1 else _ALONE_CHUNK
 
 
 def _pool(pool: CandidatePool, model: str, facts: PlannedModel) -> dict[str, object]:
@@ -175,5 +193,5 @@ def servable_file(
 
 def _workers(pool: CandidatePool) -> dict[str, object]:
     found = {"role": str(pool.role), "replicas": pool.replicas, "device": "cuda"}
-    tensor = pool.copy.parallel.tensor
-    return found if tensor == 1 else found | {"parallel": {"tensor": tensor}}
+    degrees = {key: count for key, count in asdict(pool.copy.parallel).items() if count > 1}
+    return found | ({"parallel": degrees} if degrees else {})

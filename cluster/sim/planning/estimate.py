@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import ceil
 from statistics import fmean
 
 from cluster.sim.profiles.capacity import PlannedModel, capacity
@@ -20,6 +22,8 @@ from engine.core.step_times import decode_work, prefill_work
 from kvrelay.errors import ConfigError
 
 _NODE_DEVICES = 8
+PIPELINE_CHUNK = 2048
+"""Prefill tokens of a step of a pipeline: several chunks fill it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +39,8 @@ class Copy:
 
     @property
     def name(self) -> str:
-        return f"{self.device} tp{self.parallel.tensor}"
+        stages = f" pp{self.parallel.pipeline}" if self.parallel.pipeline > 1 else ""
+        return f"{self.device} tp{self.parallel.tensor}{stages}"
 
     def profile(self, model: str, facts: PlannedModel) -> dict[str, object]:
         """Its hardware profile, as a file would have it."""
@@ -49,6 +54,7 @@ class Copy:
             "expert_dtype": precision.experts,
             "kv_dtype": precision.kv,
             "tensor_parallel": self.parallel.tensor,
+            "pipeline_parallel": self.parallel.pipeline,
             "price_per_hour": self.price_per_hour,
         }
 
@@ -72,9 +78,10 @@ def copies(
 
 
 def _degrees(facts: PlannedModel, most_devices: int) -> Iterator[Parallel]:
-    for tensor in facts.refusals.degrees:
-        if tensor <= most_devices:
-            yield Parallel(tensor=tensor)
+    most = min(most_devices, _NODE_DEVICES)
+    for tensor, stages in product(facts.refusals.degrees, facts.refusals.stages):
+        if tensor * stages <= most:
+            yield Parallel(tensor=tensor, pipeline=stages)
 
 
 def _copy(
@@ -148,8 +155,23 @@ def workload(requests: Sequence[TraceRequest], rate_scale: float) -> Workload:
 
 
 def prefill_s(copy: Copy, work: Workload) -> float:
-    """Of a request, in the mean; nothing is found in caches."""
-    return fmean(copy.times.step_s(prefill_work(tokens)) for tokens in work.prompts)
+    """Until a prompt alone is computed, in the mean; nothing is found in caches. A pipeline of `S`
+    stages takes `(n + S - 1) / nS` of the chunks' own time for `n` chunks (GPipe, Huang et al.
+    2019): the rest is its bubble."""
+    stages = copy.parallel.pipeline
+    chunks = [ceil(tokens / PIPELINE_CHUNK) for tokens in work.prompts]
+    filled = ((n + stages - 1) / (n * stages) for n in chunks)
+    return fmean(part * own for part, own in zip(filled, _own_s(copy, work), strict=True))
+
+
+def busy_s(copy: Copy, work: Workload) -> float:
+    """How long a prompt keeps the copy from others, in the mean: in a full pipeline, one stage."""
+    return fmean(_own_s(copy, work)) / copy.parallel.pipeline
+
+
+def _own_s(copy: Copy, work: Workload) -> list[float]:
+    """# prompt |-> its way through all stages"""
+    return [copy.times.step_s(prefill_work(tokens)) for tokens in work.prompts]
 
 
 def decode_s(copy: Copy, work: Workload, tpot_s: float) -> float | None:

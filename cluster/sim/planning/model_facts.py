@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.sim.profiles.capacity import TENSOR_DEGREES, PlannedModel, Refusals
+from cluster.sim.profiles.capacity import STAGE_COUNTS, TENSOR_DEGREES, PlannedModel, Refusals
 from cluster.sim.profiles.load import known_refusals, known_shape, model_names
 from cluster.sim.profiles.roofline import Precision, precision_of
 from cluster.sim.profiles.schema import Dtype
@@ -56,11 +56,14 @@ def _folder(model: str) -> Path:
 
 def _refusals(folder: Path, files: tuple[WeightFile, ...]) -> Refusals:
     """By the checks of a worker that starts."""
-    from engine.family.startable import rank_refusals  # imports transformers, which takes seconds
+    from engine.family.startable import (
+        parallel_refusals,  # imports transformers, which takes seconds
+    )
 
     try:
         check_dtypes(folder, files)
-        return Refusals(unsplit=rank_refusals(folder, TENSOR_DEGREES))
+        unsplit, unstaged = parallel_refusals(folder, TENSOR_DEGREES, STAGE_COUNTS)
+        return Refusals(unsplit=unsplit, unstaged=unstaged)
     except ModelError as error:
         return Refusals(refused=str(error))
 

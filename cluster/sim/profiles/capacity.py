@@ -16,21 +16,29 @@ from engine.core.step_times import decode_work, prefill_work
 IDEAL = Efficiency(memory=1.0, compute=1.0, overhead_s=0.0, all_reduce_latency_s=0.0)
 TENSOR_DEGREES = (1, 2, 4, 8)
 """The ranks of a worker are processes of one machine, with a device each."""
+STAGE_COUNTS = (1, 2, 4)
 _EMBEDDING_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusals:
     """What no worker can start. `refused`: why it can't serve the model at all; empty: it can.
-    `unsplit`: # degree of tensor parallelism |-> why a worker can't start with it"""
+    `unsplit`: # degree of tensor parallelism |-> why a worker can't start with it; `unstaged`: #
+    number of stages |-> the same"""
 
     refused: str = ""
     unsplit: Mapping[int, str] = field(default_factory=dict)
+    unstaged: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def degrees(self) -> tuple[int, ...]:
         """All, where the model is refused: then the plan is an estimate."""
         return tuple(degree for degree in TENSOR_DEGREES if degree not in self.unsplit)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """All, where the model is refused."""
+        return tuple(count for count in STAGE_COUNTS if count not in self.unstaged)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ Which hardware profile a simulated worker has, and what it tells routers of its 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from cluster.config.load import describe, read_yaml
 from cluster.config.overrides import Node
 from cluster.config.simulation import ProfileSource
-from cluster.sim.profiles.capacity import TENSOR_DEGREES, Refusals
+from cluster.sim.profiles.capacity import STAGE_COUNTS, TENSOR_DEGREES, Refusals
 from cluster.sim.profiles.measured import silicon_times, table_times
 from cluster.sim.profiles.published import distserve_times, dynamo_times
 from cluster.sim.profiles.roofline import Parallel, Precision, RooflineTimes, roofline_times
@@ -78,11 +78,15 @@ def known_shape(name: str) -> ModelShape | None:
 def known_refusals(name: str) -> Refusals:
     """As written beside the bundled shape of this name."""
     entry = _bundled("models.yaml")[name]
-    unsplit = entry.get("unsplit")
-    more = TENSOR_DEGREES[1:] if unsplit else ()
     return Refusals(
-        refused=str(entry.get("refused", "")), unsplit={degree: str(unsplit) for degree in more}
+        refused=str(entry.get("refused", "")),
+        unsplit=_for_all(TENSOR_DEGREES[1:], entry.get("unsplit")),
+        unstaged=_for_all(STAGE_COUNTS[1:], entry.get("unstaged")),
     )
+
+
+def _for_all(counts: Sequence[int], why: object) -> dict[int, str]:
+    return {} if why is None else {count: str(why) for count in counts}
 
 
 def shape_of(model: str, folder: Path) -> ModelShape:
