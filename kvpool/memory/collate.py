@@ -75,14 +75,11 @@ def _shares(
     pool: PoolMap, section: SlabSection, wire: WireFormat, plane: PlaneSlice, end: End
 ) -> Iterator[_Share]:
     group, first = section.part.group, plane.first_head(end)
-    asked = range(first, first + plane.heads)
+    asked, all_layers = range(first, first + plane.heads), _layers(section, end)
     copies = pool.copies(group, plane.plane) if end is End.TARGET else 1
     for copy in range(copies):
         for share in pool.shares(group, plane.plane, copy):
-            heads, layers = (
-                _common(asked, share.heads),
-                _common(_layers(section, end), share.layers),
-            )
+            heads, layers = _common(asked, share.heads), _common(all_layers, share.layers)
             if heads and layers:
                 own = heads.start - share.heads.start
                 cut = replace(plane, source_head=own, target_head=own, heads=len(heads))
@@ -90,7 +87,7 @@ def _shares(
                 yield _Share(
                     rank=share.rank,
                     section=replace(section, part=part).encoded(wire, 0),
-                    layers=_within(layers, _layers(section, end)),
+                    layers=_within(layers, all_layers),
                     heads=_within(heads, asked),
                 )
 

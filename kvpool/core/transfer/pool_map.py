@@ -114,7 +114,7 @@ class PoolMap:
         total = self.layout.groups[group].planes[plane].heads
         copies = self.copies(group, plane)
         for stage, layers in enumerate(self._members[group]):
-            for rank in range(copy % copies, self.ranks if layers else 0, copies):
+            for rank in range(copy % copies, self.ranks, copies):
                 heads = Shard(rank=rank, size=self.ranks).heads(total)
                 yield PlaneShare(rank=stage * self.ranks + rank, layers=layers, heads=heads)
 
