@@ -83,6 +83,6 @@ PARTS = (
     _on_cuda("fp8", 60, "bench.engine.cuda.fp8_products", small="--rehearse --tokens 32"),
     _on_cuda("fp8-kv", 60, "bench.engine.cuda.fp8_kv", interprets=True),
     _on_cuda("vllm", 90, "bench.peer_vllm.on_device"),
-    _on_cuda("ranks", 60, "bench.engine.ranks.tensor", small="--rehearse --repeats=1"),
+    _on_cuda("ranks", 60, "bench.engine.ranks", small="--rehearse --repeats=1"),
     _on_cuda("tilings", 120, "bench.engine.cuda.attention_tilings", interprets=True),
 )

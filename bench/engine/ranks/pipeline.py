@@ -1,21 +1,26 @@
-"""A long prompt in chunks: two stages of one thread each, against one process of two threads.
+"""A long prompt in chunks, on two stages: on a CPU of one thread each, against one process of two
+threads; on CUDA of a GPU each, against one GPU.
 
 Beside them two ranks that share heads, and two stages of which each chunk waits for the one before,
 as without `launch`. A random Llama with the KV of Llama-3.1-8B and a twentieth of its parameters,
-bf16, on CPU. With `n` chunks and two stages alike a pipeline takes (n + 1) / n of its busy time.
+bf16. With `n` chunks and two stages alike a pipeline takes (n + 1) / n of its busy time.
 """
 
 from __future__ import annotations
 
-import argparse
-import logging
 import tempfile
 import time
+from argparse import Namespace
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from transformers import LlamaConfig
+
+from bench.engine.cuda.random_engine import TINY, device_name
+from bench.engine.ranks.asked import arguments
 from bench.models import KV_OF_8B, write_random_llama
 from bench.report import Reading, Row, interleave, print_table, write_json
 from engine.core.sizing import EngineLimits
@@ -30,52 +35,71 @@ from engine.runner import Engine
 from kvpool.core.layout.layout import BlockId
 from kvrelay.types import RequestKey, Sampling
 
-_TOKENS, _CHUNK = 2048, 256
-_CHUNKS = _TOKENS // _CHUNK
 _BLOCK = 16
+_STAGES = 2
 
 
-def engines(folder: Path) -> dict[str, Engine]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """A prompt of `tokens` in `chunks`."""
+
+    config: LlamaConfig = field(default_factory=lambda: KV_OF_8B)
+    tokens: int = 2048
+    chunks: int = 8
+
+    @property
+    def chunk(self) -> int:
+        return self.tokens // self.chunks
+
+
+def sizes(args: Namespace) -> Sizes:
+    """As `asked.arguments` has them."""
+    if args.rehearse:
+        return Sizes(config=TINY, tokens=64, chunks=4)
+    return Sizes(tokens=16_384) if args.device == "cuda" else Sizes()
+
+
+def engines(folder: Path, device: str, sizes: Sizes) -> dict[str, Engine]:
     limits = EngineLimits(
-        max_model_len=_TOKENS, prefill_chunk_tokens=_CHUNK, max_running_requests=4
+        max_model_len=sizes.tokens, prefill_chunk_tokens=sizes.chunk, max_running_requests=4
     )
     checkpoint = open_checkpoint(str(folder))
-    common = {"device": "cpu", "dtype": "bfloat16", "block_size": _BLOCK, "limits": limits}
-    common["blocks"] = 2 * _TOKENS // _BLOCK
+    common = {"device": device, "dtype": "bfloat16", "block_size": _BLOCK, "limits": limits}
+    common["blocks"] = 2 * sizes.tokens // _BLOCK
     use_threads(1)
-    stages = load_split(checkpoint, Grid(stages=2), threads=1, **common)  # type: ignore[arg-type]
+    stages = load_split(checkpoint, Grid(stages=_STAGES), threads=1, **common)  # type: ignore[arg-type]
     ranks = load_split(checkpoint, Grid(tensor=2), threads=1, **common)  # type: ignore[arg-type]
     use_threads(2)
     one = load_engine(checkpoint, **common)  # type: ignore[arg-type]
     return {"stages": stages, "ranks": ranks, "one": one}
 
 
-def chunks() -> Iterator[StepBatch]:
-    table = tuple(BlockId(i) for i in range(_TOKENS // _BLOCK))
+def chunks(sizes: Sizes) -> Iterator[StepBatch]:
+    table = tuple(BlockId(i) for i in range(sizes.tokens // _BLOCK))
     request = SampleRequest(
         sampling=Sampling(max_tokens=1, seed=0), choice=0, index=0, prompt_ids=(), emitted_ids=()
     )
-    for start in range(0, _TOKENS, _CHUNK):
+    for start in range(0, sizes.tokens, sizes.chunk):
         yield StepBatch(
             slices=(
                 SequenceSlice(
                     key=RequestKey("bench", 0),
                     choice=0,
-                    token_ids=(7,) * _CHUNK,
+                    token_ids=(7,) * sizes.chunk,
                     start=start,
                     tables=(table,),
-                    samples=(request,) if start + _CHUNK == _TOKENS else (),
-                    prompt_tokens=_TOKENS,
+                    samples=(request,) if start + sizes.chunk == sizes.tokens else (),
+                    prompt_tokens=sizes.tokens,
                 ),
             )
         )
 
 
-def prompt_s(engine: Engine, threads: int, *, ahead: int) -> float:
+def prompt_s(engine: Engine, threads: int, sizes: Sizes, *, ahead: int) -> float:
     """At most `ahead` chunks are launched behind the one that is collected."""
     use_threads(threads)
     started_s, launched = time.perf_counter(), deque[Launched]()
-    for batch in chunks():
+    for batch in chunks(sizes):
         launched.append(engine.launch(batch))
         if len(launched) > ahead:
             launched.popleft().collect()
@@ -84,45 +108,48 @@ def prompt_s(engine: Engine, threads: int, *, ahead: int) -> float:
     return time.perf_counter() - started_s
 
 
-def measure(repeats: int) -> list[Row]:
+def measure(device: str, sizes: Sizes, repeats: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as name:
-        found = engines(write_random_llama(Path(name), KV_OF_8B))
+        found = engines(write_random_llama(Path(name), sizes.config), device, sizes)
         readings = interleave(
             {
-                "two stages": partial(prompt_s, found["stages"], 1, ahead=1),
-                "two stages, one chunk at a time": partial(prompt_s, found["stages"], 1, ahead=0),
-                "two ranks": partial(prompt_s, found["ranks"], 1, ahead=0),
-                "one": partial(prompt_s, found["one"], 2, ahead=0),
+                "two stages": partial(prompt_s, found["stages"], 1, sizes, ahead=1),
+                "two stages, one chunk at a time": partial(
+                    prompt_s, found["stages"], 1, sizes, ahead=0
+                ),
+                "two ranks": partial(prompt_s, found["ranks"], 1, sizes, ahead=0),
+                "one": partial(prompt_s, found["one"], 2, sizes, ahead=0),
             },
             repeats=repeats,
         )
         for engine in found.values():
             engine.close()
     one = readings.pop("one")
-    return [_row(label, reading, one) for label, reading in readings.items()]
+    return [_row(label, reading, one, device, sizes) for label, reading in readings.items()]
 
 
-def _row(label: str, reading: Reading, one: Reading) -> Row:
+def _row(label: str, reading: Reading, one: Reading, device: str, sizes: Sizes) -> Row:
+    """Two GPUs have twice what one has, two processes of a thread what one of two has."""
+    filled = (sizes.chunks + _STAGES - 1) / sizes.chunks
+    each, alone = ("a thread", "two threads") if device == "cpu" else ("a GPU", "one GPU")
     return Row(
-        name=f"prompt of {_TOKENS} tokens, {label}",
+        name=f"prompt of {sizes.tokens} tokens, {label} of {each} each",
         value=reading.median,
         unit="s",
-        against="one process of two threads",
+        against=f"one process of {alone}",
         against_value=one.median,
-        goal=(_CHUNKS + 1) / _CHUNKS if label == "two stages" else None,
+        goal=(filled if device == "cpu" else filled / 2) if label == "two stages" else None,
         lower_is_better=True,
-        method=f"chunks of {_CHUNK} tokens, each process of a thread; the goal is the bubble's",
+        method=f"{device_name(device)}, chunks of {sizes.chunk} tokens; the goal is the bubble's",
         spread=reading.spread(),
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args()
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    rows = measure(args.repeats)
+    args = arguments(__doc__)
+    if args is None:
+        return
+    rows = measure(args.device, sizes(args), args.repeats)
     print_table("Pipeline", rows)
     if args.json:
         write_json(args.json, rows)

@@ -6,20 +6,19 @@ A random Llama with the KV of Llama-3.1-8B and a twentieth of its parameters, bf
 
 from __future__ import annotations
 
-import argparse
-import logging
 import statistics
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import torch
 from transformers import LlamaConfig
 
 from bench.engine.cuda.random_engine import TINY, device_name
 from bench.engine.ranks import telling
+from bench.engine.ranks.asked import RANKS, arguments
 from bench.models import KV_OF_8B, write_random_llama
 from bench.report import Reading, Row, interleave, print_table, write_json
 from engine.core.fitting import Shape
@@ -34,7 +33,6 @@ from engine.time_profile import time_shape
 
 _STEPS = 8
 _TOLD_CONTEXTS = (512, 4096)
-_RANKS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +50,11 @@ class Sizes:
         }
 
 
+def sizes(args: Namespace) -> Sizes:
+    """As `asked.arguments` has them."""
+    return Sizes(config=TINY, context=32, rows=4) if args.rehearse else Sizes()
+
+
 def engines(folder: Path, device: str, sizes: Sizes) -> dict[str, Engine]:
     limits = EngineLimits(
         max_model_len=2 * sizes.context,
@@ -62,7 +65,7 @@ def engines(folder: Path, device: str, sizes: Sizes) -> dict[str, Engine]:
     common = {"device": device, "dtype": "bfloat16", "block_size": 16}
     common["blocks"] = sizes.rows * (sizes.context // 16 + 8)
     use_threads(1)
-    two = load_split(checkpoint, Grid(tensor=_RANKS), threads=1, limits=limits, **common)  # type: ignore[arg-type]
+    two = load_split(checkpoint, Grid(tensor=RANKS), threads=1, limits=limits, **common)  # type: ignore[arg-type]
     use_threads(2)
     one = load_engine(checkpoint, limits=limits, **common)  # type: ignore[arg-type]
     return {"one": one, "two": two}
@@ -105,19 +108,10 @@ def _row(label: str, readings: dict[str, Reading], what: tuple[str, str], method
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--rehearse", action="store_true", help="a tiny model, short contexts")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args()
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if args.device == "cuda" and gpus < _RANKS:
-        print(f"skipped: {_RANKS} ranks on CUDA need {_RANKS} GPUs, and torch sees {gpus}")
+    args = arguments(__doc__)
+    if args is None:
         return
-    sizes = Sizes(config=TINY, context=32, rows=4) if args.rehearse else Sizes()
-    rows = [*map(telling.measure, _TOLD_CONTEXTS), *measure(args.device, sizes, args.repeats)]
+    rows = [*map(telling.measure, _TOLD_CONTEXTS), *measure(args.device, sizes(args), args.repeats)]
     print_table("Parallel", rows)
     if args.json:
         write_json(args.json, rows)
