@@ -11,6 +11,8 @@ _PRELOADED = [
     "cluster.pool_node.node",
     "cluster.worker.process",
     "cluster.config.load",
+    "engine.family.share",
+    "engine.follower",
     "transformers.models.llama.modeling_llama",
     "kvpool.transport.registry",
     "pydantic",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
@@ -32,7 +31,6 @@ from kvpool.transport.mapped import memfd
 from kvpool.transport.mapped.memfd import Mapping, MemfdPlace
 
 Patch = Callable[[object, str, object], None]
-_FOLLOWER = "tests.unit.apart_follower"
 
 
 class Gloo(ProcessGroupGloo):  # type: ignore[misc]
@@ -65,16 +63,14 @@ def use_gpus_ways(patch: Patch) -> None:
 
 
 def use_gpus_ways_on_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And in the processes that it starts."""
-    start = subprocess.Popen
-
-    def started(command: list[str], **named: Any) -> subprocess.Popen[bytes]:
-        swapped = [_FOLLOWER if word == "engine.follower" else word for word in command]
-        return start(swapped, **named)
-
     use_gpus_ways(monkeypatch.setattr)
-    monkeypatch.setattr(leader.subprocess, "Popen", started)
     monkeypatch.setattr(Model, "on_cpu", False)
+
+
+def follow() -> None:
+    """The main function of the other ranks."""
+    use_gpus_ways(setattr)
+    follower.main()
 
 
 def _open_line(device: str, rank: int, grid: Grid, meeting: Path) -> Line:

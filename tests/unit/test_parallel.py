@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -18,7 +19,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine import load
+from engine import follower, load
 from engine.core.sizing import EngineLimits, MemoryProfile
 from engine.core.step import SequenceSlice, StepBatch
 from engine.device.layer_marks import LayerMarks
@@ -40,6 +41,7 @@ from kvpool.core.transfer.write import Side, TokenSpan
 from kvpool.memory.collate import gather_write, scatter_write
 from kvrelay.errors import ModelError, PeerError
 from tests.drive import Running, run_forced, run_mixed, start, step_forced
+from tests.forked_ranks import Follow, fork_ranks
 from tests.models import VOCAB_SIZE, random_checkpoint
 from tests.reference import Reference, assert_close_logits, assert_same_tokens, generate_reference
 from tests.unit.test_prompt_logprobs import check_scores
@@ -58,18 +60,22 @@ def ranks(
     compiled: bool = False,
     blocks: int | None = 48,
     limits: EngineLimits = LIMITS,
+    follow: Follow = follower.main,
 ) -> Engine:
-    return load_split(
-        open_checkpoint(str(folder)),
-        Grid(tensor=size, stages=stages),
-        threads=1,
-        device=device,
-        dtype="float32",
-        block_size=16,
-        blocks=blocks,
-        limits=limits,
-        compiled=compiled,
-    )
+    """`follow`: the main function of the other ranks."""
+    with pytest.MonkeyPatch.context() as patched:
+        fork_ranks(patched, follow)
+        return load_split(
+            open_checkpoint(str(folder)),
+            Grid(tensor=size, stages=stages),
+            threads=1,
+            device=device,
+            dtype="float32",
+            block_size=16,
+            blocks=blocks,
+            limits=limits,
+            compiled=compiled,
+        )
 
 
 def references(folder: Path) -> list[Reference]:
@@ -217,7 +223,8 @@ def refused(folder: Path, message: str, size: int = 2, **kind: Any) -> None:
 
 
 def children() -> set[psutil.Process]:
-    return set(psutil.Process().children())
+    """Forked ones are the fork server's."""
+    return set(psutil.Process().children(recursive=True))
 
 
 @pytest.mark.processes
@@ -272,11 +279,13 @@ def test_ranks_are_refused_on_devices_that_are_not_there(tmp_path: Path) -> None
 
 
 @pytest.mark.processes
-def test_a_rank_that_dies_while_it_loads_ends_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(leader.sys, "executable", "/bin/false")
-    refused(random_checkpoint(tmp_path, "llama"), "rank 1 has ended with exit code 1 while")
+def test_a_rank_that_dies_while_it_loads_ends_the_start(tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path, "llama")
+    refused(folder, "rank 1 has ended with exit code 1 while", follow=_ends)
+
+
+def _ends() -> None:
+    sys.exit(1)
 
 
 @pytest.fixture(scope="module")

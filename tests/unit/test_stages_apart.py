@@ -18,7 +18,7 @@ from kvrelay.errors import PeerError
 from tests.drive import run_mixed, start
 from tests.models import random_checkpoint
 from tests.reference import Reference, assert_same_tokens
-from tests.unit.apart_kit import use_gpus_ways_on_rank_0
+from tests.unit.apart_kit import follow, use_gpus_ways_on_rank_0
 from tests.unit.test_parallel import (
     CHUNK_TOKENS,
     TOKENS,
@@ -78,7 +78,7 @@ def case(
     random_checkpoint(folder, kind.family, **kind.changes)
     with pytest.MonkeyPatch.context() as patched:
         use_gpus_ways_on_rank_0(patched)
-        engine = ranks(folder, kind.tensor, stages=kind.stages)
+        engine = ranks(folder, kind.tensor, stages=kind.stages, follow=follow)
         yield Case(kind, folder, engine, references(folder))
         engine.close()
 
