@@ -171,7 +171,7 @@ class Mover:
         )
 
     def _gather(self, job: WriteSlab, slab: Slab) -> int:
-        with self._trace.span("gather", **_facts(job.lent.key, job.lent.piece, job.write)):
+        with self._trace.queued("gather", **_facts(job.lent.key, job.lent.piece, job.write)):
             return write_slab(
                 self._memory,
                 job.tables,
@@ -218,7 +218,7 @@ class Mover:
         started_s, error = time.monotonic(), None
         filled = job.filled
         try:
-            with self._trace.span("scatter", **_facts(filled.key, filled.piece, job.write)):
+            with self._trace.queued("scatter", **_facts(filled.key, filled.piece, job.write)):
                 read_slab(
                     self._memory,
                     job.tables,
@@ -228,6 +228,7 @@ class Mover:
                     lease_id=filled.lease_id,
                     window=self.regions[filled.slab_id].memory_on(self._links.scheme(job.peer)),
                 )
+            self._memory.settle()
         except PeerError as failure:
             error = str(failure)
         return SlabScattered(
@@ -242,8 +243,9 @@ class Mover:
 
     def _fetch(self, job: FetchPiece) -> PieceFetched:
         started_s = time.monotonic()
-        with self._trace.span("fetch", **_facts(job.key, job.piece, job.write)):
+        with self._trace.queued("fetch", **_facts(job.key, job.piece, job.write)):
             error = self._read(job)
+        self._memory.settle()
         return PieceFetched(
             key=job.key,
             piece=job.piece,
@@ -255,6 +257,7 @@ class Mover:
     def _pull(self, job: PullBlocks) -> BlocksPulled:
         started_s = time.monotonic()
         error = self._read(job)
+        self._memory.settle()
         seconds = time.monotonic() - started_s
         return BlocksPulled(pull=job.pull, bytes=job.write.nbytes, seconds=seconds, error=error)
 
