@@ -79,9 +79,7 @@ class DeviceClock:
     """Of a CUDA device. Thread safe. Who begins work renews the anchor where it is old, and waits
     for that, some 0.1 ms."""
 
-    def __init__(
-        self, device: torch.device, *, now: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, device: torch.device, *, now: Callable[[], float] = time.monotonic) -> None:
         self._device = device
         self._now = now
         self._lock = threading.Lock()
@@ -107,9 +105,7 @@ class DeviceClock:
         event = _recorded(self._stream)
         event.synchronize()
         after_s = self._now()
-        return Anchor(
-            event=event, at_s=(before_s + after_s) / 2, within_s=(after_s - before_s) / 2
-        )
+        return Anchor(event=event, at_s=(before_s + after_s) / 2, within_s=(after_s - before_s) / 2)
 
 
 def clock(device: str) -> DeviceClock | None:
