@@ -92,7 +92,7 @@ def _moves(ranges: Iterable[Range], request: str) -> list[Range]:
 def _behind(move: Range, gathered_s: float) -> Range:
     if move.name != "write":
         return move
-    return replace(move, start_s=min(max(move.start_s, gathered_s), move.end_s))
+    return replace(move, start_s=max(move.start_s, gathered_s))
 
 
 def _named(ranges: Iterable[Range], name: str) -> list[Range]:
