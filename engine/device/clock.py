@@ -4,8 +4,8 @@
 A device says only how much time lies between two of its events. So there is an anchor: an event on
 a stream of its own, on which nothing else waits, whose time of the host is known because the host
 looked at its clock before and after. It lies between the two, and half of what is between them is
-how exact it is: about 10 us on an idle device, by what recording and waiting cost there; more where
-another process has the device in turn. Of several tries the shortest counts.
+how exact it is: some 10 us are expected on an idle device, and more where another process has the
+device in turn. Of several tries the shortest counts.
 
 Two things make later times less exact, so an anchor serves for a quarter of a second. The two
 clocks drift apart: 100 ppm are assumed, which is 25 us by then. And CUDA says what lies between two
