@@ -25,9 +25,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.private_files import create_private
 
 if TYPE_CHECKING:
-    import torch
-
-    from engine.device.clock import DeviceClock, DeviceWork
+    from engine.device.clock import CudaStream, DeviceClock, DeviceWork
     from engine.device.threads import Nvtx
 
 
@@ -48,7 +46,7 @@ class Trace(Protocol):
         """A range from `started_s` of time.monotonic() until now."""
 
     def on_device(
-        self, name: str, stream: torch.cuda.Stream | None = None, **args: Value
+        self, name: str, stream: CudaStream | None = None, **args: Value
     ) -> AbstractContextManager[None]:
         """A range of the device: what the code within queues on `stream`; None: on the thread's
         current one. Nothing on a CPU."""
@@ -67,7 +65,7 @@ class NoTrace:
         pass
 
     def on_device(
-        self, name: str, stream: torch.cuda.Stream | None = None, **args: Value
+        self, name: str, stream: CudaStream | None = None, **args: Value
     ) -> AbstractContextManager[None]:
         return _NOTHING
 
@@ -162,7 +160,7 @@ class TraceFile:
 
     @contextmanager
     def on_device(
-        self, name: str, stream: torch.cuda.Stream | None = None, **args: Value
+        self, name: str, stream: CudaStream | None = None, **args: Value
     ) -> Iterator[None]:
         if self._clock is None:
             yield
@@ -178,7 +176,7 @@ class TraceFile:
 
     @contextmanager
     def queued(self, name: str, **args: Value) -> Iterator[None]:
-        with self.span(name, **args), self.on_device(name, **args):
+        with self.span(name, **args), self.on_device(name, None, **args):
             yield
 
     def close(self) -> None:

@@ -14,11 +14,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-import torch
-
 from cluster.process.trace import Trace, Value
 from cluster.worker.events import Crashed
 from engine.core.step import RunStep, StepBatch, StepDone, StepOutcome
+from engine.device.clock import CudaStream
 from engine.device.layer_marks import LayerMarks
 from engine.device.threads import use_threads
 from engine.flight import Launched
@@ -169,9 +168,7 @@ class TracedEngine:
     chunk each layer group is a range that ends when its KV is written. On a CUDA device a step is
     a range of its `stream` too, which begins when the device has done the one before."""
 
-    def __init__(
-        self, engine: AheadEngine, trace: Trace, stream: torch.cuda.Stream | None = None
-    ) -> None:
+    def __init__(self, engine: AheadEngine, trace: Trace, stream: CudaStream | None = None) -> None:
         self._engine = engine
         self._trace = trace
         self._stream = stream

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
+CudaStream = torch.cuda.Stream
 ANCHOR_LASTS_S = 0.25
 _TRIES = 5
 _DRIFT = 1e-4
@@ -46,7 +47,7 @@ class Anchor:
 class DeviceWork:
     """What is queued on a stream from here until `end`."""
 
-    def __init__(self, anchor: Anchor, stream: torch.cuda.Stream) -> None:
+    def __init__(self, anchor: Anchor, stream: CudaStream) -> None:
         self._anchor = anchor
         self._stream = stream
         self._began = _recorded(stream)
@@ -83,10 +84,10 @@ class DeviceClock:
         self._device = device
         self._now = now
         self._lock = threading.Lock()
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: CudaStream | None = None
         self._anchor: Anchor | None = None
 
-    def begin(self, stream: torch.cuda.Stream | None) -> DeviceWork:
+    def begin(self, stream: CudaStream | None) -> DeviceWork:
         """On this stream of the device; None: the calling thread's current one."""
         if stream is None:
             stream = torch.cuda.current_stream(self._device)
@@ -114,7 +115,7 @@ def clock(device: str) -> DeviceClock | None:
     return DeviceClock(found) if found.type == "cuda" else None
 
 
-def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+def _recorded(stream: CudaStream) -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record(stream)
     return event
