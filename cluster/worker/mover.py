@@ -7,8 +7,10 @@ side, blocks reserved for a handoff on the other.
 The copies over each connection have lanes of their own: if one hangs, it holds up none of another
 peer, nor of the peer's next connection. Where a slab can't be mapped, the next is gathered while
 one is sent. On a device a gather is queued behind the one before, and only who sends it waits. What
-touches this worker's memory only has one lane. Slabs are replaced in another, as their peers must
-hear of it.
+touches this worker's memory only has one lane. Each scatter is waited for there, before the header
+of the next slab is read: 64 MiB take a device 0.06 ms, less than preparing the next one, and a
+second thread that waits would come later to the last piece, on which the prompt's first token
+hangs. Slabs are replaced in another lane, as their peers must hear of it.
 """
 
 from __future__ import annotations
