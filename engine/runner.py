@@ -89,6 +89,11 @@ class Engine:
         return self.launch(batch, marks).collect()
 
     @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """Of its steps; None on a CPU."""
+        return self._stream.stream
+
+    @property
     def can_follow(self) -> bool:
         """True if a step can be launched before the tokens of the one before are known."""
         return self.model.longrope is None and self.stages == 1

@@ -68,12 +68,13 @@ PARTS = (
     _on_cuda("kernels", 90, "bench.engine.cuda.kernel_list", small="--rehearse --attention=auto"),
     _on_cuda("engine", 240, "bench.engine.speed", "--no-peers"),
     _on_cuda("chunks", 90, "bench.engine.cuda.ahead"),
+    _on_cuda("backends", 90, "bench.engine.backends", interprets=True),
     _on_cuda("collate", 60, "bench.kvpool.collate", small="--tokens=64 --layers=1 --repeats=2"),
     _on_cuda(
-        *("transfer", 150, "bench.transfer"),
+        *("transfer", 120, "bench.transfer"),
         small="--tokens=256 --layers=1 --repeats=1 --only shm",
     ),
-    _on_cuda("handoff", 180, "bench.transfer", "--handoff", small=_TWO_WORKERS),
+    _on_cuda("handoff", 150, "bench.transfer", "--handoff", small=_TWO_WORKERS),
     _on_cuda(
         *("timeline", 120, "bench.transfer", "--profile=build/handoff-cuda.json"),
         small=_TWO_WORKERS,
@@ -84,5 +85,5 @@ PARTS = (
     _on_cuda("fp8-kv", 60, "bench.engine.cuda.fp8_kv", interprets=True),
     _on_cuda("vllm", 90, "bench.peer_vllm.on_device"),
     _on_cuda("ranks", 60, "bench.engine.ranks", small="--rehearse --repeats=1"),
-    _on_cuda("tilings", 120, "bench.engine.cuda.attention_tilings", interprets=True),
+    _on_cuda("tilings", 90, "bench.engine.cuda.attention_tilings", interprets=True),
 )

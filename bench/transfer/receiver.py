@@ -64,6 +64,7 @@ class Receiver(End):
             lease_id=index,
             window=self._slabs[slab].memory,
         )
+        self.memory.settle()
         self.say(say="free", slab=slab)
 
     def _runs(self, blocks: int) -> None:
@@ -77,6 +78,7 @@ class Receiver(End):
         """A batch for each write of the cut or for all, its preparation included."""
         for write in self.shape.whole(tokens) if at_once else self.shape.cut(tokens):
             fetch(self.memory, self.side, self.peer, self._kv, self._source, write)
+            self.memory.settle()
         self.say(say="read")
 
     def _digest(self) -> None:

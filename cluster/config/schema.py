@@ -245,7 +245,7 @@ class FailureSection(Section):
 class Observability(Section):
     trace_dir: str | None = None
     """A folder in which each worker writes a Chrome trace of its steps and transfers; on CUDA also
-    NVTX ranges. null: no trace."""
+    as the device tells them, and NVTX ranges. null: no trace."""
 
 
 class RaySection(Section):

@@ -33,6 +33,7 @@ from cluster.worker.pool.links import PoolLinks
 from cluster.worker.watchdog import Watchdog
 from engine.core.activity import ReportActivity, unheard
 from engine.core.step_times import LinearTimes, StepTimes
+from engine.device.clock import clock
 from engine.device.first_use import FIRST_USES
 from engine.device.threads import nvtx, use_threads
 from engine.runner import Engine
@@ -135,7 +136,8 @@ def build_worker(
         opened.callback(pinned.release)
         if settings.threads_per_rank is not None:
             use_threads(settings.threads_per_rank)
-        trace = open_trace(settings.trace_dir, settings.name, nvtx(settings.device))
+        device = settings.device
+        trace = open_trace(settings.trace_dir, settings.name, nvtx(device), clock(device))
         opened.callback(trace.close)
         engine = open_engine(settings, report, find)
         opened.callback(engine.close)
@@ -177,7 +179,7 @@ def _build_around(
     )
     watchdog = _watchdog(settings, core.pace, words)
     opened.callback(watchdog.close)  # when the last step has ended
-    stepping = engine if trace is NO_TRACE else TracedEngine(engine, trace)
+    stepping = engine if trace is NO_TRACE else TracedEngine(engine, trace, engine.stream)
     kind = AheadDevice if launches_ahead or engine.stages > 1 else WorkerDevice
     watchers = [watchdog.watch] if words is None else [watchdog.watch, words.notes]
     device = kind(stepping, settings.threads_per_rank, inbox.put, *watchers)

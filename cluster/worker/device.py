@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from cluster.process.trace import Trace, Value
 from cluster.worker.events import Crashed
 from engine.core.step import RunStep, StepBatch, StepDone, StepOutcome
+from engine.device.clock import CudaStream
 from engine.device.layer_marks import LayerMarks
 from engine.device.threads import use_threads
 from engine.flight import Launched
@@ -164,29 +165,34 @@ class AheadDevice(WorkerDevice):
 
 class TracedEngine:
     """A step is a "prefill chunk" as soon as it computes any prompt, else a "decode step". Within a
-    chunk each layer group is a range that ends when its KV is written."""
+    chunk each layer group is a range that ends when its KV is written. On a CUDA device a step is
+    a range of its `stream` too, which begins when the device has done the one before."""
 
-    def __init__(self, engine: AheadEngine, trace: Trace) -> None:
+    def __init__(self, engine: AheadEngine, trace: Trace, stream: CudaStream | None = None) -> None:
         self._engine = engine
         self._trace = trace
+        self._stream = stream
 
     def run(self, batch: StepBatch, marks: LayerMarks | None = None) -> StepOutcome:
         name, facts = _facts(batch)
         with self._trace.span(name, **facts):
-            if marks is None:
-                return self._engine.run(batch)
-            groups = _Groups(self._trace, marks)
-            outcome = self._engine.run(batch, groups.marks)
-            groups.end("the last layer")
+            groups = None if marks is None else _Groups(self._trace, marks)
+            told = None if groups is None else groups.marks
+            with self._trace.on_device(name, self._stream, **facts):
+                flight = self._engine.launch(batch, told)
+            outcome = flight.collect()
+            if groups is not None:
+                groups.end("the last layer")
             return outcome
 
     def launch(
         self, batch: StepBatch, marks: LayerMarks | None = None, before: Launched | None = None
     ) -> Launched:
-        """Its range ends when it is collected; layers are told as they come."""
+        """Its range of the host ends when it is collected; layers are told as they come."""
         name, facts = _facts(batch)
         started_s = time.monotonic()
-        flight = self._engine.launch(batch, marks, before)
+        with self._trace.on_device(name, self._stream, **facts):
+            flight = self._engine.launch(batch, marks, before)
 
         def finish(ended: Any) -> StepOutcome:
             outcome = flight.finish(ended)

@@ -22,19 +22,21 @@ class StepStream:
     """`goes_first`: before kernels of other streams, as multiprocessors become free."""
 
     def __init__(self, device: torch.device, *, goes_first: bool) -> None:
-        self._stream = self._beside = None
+        self.stream: torch.cuda.Stream | None = None
+        """None on a CPU."""
+        self._beside: torch.cuda.Stream | None = None
         if device.type == "cuda":
             priority = _HIGH if goes_first else _LOW
-            self._stream = torch.cuda.Stream(device, priority=priority)
+            self.stream = torch.cuda.Stream(device, priority=priority)
             self._beside = torch.cuda.Stream(device, priority=priority)
 
     def within(self) -> AbstractContextManager[object]:
         """Work launched in this context runs on the stream, after this thread's earlier
         launches."""
-        if self._stream is None:
+        if self.stream is None:
             return nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        return torch.cuda.stream(self._stream)
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        return torch.cuda.stream(self.stream)
 
     def beside(self) -> AbstractContextManager[object]:
         """Work launched in this context doesn't wait for the stream. Its inputs must be there
@@ -43,10 +45,10 @@ class StepStream:
 
     def mark(self) -> Callable[[], None]:
         """Waits until the device has reached this point, whatever is launched later."""
-        if self._stream is None:
+        if self.stream is None:
             return _no_wait
         event = torch.cuda.Event()
-        event.record(self._stream)
+        event.record(self.stream)
         return event.synchronize
 
 

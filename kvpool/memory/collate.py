@@ -262,7 +262,8 @@ def read_slab(
     lease_id: int,
     window: torch.Tensor,
 ) -> SlabHeader:
-    """Checks that a filled slab is `write`, the reader's own cut of `piece`, and scatters it.
+    """Checks that a filled slab is `write`, the reader's own cut of `piece`, and scatters it. On a
+    device that is done, and the slab read, once the caller has waited (KvMemory.settle).
 
     Raises PeerError, with no block touched, if it is incomplete or of another model, dtype, codec,
     lease or piece.
@@ -273,7 +274,6 @@ def read_slab(
     if payload.is_cpu:
         header.check_payload(_buffer(payload))
     scatter_write(memory, _side(memory, tables), write, payload[: write.nbytes])
-    memory.settle()
     return header
 
 

@@ -29,8 +29,8 @@ def fetch(
     source: Side,
     write: SlabWrite,
 ) -> None:
-    """Done when it returns. Every head is copied, from the peer's rank that holds it to ours.
-    Raises PeerError."""
+    """Every head is copied, from the peer's rank that holds it to ours. Copies within a device are
+    done once the caller has waited (KvMemory.settle), others on return. Raises PeerError."""
     theirs = _map_of(memory.layout, kv.block_size, kv.blocks, kv.ranks)
     region = RegionName(kv.region)
     window = connection.window(region)
@@ -40,7 +40,6 @@ def fetch(
     if window.numel() != theirs.nbytes:
         raise PeerError(f"the pool has {window.numel()} bytes, not {theirs.nbytes} as announced")
     _copy(memory, target, KvMemory.over(theirs, window), source, write)
-    memory.settle()
 
 
 @lru_cache(maxsize=64)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 
+from engine.device.clock import DeviceClock
 from engine.device.streams import StepStream
 from kvpool.core.layout.layout import BlockId, KvLayout, LayerGroup, Plane
 from kvpool.core.layout.shards import Shard, ShardLayout
@@ -89,3 +91,29 @@ def test_a_gather_runs_beside_a_step() -> None:
         assert not step_done.query()
     torch.cuda.synchronize()
     assert torch.equal(out, expected)
+
+
+def test_a_devices_times_are_those_of_the_hosts_clock() -> None:
+    """Of work behind other work: it begins when that ends, and ends before the host has waited.
+    The device computes alone."""
+    device, behind = torch.device("cuda"), torch.cuda.Stream()
+    clock = DeviceClock(device)
+    for _ in range(2):  # all is loaded in the first turn
+        launched_s = time.monotonic()
+        with torch.cuda.stream(behind):
+            first = clock.begin(None)
+            torch.cuda._sleep(_LONG_CYCLES)
+            first.end()
+            second = clock.begin(None)
+            torch.cuda._sleep(_LONG_CYCLES)
+            second.end()
+        assert not second.is_done
+        behind.synchronize()
+        waited_s = time.monotonic()
+    assert first.is_done and second.is_done
+    (begun_s, between_s), (after_s, ended_s) = first.times_s, second.times_s
+    off_s = second.within_s
+    assert launched_s - off_s <= begun_s < between_s <= after_s + off_s < ended_s
+    assert ended_s <= waited_s + off_s
+    assert (ended_s - after_s) / (between_s - begun_s) == pytest.approx(1, abs=0.2)
+    assert ended_s - begun_s > 0.8 * (waited_s - launched_s), "most of what the host saw"

@@ -146,6 +146,10 @@ def test_what_is_exposed_on_a_device_has_its_limit() -> None:
     assert (limited.value, limited.against_value, limited.reached) == (4.0, 3.0, False)
     assert rows["cuda_ipc: of that behind the prompt's compute"].value == pytest.approx(80)
     assert rows["cuda_ipc: layer groups left then, of 4"].reached
+    assert limited.method.endswith("traces, by the host's clock")
+    told = [found, replace(found, within_us=25), replace(found, within_us=40)]
+    (row, *_) = profiled(PAIRS["cuda"], "cuda_ipc", told)
+    assert row.method.endswith("traces, by the device's events, within 40 us of the host's clock")
     on_cpu = profiled(PAIRS["cpu"], "shm", [found])
     assert [row.reached for row in on_cpu if row.unit == "ms"] == [None, None, None]
 

@@ -98,6 +98,7 @@ def write_traces(folder: Path) -> Path:
             events.append(ranged("turn", at_s, 0.0003))
             size = 10_000 * (1 + number % 7)
             events.append(ranged("gather", at_s, 0.0002 + size / 1e9, bytes=size))
+            events.append({**ranged("gather", at_s, 0.9, bytes=size), "cat": "device"})
         lines = ",\n".join(map(json.dumps, events))
         (folder / f"{kind}-0-1.json").write_text(f"[\n{lines}")
     return folder

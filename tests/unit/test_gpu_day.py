@@ -51,6 +51,7 @@ REHEARSED = {
     "kernels": r"kernels, \d+\.\d+ ms on the device",
     "engine": "(?s)" + ".*\n".join(map(re.escape, _ENGINE)),
     "chunks": r"(?s)prompt of 64 tokens, launched behind.*device idle for each chunk",
+    "backends": r"(?s)triton: decode step, 2 x 32 .*sdpa: .*2 x 32 tokens, one at a time",
     "collate": r"GB/s",
     "transfer": r"GB/s",
     "handoff": r"(?s)handoff push.*handoff pull.*handoff pool",
@@ -74,7 +75,7 @@ def test_a_rehearsal_runs_the_parts_on_the_cpu(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.long
 def test_a_rehearsal_interprets_the_kernels(tmp_path: Path) -> None:
-    _rehearse(tmp_path, "mixed", "fp8-kv", "vllm", "tilings")
+    _rehearse(tmp_path, "backends", "mixed", "fp8-kv", "vllm", "tilings")
 
 
 @pytest.mark.processes

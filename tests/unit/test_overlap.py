@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from bench.transfer.timeline.chrome import Range
+from bench.transfer.timeline.chrome import Range, ranges
 from bench.transfer.timeline.overlap import Handoff, handoff, handoffs
 
 
@@ -95,3 +97,46 @@ def test_short_prompts_are_no_handoffs_to_look_at() -> None:
     assert [one.commit_s for one in found] == [1.0, 1.0]
     assert [one.transfer_s for one in found] == [3.5, 0.0]
     assert found[1].hidden_share == 0.0
+
+
+PREFILL, DECODE = 1, 2
+
+
+def on_device(of: Range, start_s: float, end_s: float, within_us: int = 20) -> Range:
+    """The device's own range beside the host's."""
+    args = {**of.args, "within_us": within_us}
+    return replace(of, start_s=start_s, end_s=end_s, args=args, on_device=True)
+
+
+def test_what_a_device_tells_counts_and_not_its_hosts_range() -> None:
+    """Each process and kind of work by itself: here the decode worker has no device."""
+    chunks = [replace(one, process=PREFILL) for one in CHUNKS]
+    gather = replace(move("gather", 10.5, 13, piece=0, end=512), process=PREFILL)
+    scatter = replace(move("scatter", 15, 15.5, piece=0, end=512), process=DECODE)
+    told = [on_device(chunks[0], 2, 10), on_device(chunks[1], 12, 20, within_us=35)]
+    gathered = on_device(gather, 12.5, 14)
+    found = handoff([*chunks, gather, scatter, *told, gathered], "r")
+    assert found.transfer_s == pytest.approx(1.5 + 0.5)
+    assert found.hidden_s == pytest.approx(2.0), "the chunk began at 12, not at 11"
+    assert found.within_us == 35
+    assert handoff([*chunks, gather, scatter], "r").within_us is None
+    (again,) = handoffs([*chunks, gather, scatter, *told, gathered], chunks=2)
+    assert again == found
+    assert handoffs([*chunks, *told], chunks=3) == [], "no chunk counts twice"
+
+
+def test_a_write_waits_for_its_gather_which_alone_is_kv_on_its_way() -> None:
+    """The device gathers from 15 to 17 in its turn; who writes has waited since 13."""
+    gather = replace(move("gather", 12.8, 13, piece=0, end=512), process=PREFILL)
+    write = replace(move("write", 13, 18, piece=0, end=512), process=PREFILL)
+    next_gather = replace(move("gather", 13, 13.1, piece=1, end=512), process=PREFILL)
+    gathered = [on_device(gather, 15, 17), on_device(next_gather, 19, 20)]
+    found = handoff([*CHUNKS, gather, next_gather, write, *gathered], "r")
+    assert found.transfer_s == pytest.approx(2 + 1 + 1)
+
+
+def test_a_traces_ranges_say_whose_they_are() -> None:
+    event = {"name": "gather", "ph": "X", "pid": 7, "tid": 1, "ts": 1e6, "dur": 2e6, "args": {}}
+    host, device = ranges([event, {"name": "process_name", "ph": "M"}, {**event, "cat": "device"}])
+    assert (host.process, host.on_device, device.on_device) == (7, False, True)
+    assert (host.start_s, host.end_s) == (1.0, 3.0)

@@ -16,6 +16,7 @@ from cluster.worker.device import TracedEngine
 from engine.core.step import SequenceSlice, StepBatch, StepOutcome
 from engine.device.layer_marks import LayerMarks
 from engine.device.threads import nvtx
+from engine.flight import Launched, ToldStep
 from kvpool.core.blocks.tables import CopyPairs
 from kvrelay.errors import ConfigError
 from kvrelay.types import RequestKey
@@ -95,15 +96,17 @@ def test_profilers_are_told_of_nested_ranges(tmp_path: Path) -> None:
 
 
 def test_nothing_is_traced_unless_asked_for(tmp_path: Path) -> None:
-    assert open_trace(None, "w", None) is NO_TRACE
+    assert open_trace(None, "w", None, None) is NO_TRACE
     with NO_TRACE.span("a", request="r"):
         NO_TRACE.took("b", 0.0)
+    with NO_TRACE.queued("c"), NO_TRACE.on_device("d"):
+        pass
     NO_TRACE.close()
 
 
 def test_each_process_has_its_file(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "traces"
-    open_trace(str(folder), "decode-1", None).close()
+    open_trace(str(folder), "decode-1", None, None).close()
     (path,) = folder.iterdir()
     assert path.name == f"decode-1-{os.getpid()}.json"
     assert path.stat().st_mode & 0o777 == 0o600, "it names requests"
@@ -112,7 +115,7 @@ def test_each_process_has_its_file(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"observability\.trace_dir"):
-        open_trace(str(tmp_path / "file" / "traces"), "w", None)
+        open_trace(str(tmp_path / "file" / "traces"), "w", None, None)
 
 
 class Model:
@@ -122,10 +125,15 @@ class Model:
         self.copied: list[CopyPairs] = []
 
     def run(self, batch: StepBatch, marks: LayerMarks | None = None) -> StepOutcome:
+        return self.launch(batch, marks).collect()
+
+    def launch(
+        self, batch: StepBatch, marks: LayerMarks | None = None, before: Launched | None = None
+    ) -> Launched:
         for layer in range(4) if marks is not None else ():
             assert marks is not None
             marks.wrote(layer)
-        return StepOutcome(sampled=((),))
+        return ToldStep(batch, lambda told: StepOutcome(sampled=((),)))
 
     def copy_blocks(self, pairs: CopyPairs) -> None:
         self.copied.append(pairs)

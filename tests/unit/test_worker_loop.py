@@ -539,6 +539,14 @@ class Told:
     def took(self, name: str, started_s: float, **args: Value) -> None:
         self.took_s.append((name, started_s, args))
 
+    def on_device(
+        self, name: str, stream: object = None, **args: Value
+    ) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def queued(self, name: str, **args: Value) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def close(self) -> None: ...
 
 

@@ -210,7 +210,7 @@ def attention_rows(
     engine: Engine, name: str, device: Device, sizes: Sizes, method: str
 ) -> list[Row]:
     """One layer's decode attention by itself."""
-    wanted = _wanted(engine)
+    wanted = wanted_by(engine)
     layout = replace(engine.layout, groups=(replace(engine.layout.groups[0], layers=(0,)),))
     wanted = replace(wanted, layout=layout)
     count, context = sizes.several, sizes.long
@@ -240,7 +240,7 @@ def attention_rows(
     return [bandwidth, balance]
 
 
-def _wanted(engine: Engine) -> Wanted:
+def wanted_by(engine: Engine) -> Wanted:
     return Wanted(
         device=engine.model.device,
         dtype=engine.model.dtype,
@@ -262,7 +262,7 @@ def _time_attention(wanted: Wanted, name: str, contexts: Sequence[int]) -> float
 
 def backend_rows(engine: Engine, sizes: Sizes, method: str) -> list[Row]:
     """All that can serve the model here."""
-    wanted = _wanted(engine)
+    wanted = wanted_by(engine)
     names = [name for name in _BACKENDS if NEEDS[name](wanted) is None]
     found = {name: measure(opener(name), wanted, sizes.grid) for name in names}
     return [

@@ -18,6 +18,7 @@ import numpy as np
 
 from bench.live.told import Told
 from bench.serving.plain_cluster import PlainCluster
+from cluster.process.trace import DEVICE
 from cluster.sim.machines.recorded import trace_events
 
 LOOKS_EVERY_S = 0.5
@@ -136,9 +137,9 @@ def measure(told: Told, router: RouterTime, traces: Path, stretch: Stretch, to: 
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
-    """Those that took time."""
+    """Those that took the host's time."""
     with path.open() as lines:
-        return [one for one in trace_events(lines) if one["ph"] == "X"]
+        return [one for one in trace_events(lines) if one["ph"] == "X" and one.get("cat") != DEVICE]
 
 
 def _router_s(told: Told, router: RouterTime, stretch: Stretch) -> tuple[float, float]:

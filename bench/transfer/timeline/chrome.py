@@ -8,17 +8,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cluster.process.trace import DEVICE
+
 Event = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """What one worker did, in seconds of the clock that the host's processes share."""
+    """What one worker did, in seconds of the clock that the host's processes share. `on_device`: as
+    its device tells it."""
 
     name: str
     start_s: float
     end_s: float
     args: dict[str, Any] = field(default_factory=dict)
+    process: int = 0
+    on_device: bool = False
 
 
 def merged(folder: Path) -> list[Event]:
@@ -41,6 +46,8 @@ def ranges(events: Iterable[Event]) -> list[Range]:
             start_s=event["ts"] / 1e6,
             end_s=(event["ts"] + event["dur"]) / 1e6,
             args=event["args"],
+            process=event["pid"],
+            on_device=event.get("cat") == DEVICE,
         )
         for event in events
         if event["ph"] == "X"

@@ -1,9 +1,15 @@
-"""How much of a handoff the prompt's compute hides, as the workers' traces tell. Pure."""
+"""How much of a handoff the prompt's compute hides, as the workers' traces tell. Pure.
+
+What a worker's device tells of a step or of a copy of KV counts, and the host's range of the same
+name only where there is none. KV is on its way while it is gathered, written, scattered or fetched:
+the kernels' time on a device, and a link's time on the host. A write's range of the host begins
+with its wait for the gather, which counts as the gather alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bench.transfer.timeline.chrome import Range
 
@@ -17,7 +23,8 @@ class Handoff:
 
     What is neither hidden nor exposed fell between two chunks. `left_groups`: of the pieces that
     the last chunk is cut into, how many were still to be moved when it was computed; `groups` are
-    all of them. `commit_s` is from then until all is there and committed.
+    all of them. `commit_s` is from then until all is there and committed. `within_us`: how far the
+    times of devices may be off; None: all are of the host.
     """
 
     transfer_s: float
@@ -27,6 +34,7 @@ class Handoff:
     groups: int
     left_groups: float
     decode_steps: int
+    within_us: int | None = None
 
     @property
     def hidden_share(self) -> float:
@@ -35,7 +43,7 @@ class Handoff:
 
 def handoffs(ranges: Sequence[Range], *, chunks: int) -> list[Handoff]:
     """Those whose prompt took at least so many chunks, in the order of their compute."""
-    counted: dict[str, int] = {}
+    ranges, counted = _best(ranges), dict[str, int]()
     for one in sorted(_named(ranges, "prefill chunk"), key=lambda r: r.start_s):
         for request in one.args["requests"]:
             counted[request] = counted.get(request, 0) + 1
@@ -43,8 +51,9 @@ def handoffs(ranges: Sequence[Range], *, chunks: int) -> list[Handoff]:
 
 
 def handoff(ranges: Sequence[Range], request: str) -> Handoff:
+    ranges = _best(ranges)
     computes = [r for r in _named(ranges, "prefill chunk") if request in r.args["requests"]]
-    moves = [r for r in ranges if r.name in MOVES and r.args["request"] == request]
+    moves = _moves(ranges, request)
     commits = [r for r in _named(ranges, "commit") if r.args["request"] == request]
     computed_s = max(r.end_s for r in computes)
     done_s = max(r.end_s for r in (*moves, *commits))
@@ -58,7 +67,32 @@ def handoff(ranges: Sequence[Range], request: str) -> Handoff:
         groups=len(last),
         left_groups=sum(_share_after(piece, computed_s) for piece in last),
         decode_steps=_steps_during(ranges, computes[0].start_s, done_s),
+        within_us=max(
+            (r.args["within_us"] for r in (*computes, *moves) if r.on_device), default=None
+        ),
     )
+
+
+def _best(ranges: Sequence[Range]) -> Sequence[Range]:
+    """Without those of a host whose device tells of the same."""
+    told = {(r.process, r.name) for r in ranges if r.on_device}
+    return [r for r in ranges if r.on_device or (r.process, r.name) not in told]
+
+
+def _within_us(ranges: Iterable[Range]) -> int | None:
+    return max((r.args["within_us"] for r in ranges if r.on_device), default=None)
+
+
+def _moves(ranges: Iterable[Range], request: str) -> list[Range]:
+    moves = [r for r in ranges if r.name in MOVES and r.args["request"] == request]
+    gathered_s = {r.args["piece"]: r.end_s for r in moves if r.name == "gather"}
+    return [_behind(r, gathered_s.get(r.args["piece"], r.start_s)) for r in moves]
+
+
+def _behind(move: Range, gathered_s: float) -> Range:
+    if move.name != "write":
+        return move
+    return replace(move, start_s=max(move.start_s, gathered_s))
 
 
 def _named(ranges: Iterable[Range], name: str) -> list[Range]:

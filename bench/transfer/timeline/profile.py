@@ -61,10 +61,14 @@ async def _ask(port: int, pair: Pair, repeats: int) -> None:
 
 def rows_of(pair: Pair, transport: str, found: Sequence[Handoff]) -> list[Row]:
     steps = min(one.decode_steps for one in found)
+    off_us = max((one.within_us for one in found if one.within_us is not None), default=None)
+    told = "by the host's clock"
+    if off_us is not None:
+        told = f"by the device's events, within {off_us} us of the host's clock"
     method = (
         f"{pair.what}, {pair.prompt_tokens} tokens in, chunks of {pair.chunk_tokens}, while "
         f"another decodes ({steps} steps or more during each handoff); read off the workers' "
-        "traces, by the host's clock"
+        f"traces, {told}"
     )
 
     def row(
