@@ -60,6 +60,9 @@ class Said:
 
 ENDS_FLIP = RoleTaken | RoleRefused | Lost | ProcessStopped
 """A worker that was lost starts again with the role that was wished."""
+FLIP_S = 40.0
+"""Longer than a router waits for a worker's answer, shorter than it waits for the controller's."""
+NO_ANSWER = "{} has not answered for {:g} s, and is asked again until it is a {} worker"
 
 
 class Wishes:
@@ -197,10 +200,14 @@ class Wishes:
         return told
 
     async def _flipped(self, wish: Flip) -> None:
-        """Raises ConfigError where it can't have the role."""
+        """Raises ConfigError where it can't have the role, or has not answered in time."""
         process = self._core.workers[wish.name]
         if process.state is State.SERVING and process.has_role is not wish.role:
-            answer = await asyncio.shield(self._flips[wish.name])
+            flipped = asyncio.shield(self._flips[wish.name])
+            try:
+                answer = await asyncio.wait_for(flipped, FLIP_S)
+            except TimeoutError:
+                raise ConfigError(NO_ANSWER.format(wish.name, FLIP_S, wish.role)) from None
             if isinstance(answer, RoleRefused):
                 raise ConfigError(answer.reason)
 

@@ -102,14 +102,14 @@ class WorkerLink:
         return await stub.DebugKv(pb.DebugKvRequest(), timeout=30, metadata=metadata)
 
     async def set_state(self, request: pb.SetStateRequest) -> pb.SetStateResponse:
-        """Raises PeerError where the worker doesn't answer."""
+        """Raises LookupError where the worker doesn't answer: it hangs, or is gone."""
         metadata = self._access.metadata
         stub = worker_pb2_grpc.WorkerStub(self._channel.latest())
         try:
             return await stub.SetState(request, timeout=STATE_S, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             told = f"{self.address} does not answer: {error.details()}"
-            raise PeerError(f"the worker at {told}") from None
+            raise LookupError(f"the worker at {told}") from None
 
     async def close(self) -> None:
         self._task.cancel()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +26,7 @@ from cluster.core.supervision import (
 )
 from cluster.core.supervisor import Supervisor
 from cluster.on_ray import roles as shell
+from cluster.on_ray import wishes
 from cluster.on_ray.asked import Denied, Drain, Flip, Granted, Scale
 from cluster.on_ray.roles import OnRay, Roles
 from cluster.on_ray.wishes import Apply, Wish, Wishes
@@ -32,6 +35,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.types import Role
 from tests.unit.test_supervisor import LIMITS, ROUTER, D, act, serve
 
+LIMIT_S = 10.0
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 SITE = Site(total_cpus=4, node_cpus=4, host="h", bundled_path="/m")
 
@@ -102,6 +106,55 @@ def test_a_flip_is_granted_once_the_worker_has_the_role(monkeypatch: pytest.Monk
     assert granted == Granted(("decode-0: decode -> prefill",))
     assert cluster.told == [RoleAsked(D, PREFILL), RoleTaken(D, 1, PREFILL)]
     assert cluster.core.is_settled() and cluster.wishes.are_settled
+
+
+def test_a_role_that_is_not_taken_yet_is_logged_once_for_each_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    unknown, silent = NotKnown("no worker is named decode-0"), ConfigError("no router answers")
+    wished(monkeypatch, Flip(D, PREFILL), [unknown, unknown, silent, None])
+    told = "decode-0 has not the role prefill yet, and is asked again: "
+    assert caplog.messages == [f"{told}no worker is named decode-0", f"{told}no router answers"]
+
+
+def test_a_flip_of_a_worker_that_hangs_is_denied_and_still_wished(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wishes, "FLIP_S", 0.0)
+
+    async def run() -> tuple[Granted | Denied, Cluster]:
+        cluster = Cluster(plan())
+        denied = await asyncio.wait_for(cluster.wishes.hear(Flip(D, PREFILL)), LIMIT_S)
+        cluster.tell(RoleTaken(D, 1, PREFILL))
+        return denied, cluster
+
+    denied, cluster = asyncio.run(run())
+    told = "decode-0 has not answered for 0 s, and is asked again until it is a prefill worker"
+    assert denied == Denied(told)
+    assert SetRole(D, 1, PREFILL) in cluster.commands
+    assert cluster.core.workers[D].has_role is PREFILL and cluster.wishes.are_settled
+
+
+def test_workers_that_hang_hold_up_no_other_work_of_the_controller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It writes its record on a thread of the loop's own, for one."""
+    answers = Event()
+    monkeypatch.setattr(shell, "flip", lambda *_: answers.wait(LIMIT_S))
+
+    async def run() -> str:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        cluster = Cluster(plan())
+        cluster.tell(RoleAsked(D, PREFILL))
+        setting = asyncio.ensure_future(cluster.roles().set(SetRole(D, 1, PREFILL)))
+        await asyncio.sleep(0)
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(lambda: "written"), LIMIT_S / 2)
+        finally:
+            answers.set()
+            await setting
+
+    assert asyncio.run(run()) == "written"
 
 
 def test_a_flip_that_can_not_be_is_denied_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
