@@ -135,9 +135,19 @@ class Wishes:
             case Flip(name=name, role=role):
                 return self._flip(name, role)
             case Pending():
-                return [] if self.are_settled else self._moving()
+                return self._pending()
             case _:
                 assert_never(wish)
+
+    def refusals(self) -> list[str]:
+        """Processes that no router will use: to wait until they serve would be in vain."""
+        return [text for worker in self._core.workers.values() for text in worker.refusals]
+
+    def _pending(self) -> list[str]:
+        """Raises ConfigError."""
+        if refused := self.refusals():
+            raise ConfigError("; ".join(refused))
+        return [] if self.are_settled else self._moving()
 
     def _moving(self) -> list[str]:
         known = [*self._core.routers.values(), *self._core.workers.values()]

@@ -17,6 +17,7 @@ from cluster.core.plan import ClusterPlan, plan_cluster
 from cluster.core.resolve import Site, resolve
 from cluster.core.supervision import (
     DrainAsked,
+    ProcessJoined,
     RoleAsked,
     RoleRefused,
     RoleTaken,
@@ -27,7 +28,7 @@ from cluster.core.supervision import (
 from cluster.core.supervisor import Supervisor
 from cluster.on_ray import roles as shell
 from cluster.on_ray import wishes
-from cluster.on_ray.asked import Denied, Drain, Flip, Granted, Scale
+from cluster.on_ray.asked import Denied, Drain, Flip, Granted, Pending, Scale
 from cluster.on_ray.roles import OnRay, Roles
 from cluster.on_ray.wishes import Apply, Wish, Wishes
 from cluster.process.admin import NotKnown, NotPossible
@@ -174,6 +175,17 @@ def test_a_worker_that_is_not_there_gets_its_role_when_it_starts() -> None:
         return granted, cluster.core.workers[D].role
 
     assert asyncio.run(run()) == (Granted(("decode-0: decode -> prefill",)), PREFILL)
+
+
+def test_nobody_waits_for_a_worker_that_is_refused() -> None:
+    async def run() -> tuple[Granted | Denied, Granted | Denied]:
+        cluster = Cluster(plan())
+        before = await cluster.wishes.hear(Pending())
+        cluster.tell(ProcessJoined(name=D, life=1, router=ROUTER, refused="another model"))
+        return before, await cluster.wishes.hear(Pending())
+
+    told = Denied("router-0 refused decode-0: another model")
+    assert asyncio.run(run()) == (Granted(()), told)
 
 
 def test_nobody_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
