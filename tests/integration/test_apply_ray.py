@@ -257,6 +257,7 @@ def test_a_flip_outlives_the_worker_and_the_controller_until_the_file_is_applied
     two = ("--set", "workers.1.replicas=2", *NOTHING_BUILT)
     driver = here.start(KVRELAY, "apply", file, "--yes", "--follow", *two, log=log)
     http, grpc = addresses(driver, log)
+    until(lambda: "decode-1" in roles(head))  # one of each role is enough to serve
     router, apart = at_router(head), without_ray(head)
     stranger = ("--token-file", token_file(tmp_path))
     flip = ("flip", "decode-1", "prefill", *router)
