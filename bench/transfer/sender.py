@@ -16,7 +16,7 @@ from kvpool.core.transfer.piece import Piece, transfer_shape
 from kvpool.core.transfer.write import Side, SlabWrite
 from kvpool.memory.collate import write_slab
 from kvpool.memory.kv_memory import KvMemory
-from kvpool.memory.probe import measure_copies
+from kvpool.memory.probe import blocks_measured, measure_copies
 from kvpool.transport import probe
 from kvpool.transport.peer.base import RegionName
 
@@ -125,7 +125,8 @@ class Sender(End):
         slab_bytes = self.shape.staging.payload_bytes
         samples = probe.measure(self.peer, region, self.probe.memory, slab_bytes, self._ping)
         mapped = self.peer.window(region) is not None
-        pool = KvMemory(self.shape.layout, 256, self.memory.device)
+        layout = self.shape.layout
+        pool = KvMemory(layout, blocks_measured(layout), self.memory.device)
         copies = measure_copies(pool, slab_bytes)
         own = copies[self.probe.memory.device.type]
         at_once = mapped and self.probe.memory.is_cuda

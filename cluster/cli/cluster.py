@@ -137,7 +137,7 @@ def status(
     set_: SetOption = None,
 ) -> None:
     """Show a running cluster: its processes, their state, their free KV blocks."""
-    from cluster.cli import status as statuses
+    from cluster.cli.status import asked, tables
     from cluster.on_ray.connect import ray_address as ray_to_join
 
     ray = ray_to_join(ray_address) or "auto"
@@ -145,28 +145,28 @@ def status(
         _kv_status([address], caller(name, token_file, set_), tenant, format_)
         return
     if kv:
-        _kv_status(*statuses.routers_of(name, ray), tenant, format_)
+        _kv_status(*asked.routers_of(name, ray), tenant, format_)
         return
 
     if address is not None:
-        facts = statuses.of_router(address, caller(name, token_file, set_))
+        facts = asked.of_router(address, caller(name, token_file, set_))
     else:
-        facts = statuses.of_cluster(name, ray)
+        facts = asked.of_cluster(name, ray)
     if format_ is Format.JSON:
-        print(statuses.as_json(facts))
+        print(asked.as_json(facts))
     else:
-        statuses.print_table(facts)
+        tables.print_table(facts)
 
 
 def _kv_status(routers: list[str], access: Access, tenant: str | None, format_: Format) -> None:
-    from cluster.cli import status
-    from cluster.cli.status import as_json
+    from cluster.cli.status import kv
+    from cluster.cli.status.asked import as_json
 
-    found = status.of_routers(routers, access)
+    found = kv.of_routers(routers, access)
     if format_ is Format.JSON:
-        print(as_json(status.as_facts(found)))
+        print(as_json(kv.as_facts(found)))
     else:
-        status.print_tables(found, tenant=tenant)
+        kv.print_tables(found, tenant=tenant)
 
 
 def top(
@@ -191,7 +191,7 @@ def top(
     set_: SetOption = None,
 ) -> None:
     """Watch a running cluster in the terminal: its workers, requests and links. Ctrl-C ends it."""
-    from cluster.cli.status import routers_of
+    from cluster.cli.status.asked import routers_of
     from cluster.cli.top.run import run_top
     from cluster.on_ray.connect import ray_address as ray_to_join
 

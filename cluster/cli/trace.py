@@ -55,7 +55,7 @@ def trace(
 
     Each router remembers the requests that ended last.
     """
-    from cluster.cli.status import routers_of
+    from cluster.cli.status.asked import routers_of
     from cluster.on_ray.connect import ray_address as ray_to_join
 
     if address:

@@ -107,19 +107,19 @@ def _roles(processes: Iterable[Process]) -> Roles:
 
 
 def _surplus(wish: DesiredPool, roles: Roles, fresh: Sequence[Process]) -> list[Process]:
-    """Who serves stays, then who has a role that is wanted, then the lower number."""
+    """Who is of use stays, then who has a role that is wanted, then the lower number."""
     staying, leaving = [*fresh], []
     while len(staying) > wish.count:
         excess = _roles(staying) - roles
-        order = [(not one.may_serve, excess[one.role] > 0, one.number) for one in staying]
+        order = [(not one.is_of_use, excess[one.role] > 0, one.number) for one in staying]
         leaving.append(staying.pop(order.index(max(order))))
     return leaving
 
 
 def _changes(roles: Roles, kept: Sequence[Process]) -> list[tuple[Process, Role | None]]:
-    """From roles that too many have to those that are missing; first those that don't serve."""
+    """From roles that too many have to those that are missing; first those of no use."""
     excess, missing, found = _roles(kept) - roles, roles - _roles(kept), []
-    for process in sorted(kept, key=lambda one: (one.may_serve, -one.number)):
+    for process in sorted(kept, key=lambda one: (one.is_of_use, -one.number)):
         if excess[process.role]:
             role = next(missing.elements())
             excess[process.role] -= 1
@@ -159,9 +159,10 @@ def _replaceable(
     leaving: int,
     arrived: Collection[str],
 ) -> list[Process]:
-    """Old ones that can leave now. Those that don't serve yet are worth nothing."""
-    serving = [process for process in stale if process.state is State.SERVING]
-    idle = [process for process in stale if not process.may_serve]
+    """Old ones that can leave now. Those that don't serve yet, or are refused, are worth
+    nothing."""
+    serving = [one for one in stale if one.state is State.SERVING and one.is_of_use]
+    idle = [process for process in stale if not process.is_of_use]
     there = [process for process in kept if process.name in arrived]
     spare = len(there) + len(serving) - wish.count
     if spare > 0:

@@ -37,6 +37,7 @@ class Process:
     failures: int = 0
     served_s: float | None = None
     joined: set[str] = field(default_factory=set)
+    refused: dict[str, str] = field(default_factory=dict)  # router |-> why it does not use it
     address: str | None = None
     known_at: str | None = None
     start_at_s: float = 0.0
@@ -49,6 +50,10 @@ class Process:
     silent_s: float | None = None  # since a ping that is not answered yet
     heard_s: float = 0.0  # when it last answered
 
+    @property
+    def refusals(self) -> list[str]:
+        return [f"{router} refused {self.name}: {why}" for router, why in self.refused.items()]
+
     def is_due(self, now_s: float) -> bool:
         return self.state is State.BACKING_OFF and self.start_at_s <= now_s
 
@@ -59,6 +64,10 @@ class Process:
     @property
     def may_serve(self) -> bool:
         return self.state is State.SERVING or self.adopted
+
+    @property
+    def is_of_use(self) -> bool:
+        return self.may_serve and not self.refused
 
     def must_leave(self, now_s: float) -> bool:
         return self.leave_by_s is not None and now_s >= self.leave_by_s
@@ -80,7 +89,7 @@ class Process:
         self.failures = 1 if self._was_stable(now_s) else self.failures + 1
         wait_s = min(FIRST_BACKOFF_S * 2 ** (self.failures - 1), LAST_BACKOFF_S)
         self.state, self.start_at_s = State.BACKING_OFF, now_s + wait_s
-        self.address, self.joined, self.adopted = None, set(), False
+        self.address, self.joined, self.refused, self.adopted = None, set(), {}, False
         return wait_s
 
     def _was_stable(self, now_s: float) -> bool:
@@ -100,7 +109,7 @@ def doing(process: Process, routers: Collection[str]) -> str:
             return process.left_out
         case State.SERVING:
             knows_all = process.kind is ProcessKind.ROUTER or process.joined == routers
-            return "" if knows_all else "joins"
+            return "" if knows_all else "; ".join(process.refusals) or "joins"
         case state:
             return state.value
 

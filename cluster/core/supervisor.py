@@ -175,7 +175,8 @@ class Supervisor:
         for process in self.processes():
             assert process.state is not State.SERVING or process.address is not None, process
             assert process.address is None or process.state in WITH_ADDRESS, process
-            assert process.state is State.SERVING or not process.joined, process
+            told = process.joined or process.refused
+            assert process.state is State.SERVING or not told, process
             assert process.joined <= serving, process
         self.members.validate()
 
@@ -302,9 +303,11 @@ class Supervisor:
         if joined is None or router is None or {joined.state, router.state} != {State.SERVING}:
             return []
         if event.refused is not None:
-            text = f"{event.router} refused {event.name}: {event.refused}"
+            joined.refused[event.router] = event.refused
+            text = "; ".join(joined.refusals)
             return self._fail(text) if self._may_give_up() else [Note(text)]
         joined.joined.add(event.router)
+        joined.refused.pop(event.router, None)
         if self.phase is Phase.STARTING and self._can_serve():
             self.phase = Phase.READY
         return []
@@ -341,6 +344,7 @@ class Supervisor:
     def _forget_router(self, name: str) -> None:
         for process in self._announced():
             process.joined.discard(name)
+            process.refused.pop(name, None)
 
     def _hopeless(self, process: Process, event: Lost) -> bool:
         """A process that never served, in a cluster that is starting, holds up the start."""
@@ -479,7 +483,7 @@ class Supervisor:
         is gone when it is."""
         drain = process.may_serve or process.name in self._left
         process.state = State.DRAINING if drain else State.STOPPING
-        process.joined = set()
+        process.joined, process.refused = set(), {}
         if process.kind is not ProcessKind.WORKER or not drain:
             process.address = None
         self._forget_router(process.name)

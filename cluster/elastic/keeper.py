@@ -17,7 +17,7 @@ from typing import Protocol
 
 from cluster.core.desired import pool_of
 from cluster.core.elastic.controller import ElasticController, new_controller
-from cluster.core.elastic.fleet import STARTS, Busy, Counts, Fleet, who_changes, who_leaves
+from cluster.core.elastic.fleet import STARTS, Busy, Counts, fleet_of, who_changes, who_leaves
 from cluster.core.elastic.offered_sums import STALE_S, OfferedSums
 from cluster.core.elastic.rules import ElasticRules
 from cluster.core.elastic.starts import LatestStarts, Settling
@@ -100,7 +100,8 @@ class Keeper:
         fixed = [one for one in told.workers if one not in following]
         controller.keep(rules, Counts(_count(fixed, Role.PREFILL), _count(fixed, Role.DECODE)))
         starting = self._starting(told.workers, rules)
-        fleet = _fleet(told, starting, self._settling.p90_s)
+        there, is_known = map(_busy, told.workers), not told.unheard
+        fleet = fleet_of(there, starting, settle_s=self._settling.p90_s, is_known=is_known)
         decision = controller.look(self._sums.total, fleet, now_s)
         if decision.prefill is not None:
             return self._change(following, decision.prefill - fleet.prefill, now_s)
@@ -181,18 +182,6 @@ def _without_leaving(told: Told, expected: Mapping[str, Role]) -> Told:
         if one.info.name in expected or pool_of(one.info.name) not in pools
     ]
     return replace(told, workers=tuple(there))
-
-
-def _fleet(told: Told, starting: Sequence[Busy], settle_s: float) -> Fleet:
-    roles = [one.role for one in starting]
-    return Fleet(
-        prefill=_count(told.workers, Role.PREFILL),
-        decode=_count(told.workers, Role.DECODE),
-        running=sum(one.info.running for one in told.workers if one.info.role == Role.DECODE),
-        starting=Counts(roles.count(Role.PREFILL), roles.count(Role.DECODE)),
-        settle_s=settle_s,
-        is_known=not told.unheard,
-    )
 
 
 def _count(workers: Sequence[pb.WatchedWorker], role: Role) -> int:

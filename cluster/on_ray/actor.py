@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -23,6 +24,7 @@ from kvrelay.starts import StartLedger
 
 if TYPE_CHECKING:
     from cluster.worker.process import WorkerProcess
+    from router.live.link import WorkerLink
 
 
 EVERY_INTERFACE = ("0.0.0.0", "::")
@@ -205,14 +207,7 @@ class RouterHost(Host[RouterAt]):
 
     async def add_worker(self, address: str) -> StartFailed | None:
         """Returns when requests can go to the worker, or the reason why they never can."""
-        await self._router.add_worker(address)
-        try:
-            async with asyncio.timeout(JOIN_TIMEOUT_S):
-                while not self._is_attached(address):
-                    await asyncio.sleep(JOIN_POLL_S)
-        except TimeoutError:
-            return StartFailed(f"{address} did not join, see the log of the router")
-        return None
+        return await joined(await self._router.add_worker(address))
 
     async def remove_worker(self, address: str) -> None:
         await self._router.remove_worker(address)
@@ -222,9 +217,6 @@ class RouterHost(Host[RouterAt]):
 
     async def remove_pool_node(self, address: str) -> None:
         await self._router.remove_pool_node(address)
-
-    def _is_attached(self, address: str) -> bool:
-        return any(worker.address == address for worker in self._router.dispatcher.workers())
 
     async def answer(self) -> None:
         """A heartbeat of the event loop, in which the whole router runs."""
@@ -288,3 +280,14 @@ def own_host(host: str) -> str:
     import ray
 
     return str(ray.util.get_node_ip_address()) if host == NODE_HOST else host
+
+
+async def joined(link: WorkerLink) -> StartFailed | None:
+    """Once the worker has joined; or why it has not, as soon as it is refused."""
+    until_s = time.monotonic() + JOIN_TIMEOUT_S
+    while link.hello is None and not link.refusal and time.monotonic() < until_s:
+        await asyncio.sleep(JOIN_POLL_S)
+    if link.hello is not None:
+        return None
+    trouble = link.trouble or "it does not answer"
+    return StartFailed(link.refusal or f"{link.address} did not join: {trouble}")

@@ -23,6 +23,8 @@ class ControllerReport:
     settled: bool
     """Every process is there as desired, and serves."""
     error: str | None
+    refused: tuple[str, ...]
+    """Which routers refused which processes, and why: these will never serve."""
     notes: tuple[str, ...]
     noted: int
     model: str

@@ -6,8 +6,11 @@ Every wish to change a role goes through the supervisor, which remembers it.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -35,6 +38,9 @@ if TYPE_CHECKING:
     from cluster.on_ray.fleet import Fleet
 
 RETRY_S = 1.0
+FLIPS_AT_ONCE = 16
+NOT_YET = "%s has not the role %s yet, and is asked again: %s"
+log = logging.getLogger(__name__)
 
 
 class Roles:
@@ -53,34 +59,46 @@ class Roles:
         self._fleet, self._core, self._wishes, self._routers_at = fleet, core, wishes, routers
         self._tell, self._say = tell, say
         self._changing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        # Workers that hang shall hold up no thread that the controller uses for something else.
+        self._threads = ThreadPoolExecutor(FLIPS_AT_ONCE, thread_name_prefix="flip")
 
     async def set(self, command: SetRole) -> None:
         """Until it is done, or no longer wished."""
-        name, life, role = command.name, command.life, command.role
-        async with self._changing[name]:
+        trouble = ""
+        async with self._changing[command.name]:
             for turn in count():
                 if not self._is_wished(command):
                     return
                 try:
-                    router = self._router(turn)
-                    await asyncio.to_thread(flip, name, role, router, self._access)
-                except NotPossible as error:
-                    self._tell(RoleRefused(name, life, role, str(error)))
-                    return
-                except (ConfigError, NotKnown, IndexError):  # a router that knows it will come
-                    await asyncio.sleep(RETRY_S)
+                    answer = await self._answer(command, self._router(turn))
+                except (ConfigError, NotKnown) as error:  # a router that knows it will come
+                    before, trouble = trouble, str(error)
                 else:
-                    self._tell(RoleTaken(name, life, role))
+                    self._tell(answer)
                     return
+                if trouble != before:
+                    log.warning(NOT_YET, command.name, command.role, trouble)
+                await asyncio.sleep(RETRY_S)
+
+    async def _answer(self, command: SetRole, router: str) -> RoleTaken | RoleRefused:
+        """Raises ConfigError and NotKnown where it may be asked again."""
+        name, life, role = command.name, command.life, command.role
+        asked = partial(flip, name, role, router, self._access)
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._threads, asked)
+        except NotPossible as error:
+            return RoleRefused(name, life, role, str(error))
+        return RoleTaken(name, life, role)
 
     def _is_wished(self, command: SetRole) -> bool:
         worker = self._core.current(command.name, command.life)
         return worker is not None and not worker.leaves and worker.role is command.role
 
     def _router(self, turn: int) -> str:
-        """One after the other: one that has served may be gone. Raises IndexError without any."""
-        routers = self._routers()
-        return routers[turn % max(1, len(routers))]
+        """One after the other: one that has served may be gone. Raises ConfigError without any."""
+        if not (routers := self._routers()):
+            raise ConfigError("no router serves")
+        return routers[turn % len(routers)]
 
     def _routers(self) -> list[str]:
         return [router.internal_grpc for router in self._routers_at()]

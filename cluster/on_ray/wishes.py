@@ -60,6 +60,9 @@ class Said:
 
 ENDS_FLIP = RoleTaken | RoleRefused | Lost | ProcessStopped
 """A worker that was lost starts again with the role that was wished."""
+FLIP_S = 40.0
+"""Longer than a router waits for a worker's answer, shorter than it waits for the controller's."""
+NO_ANSWER = "{} has not answered for {:g} s, and is asked again until it is a {} worker"
 
 
 class Wishes:
@@ -132,9 +135,19 @@ class Wishes:
             case Flip(name=name, role=role):
                 return self._flip(name, role)
             case Pending():
-                return [] if self.are_settled else self._moving()
+                return self._pending()
             case _:
                 assert_never(wish)
+
+    def refusals(self) -> list[str]:
+        """Processes that no router will use: to wait until they serve would be in vain."""
+        return [text for worker in self._core.workers.values() for text in worker.refusals]
+
+    def _pending(self) -> list[str]:
+        """Raises ConfigError."""
+        if refused := self.refusals():
+            raise ConfigError("; ".join(refused))
+        return [] if self.are_settled else self._moving()
 
     def _moving(self) -> list[str]:
         known = [*self._core.routers.values(), *self._core.workers.values()]
@@ -197,10 +210,14 @@ class Wishes:
         return told
 
     async def _flipped(self, wish: Flip) -> None:
-        """Raises ConfigError where it can't have the role."""
+        """Raises ConfigError where it can't have the role, or has not answered in time."""
         process = self._core.workers[wish.name]
         if process.state is State.SERVING and process.has_role is not wish.role:
-            answer = await asyncio.shield(self._flips[wish.name])
+            flipped = asyncio.shield(self._flips[wish.name])
+            try:
+                answer = await asyncio.wait_for(flipped, FLIP_S)
+            except TimeoutError:
+                raise ConfigError(NO_ANSWER.format(wish.name, FLIP_S, wish.role)) from None
             if isinstance(answer, RoleRefused):
                 raise ConfigError(answer.reason)
 

@@ -38,7 +38,7 @@ Answer = TypeVar("Answer")
 
 
 class NotKnown(KvrelayError):
-    """The router answers, and does not know what it was asked about."""
+    """The router answers, and does not know what it was asked about, or can't reach it now."""
 
 
 class NotPossible(KvrelayError):

@@ -27,7 +27,7 @@ from cluster.process.checks import problems
 from cluster.process.site import local_site
 from kvpool.transport import link_kind
 from kvpool.transport.choice import BETWEEN_HOSTS, TRANSPORTS, Machine, choose_transports
-from kvpool.transport.endpoints import EndpointOptions, obstacle
+from kvpool.transport.endpoints import PROBE_BYTES, EndpointOptions, obstacle
 from kvpool.transport.gpus import GpuFacts, gpu_facts
 from kvpool.transport.link_kind import LinkKind
 from kvpool.transport.rdma.slab_memory import SlabPlace
@@ -130,9 +130,12 @@ def _facts(transport: str, ucx: UcxOptions, gpus: GpuFacts) -> dict[str, str]:
 def _direct(transport: str, ucx: UcxOptions, gpus: GpuFacts) -> dict[str, str]:
     if not gpus.count:
         return {}
-    slabs = EndpointOptions(ucx=ucx, device=_device(gpus)).slabs(transport)
-    on_device = slabs.place is SlabPlace.DEVICE
-    told = "yes" if on_device else f"no, by way of the host's: {slabs.why_host}"
+    device = _device(gpus)
+    slabs = EndpointOptions(ucx=ucx, device=device).slabs(transport)
+    told = f"no, by way of the host's: {slabs.why_host}"
+    if slabs.place is SlabPlace.DEVICE:
+        why = obstacle(transport, ucx, gpus=gpus.count, device=device, slabs=slabs)
+        told = f"no: {why}" if why else f"yes, {PROBE_BYTES} bytes of it were registered"
     return {"GPU memory (GPUDirect)": told}
 
 

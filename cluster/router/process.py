@@ -28,6 +28,7 @@ from kvrelay.v1 import worker_pb2_grpc
 from router.core.start import Beginning
 from router.grpc_api.changes import Changes
 from router.live.dispatcher import WorkerDispatcher
+from router.live.link import WorkerLink
 from router.live.listener import Ports
 from router.live.recorder import Recorder
 from router.server import RouterServers, ServerOptions
@@ -164,8 +165,8 @@ class RouterProcess:
     def _add_registry(self, server: grpc.aio.Server) -> None:
         worker_pb2_grpc.add_RegistryServicer_to_server(self._registry, server)
 
-    async def add_worker(self, address: str) -> None:
-        self.dispatcher.add_worker(address)
+    async def add_worker(self, address: str) -> WorkerLink:
+        return self.dispatcher.add_worker(address)
 
     async def remove_worker(self, address: str) -> None:
         await self.dispatcher.remove_worker(address)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cluster.core.elastic.controller import ElasticPolicy
-from cluster.core.elastic.fleet import STARTS, Busy, Counts, Fleet, who_changes, who_leaves
+from cluster.core.elastic.fleet import STARTS, Busy, Counts, fleet_of, who_changes, who_leaves
 from cluster.core.elastic.starts import Settling
 from cluster.sim.machines.clock import Clock
 from cluster.sim.router import SimRouter
@@ -68,7 +68,8 @@ class SimElastic:
         assert self.policy is not None
         offered = sum((one.core.state.offered.total for one in self.routers), OfferedWork())
         self._settling.hear(self._told(), self.clock.now_s)
-        fleet = self._fleet()
+        there, starting = map(_busy, self._there), self._still_starting()
+        fleet = fleet_of(there, starting, settle_s=self._settling.p90_s)
         decision = self.policy.look(offered, fleet, self.clock.now_s)
         if decision.prefill is not None:
             self._change(decision.prefill - fleet.prefill)
@@ -76,16 +77,6 @@ class SimElastic:
             self._resize(fleet.all, decision.counts)
         if self.goes_on():
             self.clock.after(EVERY_S, self._look)
-
-    def _fleet(self) -> Fleet:
-        decode, starting = self._of(Role.DECODE), [life.role for life in self._starting]
-        return Fleet(
-            prefill=len(self._of(Role.PREFILL)),
-            decode=len(decode),
-            running=sum(map(_running, decode)),
-            starting=Counts(starting.count(Role.PREFILL), starting.count(Role.DECODE)),
-            settle_s=self._settling.p90_s,
-        )
 
     def _told(self) -> dict[str, list[Role]]:
         """# worker |-> its role, as each router knows it"""
@@ -98,9 +89,6 @@ class SimElastic:
     @property
     def _starting(self) -> list[Life]:
         return [life for life in self.lives if life.worker is None and life.until_s is None]
-
-    def _of(self, role: Role) -> list[SimWorker]:
-        return [worker for worker in self._there if worker.core.role is role]
 
     @property
     def _there(self) -> list[SimWorker]:
@@ -162,9 +150,6 @@ class SimElastic:
 
 def _busy(worker: SimWorker) -> Busy:
     role = worker.core.role
-    work = _running(worker) if role is Role.DECODE else worker.core.prefill.queue.tokens
+    running = len(worker.core.decode.batch.running_set.running)
+    work = running if role is Role.DECODE else worker.core.prefill.queue.tokens
     return Busy(name=worker.name, role=role, work=work)
-
-
-def _running(worker: SimWorker) -> int:
-    return len(worker.core.decode.batch.running_set.running)

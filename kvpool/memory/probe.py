@@ -29,6 +29,11 @@ _MOST_BYTES = 64 * 2**20  # more than most caches hold
 _ROUNDS = 4  # of which the first warms up
 
 
+def blocks_measured(layout: KvLayout) -> int:
+    """How many blocks of a large pool are copied."""
+    return max(2, min(256, _MOST_BYTES // layout.bytes_per_block))
+
+
 def measure_copies(memory: KvMemory, slab_bytes: int) -> dict[str, tuple[Sample, ...]]:
     """# type of the device on which slabs lie |-> copies of all layers, in pieces of at most
     `slab_bytes`, of adjacent blocks and of scattered blocks"""
@@ -52,8 +57,7 @@ def measure_codecs(
 def _blocks(memory: KvMemory) -> Iterator[int]:
     """The number of blocks to copy, which are wiped afterwards: what one codec has written may be
     no numbers for attention."""
-    fitting = max(2, min(256, _MOST_BYTES // memory.layout.bytes_per_block))
-    blocks = min(fitting, memory.blocks)
+    blocks = min(blocks_measured(memory.layout), memory.blocks)
     yield blocks
     for plane in (plane for part in memory.parts for planes in part.planes for plane in planes):
         plane[:, : blocks * memory.layout.block_size].view(torch.uint8).zero_()

@@ -250,8 +250,16 @@ def _adopted(endpoint: Endpoint, memory: torch.Tensor) -> Region | None:
 PROBE_BYTES = 4096
 
 
-def obstacle(transport: str, ucx: UcxOptions, *, gpus: int, device: str = "cuda") -> str:
-    """Why it can't be used here; empty when it can. `gpus`: number that this process can use."""
+def obstacle(
+    transport: str,
+    ucx: UcxOptions,
+    *,
+    gpus: int,
+    device: str = "cuda",
+    slabs: SlabMemory | None = None,
+) -> str:
+    """Why it can't be used here; empty when it can. `gpus`: number that this process can use.
+    `slabs`: where PROBE_BYTES are registered; else on the host."""
     if transport == "cuda_ipc" and not gpus:
         return "no CUDA device"
     nothing = Callbacks(
@@ -259,7 +267,7 @@ def obstacle(transport: str, ucx: UcxOptions, *, gpus: int, device: str = "cuda"
     )
     name = Incarnation(f"probe-{uuid4().hex}")
     try:
-        endpoint = open_endpoint(transport, name, nothing, ucx=ucx, device=device)
+        endpoint = open_endpoint(transport, name, nothing, ucx=ucx, slabs=slabs, device=device)
     except (ConfigError, OSError, RuntimeError) as error:
         return str(error)
     with contextlib.closing(endpoint):

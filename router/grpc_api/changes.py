@@ -30,7 +30,8 @@ class NobodyAnswers(KvrelayError):
 
 class Changes(Protocol):
     async def change(self, asked: ChangeRequest) -> ChangeResponse:
-        """Raises InvalidRequest, LookupError for an unknown worker, ChangeDenied, NobodyAnswers."""
+        """Raises InvalidRequest, LookupError for a worker that is unknown or doesn't answer,
+        ChangeDenied, NobodyAnswers."""
 
 
 async def answered(

@@ -213,10 +213,11 @@ class WorkerDispatcher(ClusterViews):
 
     # --- workers --------------------------------------------------------------------------------
 
-    def add_worker(self, address: str) -> None:
+    def add_worker(self, address: str) -> WorkerLink:
         if address not in self._links:
             link = WorkerLink(address, self.incarnation, self, self._access)
             self._links[address] = link
+        return self._links[address]
 
     async def remove_worker(self, address: str) -> None:
         link = self._links.pop(address, None)

@@ -75,14 +75,14 @@ class WorkerLink:
         """Raises ConfigError when a file of `access` can't be read."""
         self.address = address
         self.hello: WorkerHello | None = None
-        self._refused = False  # for good
+        self.refusal = ""  # why the worker is refused for good
+        self.trouble = ""  # why the worker does not let this router in
         self._attaching: asyncio.Task[None] | None = None
         self._hung_up = False
         self._router = router
         self._owner = owner
         self._outgoing: asyncio.Queue[pb.ToWorker | None] = asyncio.Queue()
         self._access = access
-        self._told = ""
         self._channel = LastingChannel(address, access.dials, channel_options())
         self._task = asyncio.ensure_future(self._run())
 
@@ -102,14 +102,14 @@ class WorkerLink:
         return await stub.DebugKv(pb.DebugKvRequest(), timeout=30, metadata=metadata)
 
     async def set_state(self, request: pb.SetStateRequest) -> pb.SetStateResponse:
-        """Raises PeerError where the worker doesn't answer."""
+        """Raises LookupError where the worker doesn't answer: it hangs, or is gone."""
         metadata = self._access.metadata
         stub = worker_pb2_grpc.WorkerStub(self._channel.latest())
         try:
             return await stub.SetState(request, timeout=STATE_S, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             told = f"{self.address} does not answer: {error.details()}"
-            raise PeerError(f"the worker at {told}") from None
+            raise LookupError(f"the worker at {told}") from None
 
     async def close(self) -> None:
         self._task.cancel()
@@ -119,7 +119,7 @@ class WorkerLink:
     async def _run(self) -> None:
         """Attaches again and again, at growing intervals while it fails."""
         retry_s = FIRST_RETRY_S
-        while not self._refused:
+        while not self.refusal:
             ended = _Ended("the link was closed")
             try:
                 ended = await self._attach_once()
@@ -144,7 +144,7 @@ class WorkerLink:
             return self._broke(error)
         except PeerError as error:
             if self.hello is None:
-                self._refused = True
+                self.refusal = str(error)
                 log.error("worker at %s refused: %s", self.address, error)
             return self._fault(error)
         except Exception as error:
@@ -154,14 +154,14 @@ class WorkerLink:
     def _broke(self, error: grpc.aio.AioRpcError) -> _Ended:
         """Says once that the worker doesn't take this router's token, or its version."""
         reason = error.details() or error.code().name
-        if error.code() in NOT_LET_IN and reason != self._told:
+        if error.code() in NOT_LET_IN and reason != self.trouble:
             log.error("worker at %s does not let this router in: %s", self.address, reason)
-            self._told = reason
+            self.trouble = reason
         return _Ended(reason)
 
     def _fault(self, error: Exception) -> _Ended:
         """A message of the worker can't be accepted: a bug, on one of the two sides."""
-        if not self._refused:
+        if not self.refusal:
             text = "worker at %s: its message was rejected, so its link is closed and opened again"
             log.error(text, self.address, exc_info=error)
         return _Ended(f"its message was rejected: {error!r}", fault=True)

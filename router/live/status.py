@@ -349,8 +349,8 @@ class ClusterViews:
         return (replace(one.hello, role=one.own_role) for one in views if one is not but)
 
     async def set_worker(self, name: str, wanted: SetStateRequest) -> SetStateResponse:
-        """Raises LookupError where no worker has this name, PeerError for a role that it can't have
-        beside the others."""
+        """Raises LookupError where no worker has this name or it doesn't answer, PeerError for a
+        role that it can't have beside the others."""
         views = self.core.state.workers.values()
         found = [view for view in views if view.hello.name == name]
         if not found:

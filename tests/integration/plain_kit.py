@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import pytest
 
-from cluster.cli import status
+from cluster.cli.status import kv
 from kvrelay import Client, Stream
 from kvrelay.results import Chunk
 from tests.access import ACCESS
@@ -77,7 +77,7 @@ def start_pool_node(here: Marked, router: RouterAddresses, log: Path) -> Process
 
 
 def pool_nodes_of(router: RouterAddresses) -> int:
-    return len(status.kv_of_router(router.internal, ACCESS).pool_nodes)
+    return len(kv.of_router(router.internal, ACCESS).pool_nodes)
 
 
 def workers_of(router: RouterAddresses) -> set[str]:
@@ -96,7 +96,7 @@ def generate(router: RouterAddresses) -> tuple[int, ...]:
 
 def holds_nothing(router: RouterAddresses) -> bool:
     """As this router is told by every worker."""
-    workers = status.kv_of_router(router.internal, ACCESS).workers
+    workers = kv.of_router(router.internal, ACCESS).workers
     return len(workers) == len(ROLES) and all(
         not one.held and one.free_blocks + one.cached_blocks == one.total_blocks for one in workers
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from engine.bundled import checkpoint_path
 from kvrelay import Client
 from tests.access import token_file
 from tests.integration.ray_head import NOTHING_BUILT, Head, Marked, ray_head, until
@@ -184,6 +187,29 @@ def test_a_cluster_is_scaled_drained_and_changed_while_it_serves(
     assert_nothing_is_left(head.marked, http, grpc)
 
 
+@pytest.mark.timeout(600)
+def test_apply_ends_with_the_reason_where_a_worker_is_refused(head: Head, tmp_path: Path) -> None:
+    """Another model has come to lie under the same path. What serves goes on."""
+    log, file, here = tmp_path / "serve.log", tmp_path / "c.yaml", head.joined()
+    model = Path(shutil.copytree(checkpoint_path(), tmp_path / "model"))
+    file.write_text(FILE.format(most=16, name="decode"))
+    command = ("apply", file, "--yes", "--set", f"model.path={model}", *NOTHING_BUILT)
+    driver = here.start(KVRELAY, *command, "--follow", log=log)
+    http, grpc = addresses(driver, log)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    told = refused(head, *command, "--set", "workers.1.replicas=2")
+    assert "router-0 refused decode-1: worker decode-1 serves another model than " in told
+    told = refused(head, "scale", "decode=2", *at_router(head))
+    assert "router-0 refused decode-1: worker decode-1 serves another model than " in told
+    with Client(grpc, timeout_s=120) as client:
+        assert client.generate("It was", **ASKED).token_ids
+    driver.terminate()
+    driver.wait()
+    here.run(KVRELAY, "stop")
+    assert_nothing_is_left(head.marked, http, grpc)
+
+
 LAME_DUCK = ("--name", "led", "--set", "router.lame_duck=10m", "--set", "workers=[{role: both}]")
 
 
@@ -231,6 +257,7 @@ def test_a_flip_outlives_the_worker_and_the_controller_until_the_file_is_applied
     two = ("--set", "workers.1.replicas=2", *NOTHING_BUILT)
     driver = here.start(KVRELAY, "apply", file, "--yes", "--follow", *two, log=log)
     http, grpc = addresses(driver, log)
+    until(lambda: "decode-1" in roles(head))  # one of each role is enough to serve
     router, apart = at_router(head), without_ray(head)
     stranger = ("--token-file", token_file(tmp_path))
     flip = ("flip", "decode-1", "prefill", *router)

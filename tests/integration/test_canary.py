@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.cli import status
+from cluster.cli.status.asked import of_router
+from cluster.cli.status.tables import print_table
 from engine.family.build import load_model
 from engine.model.checkpoint import open_checkpoint
 from kvrelay.types import Role
@@ -142,7 +143,7 @@ def test_a_pair_is_left_alone_for_a_while_and_used_again(
         hosts[1].damage(bad, pieces=100)
         assert_same_tokens(expected[0], ask(cluster, asked[0]))
         assert quarantined(cluster) == [("prefill-0", "decode-0", "kv_mismatch")]
-        status.print_table(status.of_router(cluster.internal_grpc, ACCESS))
+        print_table(of_router(cluster.internal_grpc, ACCESS))
         assert worker(cluster, "decode-0").counters.cached_blocks == 0
         assert_same_tokens(expected[1], ask(cluster, asked[1]))
         assert_checks(cluster, "decode-0", passed=0, mismatched=1)

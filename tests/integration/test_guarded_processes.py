@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import pytest
 
-from cluster.cli import status
+from cluster.cli.status import kv
 from kvrelay import Client, Generated, Tls
 from kvrelay.access.values import Access
 from kvrelay.errors import ConfigError
@@ -51,7 +51,7 @@ class Guarded:
 
     def joined(self, router: RouterAddresses) -> tuple[int, int]:
         """Workers and pool nodes."""
-        found = status.kv_of_router(router.internal, self.access)
+        found = kv.of_router(router.internal, self.access)
         return len(found.workers), len(found.pool_nodes)
 
     def ask(self, router: RouterAddresses, key: str) -> Generated:
@@ -107,7 +107,7 @@ def test_all_processes_speak_tls_and_only_those_of_the_cluster_are_heard(
     with cluster.running("first") as router:
         assert cluster.ask(router, key).completion_tokens
         with pytest.raises(ConfigError):
-            status.kv_of_router(router.internal, Access(token=TOKEN, dials=cluster.inside.dials()))
+            kv.of_router(router.internal, Access(token=TOKEN, dials=cluster.inside.dials()))
         stranger = cluster.stranger(router)
         until(lambda: "trying again until" in (tmp_path / "stranger-worker").read_text())
         assert cluster.joined(router) == (1, 1)

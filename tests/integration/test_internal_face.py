@@ -15,9 +15,8 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from cluster.cli import status
-from cluster.cli import status as kv_status
 from cluster.cli.plain.joins import stay_registered
+from cluster.cli.status import asked, kv
 from engine.bundled import checkpoint_path
 from kvrelay.errors import ConfigError
 from kvrelay.v1 import admin_pb2, worker_pb2
@@ -129,12 +128,12 @@ def services_of(port: int) -> set[str]:
 
 def test_status_says_that_it_was_given_a_public_address(router: RouterThread) -> None:
     internal = f"127.0.0.1:{router.address.internal.grpc}"
-    assert status.of_router(internal, ACCESS)["workers"] == []
-    assert not kv_status.kv_of_router(internal, ACCESS).workers
+    assert asked.of_router(internal, ACCESS)["workers"] == []
+    assert not kv.of_router(internal, ACCESS).workers
     public = f"127.0.0.1:{router.address.public.grpc}"
-    for asked in (status.of_router, kv_status.kv_of_router):
+    for ask in (asked.of_router, kv.of_router):
         with pytest.raises(ConfigError, match=f"{public}: not the internal gRPC address"):
-            asked(public, ACCESS)
+            ask(public, ACCESS)
 
 
 def test_a_worker_that_joins_at_the_public_port_ends(router: RouterThread) -> None:

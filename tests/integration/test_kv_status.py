@@ -11,8 +11,8 @@ from uuid import uuid4
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.cli import status
 from cluster.cli.main import app
+from cluster.cli.status.kv import of_router
 from cluster.core.settings import host_pool_address
 from kvpool.core.layout.hashes import tenant_label
 from kvrelay.types import Role
@@ -48,7 +48,7 @@ def nodes(tmp_path: Path) -> Iterator[Callable[..., Node]]:
 
 
 def kv(cluster: Cluster) -> GetKvResponse:
-    return status.kv_of_router(cluster.internal_grpc, ACCESS)
+    return of_router(cluster.internal_grpc, ACCESS)
 
 
 def states(found: GetKvResponse, tier: str) -> dict[str, int]:

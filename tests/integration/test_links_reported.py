@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.cli import status
+from cluster.cli.status.asked import of_router
+from cluster.cli.status.tables import print_table
 from kvrelay.counters import speed_text
 from kvrelay.types import Role
 from router.core.state.generation import LinkStatus
@@ -54,7 +55,7 @@ def test_the_common_transport_is_used_measured_and_reported(
             "kvrelay:link_bandwidth_bytes_per_second": link.bytes_per_s,
             "kvrelay:link_latency_seconds": link.latency_s,
         }
-        facts = status.of_router(cluster.internal_grpc, ACCESS)
-        status.print_table(facts)
+        facts = of_router(cluster.internal_grpc, ACCESS)
+        print_table(facts)
         shown = f"prefill-0 -> decode-0 over nixl: {speed_text(link.bytes_per_s)}, "
         assert shown in capsys.readouterr().out

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.cli import status
+from cluster.cli.status import kv
 from engine.family.build import load_model
 from engine.model.checkpoint import open_checkpoint
 from kvrelay import Client
@@ -166,6 +166,6 @@ def servers(router: RouterAddresses) -> list[str]:
 
 def busy(router: RouterAddresses, role: str = "decode") -> str:
     """The first worker of that role that holds KV of a request."""
-    workers = status.kv_of_router(router.internal, ACCESS).workers
+    workers = kv.of_router(router.internal, ACCESS).workers
     holding = (one.worker for one in workers if one.held and one.worker.startswith(role))
     return next(holding, "")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli import status
+from cluster.cli.status import kv
 from kvrelay import Client
 from tests.access import ACCESS
 from tests.integration.split_kit import (
@@ -26,7 +26,7 @@ PREFIX = "cmpl-my-trace-7-"
 
 def held(cluster: Cluster) -> set[str]:
     """Requests of this client that hold blocks."""
-    found = status.kv_of_router(cluster.internal_grpc, ACCESS)
+    found = kv.of_router(cluster.internal_grpc, ACCESS)
     ids = {held.request_id for worker in found.workers for held in worker.held}
     return {one for one in ids if one.startswith(PREFIX)}
 

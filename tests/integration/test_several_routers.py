@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.cli import status
+from cluster.cli.status import kv
 from kvpool.core.layout.hashes import tenant_label
 from kvrelay import Client
 from kvrelay.errors import ConfigError
@@ -226,11 +226,11 @@ def test_status_names_the_tenants_of_all_routers(long_llama: Path, hosts: Hosts)
             stream = client.stream([5, 6, 7], max_tokens=8000, ignore_eos=True, tenant="acme")
             with stream:
                 next(stream)
-                alone = status.kv_of_router(one.internal_grpc, ACCESS)
+                alone = kv.of_router(one.internal_grpc, ACCESS)
                 at = ["127.0.0.1:1", one.internal_grpc, other.internal_grpc]
-                found = status.of_routers(at, ACCESS)
+                found = kv.of_routers(at, ACCESS)
         with pytest.raises(ConfigError, match=r"127.0.0.1:1: no router answers"):
-            status.of_routers(["127.0.0.1:1", "127.0.0.1:1"], ACCESS)
+            kv.of_routers(["127.0.0.1:1", "127.0.0.1:1"], ACCESS)
     assert {held.tenant for worker in alone.workers for held in worker.held} == {""}
     tenants = {held.tenant for worker in found.workers for held in worker.held}
     assert tenants == {tenant_label("acme")}

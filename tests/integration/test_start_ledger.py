@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from cluster.cli import status
+from cluster.cli.status.asked import of_router
 from tests.access import ACCESS, HEADERS
 from tests.integration.plain_kit import Process, RouterAddresses, start_router, start_worker
 from tests.integration.plain_kit import here as here
@@ -27,7 +27,7 @@ def end(*processes: Process) -> None:
 
 def started(router: RouterAddresses) -> dict[str, float]:
     """# phase |-> seconds, of the one worker; empty: it is not there yet"""
-    workers = status.of_router(router.internal, ACCESS)["workers"]
+    workers = of_router(router.internal, ACCESS)["workers"]
     assert isinstance(workers, list)
     return {one["phase"]: one["seconds"] for worker in workers for one in worker["start"]}
 

@@ -9,7 +9,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import engine.bundled
-from cluster.cli import status
+from cluster.cli.status.asked import of_router
+from cluster.cli.status.tables import print_table
 from engine.core.step_times import decode_work, prefill_work
 from kvrelay.types import Role
 from router.core.load.step_times import WorkerTimes
@@ -90,7 +91,7 @@ def test_what_workers_tell_predicts_what_clients_see(
     }
     with capsys.disabled():
         print(f"\npredicted {predicted}, actual {actual}")
-        status.print_table(status.of_router(cluster.internal_grpc, ACCESS))
+        print_table(of_router(cluster.internal_grpc, ACCESS))
     for kind, seconds in actual.items():
         assert min(seconds) / TOLERANCE < predicted[kind] < max(seconds) * TOLERANCE, kind
 
@@ -112,7 +113,7 @@ def test_a_worker_tells_what_it_runs(cluster: Cluster) -> None:
 def test_status_shows_times_and_corrections(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status.print_table(status.of_router(cluster.internal_grpc, ACCESS))
+    print_table(of_router(cluster.internal_grpc, ACCESS))
     lines = capsys.readouterr().out.splitlines()
     (line,) = [line for line in lines if line.startswith("decode-0 step times: ")]
     assert "; decode x 1.00 (good) of {1: " in line

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import bench.transfer.sender
 from bench.report import Reading
 from bench.transfer.grid import GridPoint, grid_rows, measure
 from bench.transfer.link import link
@@ -21,7 +22,9 @@ from bench.transfer.shape import Shape
 from bench.transfer.speed import COLLATED, DIRECT, _rows, rows_of
 from bench.transfer.timeline.overlap import Handoff
 from bench.transfer.timeline.profile import rows_of as profiled
-from kvpool.core.transfer.link_cost import TransferWay
+from kvpool.core.transfer.link_cost import Sample, TransferWay
+from kvpool.memory.kv_memory import KvMemory
+from kvpool.memory.probe import measure_copies
 
 REPOSITORY = Path(__file__).parents[2]
 SMALL = Shape(layers=2, tokens=1100)
@@ -94,6 +97,22 @@ def test_no_transfer_of_the_grid_follows_one_of_the_same_blocks() -> None:
     assert len(moved) == 3 * 2 * len(points) and len(set(moved)) == 2 * len(points)
     assert all(one[1:] != other[1:] for one, other in pairwise(moved))
     assert all(len(point.taken_s[way]) == 3 for point in points for way in TransferWay)
+
+
+def test_copies_are_measured_in_a_pool_that_holds_no_more_than_is_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pools: list[KvMemory] = []
+
+    def measured(pool: KvMemory, slab_bytes: int) -> dict[str, tuple[Sample, ...]]:
+        pools.append(pool)
+        return measure_copies(pool, slab_bytes)
+
+    monkeypatch.setattr(bench.transfer.sender, "measure_copies", measured)
+    with link("loopback", Shape(layers=32, tokens=16)) as sender:
+        assert sender.cost()
+    (pool,) = pools
+    assert pool.map.nbytes == 64 * 2**20
 
 
 @pytest.mark.processes

@@ -25,10 +25,11 @@ from cluster.on_ray.door import Door, DoorAt, ToController
 from cluster.process import admin
 from kvrelay.access.values import Secrets
 from kvrelay.errors import ConfigError, InvalidRequest, KvrelayError, PeerError
-from kvrelay.types import Role
+from kvrelay.types import Incarnation, Role
 from kvrelay.v1.admin_pb2 import ChangeRequest, ChangeResponse
 from kvrelay.v1.worker_pb2 import SetStateRequest, SetStateResponse
 from router.grpc_api.changes import ChangeDenied, Changes, NobodyAnswers, OfProcesses
+from router.live.link import WorkerLink
 from tests.access import ACCESS
 from tests.unit.test_docs import REPOSITORY
 from tests.unit.test_role_wishes import SITE, Cluster
@@ -108,6 +109,24 @@ def test_what_a_worker_can_not_be_is_denied() -> None:
         changed(own(Workers(LookupError("no worker is named w"))), flip("decode"))
     with pytest.raises(InvalidRequest, match="nothing is wished"):
         changed(own(Workers()), ChangeRequest())
+
+
+def test_a_worker_that_does_not_answer_is_not_one_that_refuses() -> None:
+    """It may be asked again."""
+
+    async def ask() -> None:
+        link = WorkerLink("127.0.0.1:1", Incarnation("r"), NOBODY)
+        try:
+            await link.set_state(SetStateRequest(role="prefill"))
+        finally:
+            await link.close()
+
+    with pytest.raises(LookupError, match=r"the worker at 127\.0\.0\.1:1 does not answer: "):
+        asyncio.run(ask())
+
+
+NOBODY: Any = None
+"""Owns a link that never hears anything."""
 
 
 # --- a router that has one ------------------------------------------------------------------------

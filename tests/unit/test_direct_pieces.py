@@ -8,7 +8,6 @@ import pytest
 
 from decode_worker.scheduler import DecodeScheduler
 from engine.core.step import Command, StepWanted, Tick
-from kvpool.core.fetch.prefix_lookup import PrefixLookup
 from kvpool.core.transfer.commands import FetchPiece, LinkMeasured, PeerLost, PieceFetched, SendPeer
 from kvpool.core.transfer.link_cost import LinkCost, TransferShape, TransferWay
 from kvpool.core.transfer.messages import (
@@ -36,6 +35,7 @@ from tests.unit.worker_kit import (
     from_p,
     hello,
     key,
+    local_lookup,
     names,
     prefill_of,
     prefill_scheduler,
@@ -303,9 +303,7 @@ def test_blocks_are_free_at_once_though_they_may_be_read(end: str) -> None:
 
 def test_pieces_wait_for_the_peers_hello() -> None:
     """They are cut by what its slabs hold."""
-    scheduler = PrefillScheduler(
-        lookup=PrefixLookup.of_this_worker(prefill_scheduler().tables), chunk_tokens=8
-    )
+    scheduler = PrefillScheduler(lookup=local_lookup(prefill_scheduler().tables), chunk_tokens=8)
     (connects,) = to_peer(scheduler.handle(prefill_of(spec("a", 3)), 0))
     assert not isinstance(connects, PiecesAhead)
     assert to_peer(run(scheduler, (9,))) == []

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.core.elastic.controller import ElasticController
-from cluster.core.elastic.fleet import Fleet
+from cluster.core.elastic.fleet import STARTS, Busy, Counts, Fleet, fleet_of
 from cluster.core.elastic.roles import RoleController
 from cluster.core.elastic.rules import RoleRules
 from engine.core.step_times import LinearTimes
+from kvrelay.types import Role
 from router.core.load.flow import OfferedRate
 from router.core.load.needs import Needs, WorkerModel, decode_batch
 from router.core.load.offered import OfferedWork
@@ -323,3 +324,15 @@ def test_roles_are_not_asked_for_while_something_is_unknown() -> None:
     looks = [controller.look(clients.second(LONG), fleet, clients.now_s) for _ in range(30)]
     assert looks[0].prefill is None, "means begin anew"
     assert any(one.prefill is not None for one in looks)
+
+
+def test_a_fleet_counts_what_decodes_and_not_the_prompts_that_wait() -> None:
+    prefill, decode, both = Role.PREFILL, Role.DECODE, Role.BOTH
+    there = [
+        Busy(name=str(n), role=role, work=work)
+        for n, (role, work) in enumerate([(prefill, 900), (decode, 3), (decode, 4), (both, 50)])
+    ]
+    starting = [Busy(name="new", role=decode, work=STARTS)]
+    assert fleet_of(there, starting, settle_s=2.0) == Fleet(
+        prefill=1, decode=2, running=7, starting=Counts(0, 1), settle_s=2.0
+    )

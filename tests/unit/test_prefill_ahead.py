@@ -20,7 +20,6 @@ from engine.core.step import (
 )
 from kvpool.core.blocks.holding import Holder
 from kvpool.core.blocks.tables import BlockTables
-from kvpool.core.fetch.prefix_lookup import PrefixLookup
 from kvpool.core.layout.layout import NO_BLOCK, KvLayout, LayerGroup, Plane
 from kvpool.core.transfer.commands import LayersWritten, PeerLost, WriteSlab
 from kvpool.core.transfer.messages import PiecesAhead
@@ -37,6 +36,7 @@ from tests.unit.worker_kit import (
     from_d,
     hello,
     key,
+    local_lookup,
     names,
     prefill_of,
     prefill_scheduler,
@@ -126,7 +126,7 @@ TWO_LAYERS = replace(LAYOUT, groups=(replace(LAYOUT.groups[0], layers=(0, 1)),))
 def marked(chunk: int = 8, slab_tokens: int = 4) -> PrefillScheduler:
     """A piece has one layer of four tokens."""
     scheduler = PrefillScheduler(
-        lookup=PrefixLookup.of_this_worker(BlockTables(TWO_LAYERS, 16)), chunk_tokens=chunk
+        lookup=local_lookup(BlockTables(TWO_LAYERS, 16)), chunk_tokens=chunk
     )
     facts = replace(hello(D).message.kv, slab_bytes=8 * LAYOUT.bytes_per_token)  # type: ignore[union-attr]
     scheduler.handle(hello(D, facts), 0)
@@ -311,7 +311,7 @@ def test_a_half_filled_block_holds_nobody_up() -> None:
 
 def test_without_a_cache_nobody_waits_for_it() -> None:
     scheduler = PrefillScheduler(
-        lookup=PrefixLookup.of_this_worker(BlockTables(LAYOUT, 40, caching=False)), chunk_tokens=8
+        lookup=local_lookup(BlockTables(LAYOUT, 40, caching=False)), chunk_tokens=8
     )
     scheduler.handle(hello(D), 0)
     asked(scheduler, spec("a", 8))
@@ -386,7 +386,7 @@ class Device:
 def test_any_schedule_computes_each_prompt_once_and_frees_all(seed: int, layout: KvLayout) -> None:
     rng = Random(seed)
     scheduler = PrefillScheduler(
-        lookup=PrefixLookup.of_this_worker(BlockTables(layout, rng.choice((8, 12, 30)))),
+        lookup=local_lookup(BlockTables(layout, rng.choice((8, 12, 30)))),
         chunk_tokens=rng.choice((2, 3, 8, 11)),
     )
     device, specs = Device(layout), dict[str, RequestSpec]()

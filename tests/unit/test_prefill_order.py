@@ -20,11 +20,10 @@ from engine.core.prompt_order import (
 from engine.core.step import StepWanted
 from engine.core.step_times import LinearTimes
 from kvpool.core.blocks.tables import BlockTables
-from kvpool.core.fetch.prefix_lookup import PrefixLookup
 from kvrelay.qos import QosTier, QosTiers
 from prefill_worker.scheduler import PrefillScheduler
 from tests.sim.model import GEMMA
-from tests.unit.worker_kit import D, done, hello, key, prefill_of, spec, the_step
+from tests.unit.worker_kit import D, done, hello, key, local_lookup, prefill_of, spec, the_step
 
 TOKEN_S = 0.01
 TIMES = LinearTimes(prefill_token_s=TOKEN_S)
@@ -47,7 +46,7 @@ class World:
     ) -> None:
         order = Order(qos=TIERS, tenant_weights=weights or {}, times=TIMES)
         self.scheduler = PrefillScheduler(
-            lookup=PrefixLookup.of_this_worker(BlockTables(GEMMA, blocks)),
+            lookup=local_lookup(BlockTables(GEMMA, blocks)),
             chunk_tokens=chunk,
             order=order,
         )

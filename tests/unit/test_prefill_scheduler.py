@@ -53,6 +53,7 @@ from tests.unit.worker_kit import (
     from_d,
     hello,
     key,
+    local_lookup,
     names,
     prefill_of,
     prefill_scheduler,
@@ -522,9 +523,7 @@ def test_a_chunk_has_room_behind_a_window() -> None:
     """The second prompt finds one block, and goes on in chunks of two tokens."""
     windowed = replace(LAYOUT.groups[0], window=4)
     layout = replace(LAYOUT, groups=(windowed,))
-    scheduler = PrefillScheduler(
-        lookup=PrefixLookup.of_this_worker(BlockTables(layout, 16)), chunk_tokens=2
-    )
+    scheduler = PrefillScheduler(lookup=local_lookup(BlockTables(layout, 16)), chunk_tokens=2)
     for name, prompt in (("a", tuple(range(9))), ("b", (*range(7), 99, 98))):
         scheduler.handle(prefill_of(replace(spec(name, 9), prompt_ids=prompt)), 0)
         steps = 0

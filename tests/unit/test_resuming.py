@@ -19,7 +19,6 @@ from engine.model.checkpoint import open_checkpoint
 from engine.runner import Engine
 from kvpool.core.blocks.leases import LeaseTable
 from kvpool.core.blocks.tables import BlockTables
-from kvpool.core.fetch.prefix_lookup import PrefixLookup
 from kvpool.core.layout.hashes import block_hashes
 from kvpool.core.transfer.slabs import SlabPool
 from kvrelay.messages import Generate, Prefill, Tokens
@@ -27,6 +26,7 @@ from kvrelay.qos import ONE_TIER
 from kvrelay.types import Context, FinishReason, Incarnation, RequestKey, RequestSpec, Sampling
 from prefill_worker.scheduler import PrefillScheduler
 from tests.models import VOCAB_SIZE, random_checkpoint
+from tests.unit.worker_kit import local_lookup
 
 CHUNK_TOKENS, BLOCK_SIZE, TOKENS = 64, 16, 40
 STOPS = tuple(range(2, VOCAB_SIZE, 3))
@@ -92,7 +92,7 @@ def decoder(engine: Engine) -> DecodeScheduler:
         tables=tables, slabs=SlabPool(1 << 20, 0), regions={}, leases=LeaseTable(30.0)
     )
     batch = Batch(
-        lookup=PrefixLookup.of_this_worker(tables),
+        lookup=local_lookup(tables),
         chunk_tokens=CHUNK_TOKENS,
         shares=TierShares(slots=8, qos=ONE_TIER),
         rope_border_tokens=tables.names.rope_border_tokens,
@@ -126,9 +126,7 @@ def generate(engine: Engine, spec: RequestSpec) -> list[Tokens]:
 
 
 def prefill(engine: Engine, spec: RequestSpec) -> Tokens:
-    scheduler = PrefillScheduler(
-        lookup=PrefixLookup.of_this_worker(tables_of(engine)), chunk_tokens=CHUNK_TOKENS
-    )
+    scheduler = PrefillScheduler(lookup=local_lookup(tables_of(engine)), chunk_tokens=CHUNK_TOKENS)
     message = Prefill(spec=spec, target_addresses=("sim:d",), target=Incarnation("d"))
     (said,) = run(engine, scheduler, scheduler.handle(message, 0))
     return said

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +17,7 @@ from cluster.core.plan import ClusterPlan, plan_cluster
 from cluster.core.resolve import Site, resolve
 from cluster.core.supervision import (
     DrainAsked,
+    ProcessJoined,
     RoleAsked,
     RoleRefused,
     RoleTaken,
@@ -24,7 +27,8 @@ from cluster.core.supervision import (
 )
 from cluster.core.supervisor import Supervisor
 from cluster.on_ray import roles as shell
-from cluster.on_ray.asked import Denied, Drain, Flip, Granted, Scale
+from cluster.on_ray import wishes
+from cluster.on_ray.asked import Denied, Drain, Flip, Granted, Pending, Scale
 from cluster.on_ray.roles import OnRay, Roles
 from cluster.on_ray.wishes import Apply, Wish, Wishes
 from cluster.process.admin import NotKnown, NotPossible
@@ -32,6 +36,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.types import Role
 from tests.unit.test_supervisor import LIMITS, ROUTER, D, act, serve
 
+LIMIT_S = 10.0
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 SITE = Site(total_cpus=4, node_cpus=4, host="h", bundled_path="/m")
 
@@ -104,6 +109,55 @@ def test_a_flip_is_granted_once_the_worker_has_the_role(monkeypatch: pytest.Monk
     assert cluster.core.is_settled() and cluster.wishes.are_settled
 
 
+def test_a_role_that_is_not_taken_yet_is_logged_once_for_each_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    unknown, silent = NotKnown("no worker is named decode-0"), ConfigError("no router answers")
+    wished(monkeypatch, Flip(D, PREFILL), [unknown, unknown, silent, None])
+    told = "decode-0 has not the role prefill yet, and is asked again: "
+    assert caplog.messages == [f"{told}no worker is named decode-0", f"{told}no router answers"]
+
+
+def test_a_flip_of_a_worker_that_hangs_is_denied_and_still_wished(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wishes, "FLIP_S", 0.0)
+
+    async def run() -> tuple[Granted | Denied, Cluster]:
+        cluster = Cluster(plan())
+        denied = await asyncio.wait_for(cluster.wishes.hear(Flip(D, PREFILL)), LIMIT_S)
+        cluster.tell(RoleTaken(D, 1, PREFILL))
+        return denied, cluster
+
+    denied, cluster = asyncio.run(run())
+    told = "decode-0 has not answered for 0 s, and is asked again until it is a prefill worker"
+    assert denied == Denied(told)
+    assert SetRole(D, 1, PREFILL) in cluster.commands
+    assert cluster.core.workers[D].has_role is PREFILL and cluster.wishes.are_settled
+
+
+def test_workers_that_hang_hold_up_no_other_work_of_the_controller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It writes its record on a thread of the loop's own, for one."""
+    answers = Event()
+    monkeypatch.setattr(shell, "flip", lambda *_: answers.wait(LIMIT_S))
+
+    async def run() -> str:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        cluster = Cluster(plan())
+        cluster.tell(RoleAsked(D, PREFILL))
+        setting = asyncio.ensure_future(cluster.roles().set(SetRole(D, 1, PREFILL)))
+        await asyncio.sleep(0)
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(lambda: "written"), LIMIT_S / 2)
+        finally:
+            answers.set()
+            await setting
+
+    assert asyncio.run(run()) == "written"
+
+
 def test_a_flip_that_can_not_be_is_denied_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     never = NotPossible("another dtype")
     cluster, denied = wished(monkeypatch, Flip(D, PREFILL), [never])
@@ -121,6 +175,17 @@ def test_a_worker_that_is_not_there_gets_its_role_when_it_starts() -> None:
         return granted, cluster.core.workers[D].role
 
     assert asyncio.run(run()) == (Granted(("decode-0: decode -> prefill",)), PREFILL)
+
+
+def test_nobody_waits_for_a_worker_that_is_refused() -> None:
+    async def run() -> tuple[Granted | Denied, Granted | Denied]:
+        cluster = Cluster(plan())
+        before = await cluster.wishes.hear(Pending())
+        cluster.tell(ProcessJoined(name=D, life=1, router=ROUTER, refused="another model"))
+        return before, await cluster.wishes.hear(Pending())
+
+    told = Denied("router-0 refused decode-0: another model")
+    assert asyncio.run(run()) == (Granted(()), told)
 
 
 def test_nobody_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from router.core.load.starts import Starts
 from router.live.metrics import RouterMetrics
 from tests.unit.fake_dispatcher import FakeDispatcher
 from tests.unit.router_kit import hello
+from tests.unit.test_docs import REPOSITORY
 
 
 def seconds(start: Sequence[PhaseSeconds]) -> dict[str, float]:
@@ -183,3 +185,14 @@ def test_old_starts_are_forgotten() -> None:
         latest.hear(told(number, 2.0))
     assert latest.p90_s == 2.0
     assert len(latest._seconds) == MOST_STARTS
+
+
+def test_the_documented_starts_have_the_phases_of_today() -> None:
+    told = (REPOSITORY / "docs/operating.md").read_text(encoding="utf-8")
+    starts = re.findall(r"(?m)^\S+ serves after ([\d.]+) s: (.*)$", told)
+    assert starts
+    for whole, parts in starts:
+        seconds = {name: float(s) for name, s in (part.split() for part in parts.split(", "))}
+        order = [str(phase) for phase in StartPhase if phase in seconds]
+        assert [*seconds] == order and order[0] == StartPhase.PLACE
+        assert sum(seconds.values()) == pytest.approx(float(whole), abs=0.5)

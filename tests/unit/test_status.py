@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.cli.status import facts_of, link_verdict, print_table, step_times_verdict
+from cluster.cli.status.asked import facts_of
+from cluster.cli.status.tables import link_verdict, print_table, step_times_verdict
 from kvrelay.codec import MessageCodec
 from kvrelay.counters import Counters
 from kvrelay.results import LinkInfo, WorkerInfo

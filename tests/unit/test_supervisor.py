@@ -263,6 +263,62 @@ def test_a_refused_worker_stops_a_cluster_that_starts() -> None:
     assert core.error == "router-0 refused prefill-0: another model"
 
 
+def refuse(core: Supervisor, name: str, life: int = 1) -> None:
+    told = ProcessJoined(name=name, life=life, router=ROUTER, refused="another model")
+    assert act(core, told) == []
+
+
+def test_a_worker_that_is_refused_later_says_why_it_does_not_serve() -> None:
+    core = ready()
+    act(core, DesiredChanged(pools(decode=2)))
+    act(core, SupervisionTick())
+    act(core, Serving(name="decode-1", life=1, address="d1"))
+    assert core.doing(core.workers["decode-1"]) == "joins"
+    refuse(core, "decode-1")
+    assert core.doing(core.workers["decode-1"]) == "router-0 refused decode-1: another model"
+    assert not core.is_settled() and core.phase is Phase.READY
+    act(core, Lost(name=ROUTER, life=1, reason="x"))
+    assert core.workers["decode-1"].refusals == [], "the next one may take it"
+    act(core, SupervisionTick(), 1.0)
+    act(core, Serving(name=ROUTER, life=2, address="r"), 1.0)
+    refuse(core, "decode-1")
+    for name in (P, D, "decode-1"):
+        act(core, ProcessJoined(name=name, life=1, router=ROUTER))
+    assert core.workers["decode-1"].refusals == [] and core.is_settled()
+
+
+def test_a_worker_that_starts_again_is_no_longer_refused() -> None:
+    core = ready()
+    refuse(core, D)
+    act(core, Lost(name=D, life=1, reason="x"))
+    act(core, SupervisionTick(), 1.0)
+    act(core, Serving(name=D, life=2, address="d"), 1.0)
+    assert core.doing(core.workers[D]) == "joins"
+
+
+def test_one_that_serves_does_not_leave_for_one_that_is_refused() -> None:
+    core = ready()
+    first, second = ({"decode": pools(revision=revision)["decode"]} for revision in "23")
+    act(core, DesiredChanged({**pools(), **first}))
+    act(core, SupervisionTick())
+    act(core, Serving(name="decode-1", life=1, address="d1"))
+    refuse(core, "decode-1")
+    act(core, DesiredChanged({**pools(), **second}))
+    states = {name: core.workers[name].state for name in (D, "decode-1")}
+    assert states == {D: State.SERVING, "decode-1": State.DRAINING}
+
+
+def test_of_too_many_those_that_are_refused_leave_first() -> None:
+    core = ready()
+    act(core, DesiredChanged(pools(decode=2)))
+    act(core, SupervisionTick())
+    serve(core, "decode-1")
+    refuse(core, D)
+    act(core, DesiredChanged(pools(decode=1)))
+    states = {name: core.workers[name].state for name in (D, "decode-1")}
+    assert states == {D: State.DRAINING, "decode-1": State.SERVING}
+
+
 def test_startup_has_a_limit() -> None:
     core = new()
     act(core, SupervisionTick())

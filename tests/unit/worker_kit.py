@@ -10,6 +10,7 @@ from engine.core.step import Command, Emit, RunStep, Sampled, StepDone, StepOutc
 from engine.core.step_times import StepTimes
 from kvpool.core.blocks.leases import LeaseTable
 from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.fetch.cost import RestoreCost
 from kvpool.core.fetch.prefix_lookup import PrefixLookup
 from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
 from kvpool.core.transfer.commands import FromPeer, SendPeer
@@ -79,6 +80,11 @@ def hello(peer: Incarnation, facts: KvFacts = FACTS) -> FromPeer:
     return FromPeer(peer=peer, message=message)
 
 
+def local_lookup(tables: BlockTables) -> PrefixLookup:
+    """Of a worker without pools and peers that give prefixes."""
+    return PrefixLookup(tables=tables, cost=RestoreCost(tables.layout.block_size))
+
+
 def prefill_scheduler(
     *,
     blocks: int = 16,
@@ -88,7 +94,7 @@ def prefill_scheduler(
 ) -> PrefillScheduler:
     """D has said hello to it."""
     scheduler = PrefillScheduler(
-        lookup=PrefixLookup.of_this_worker(BlockTables(LAYOUT, blocks)),
+        lookup=local_lookup(BlockTables(LAYOUT, blocks)),
         chunk_tokens=chunk,
         mode=mode,
         canary_every=canary_every,
@@ -130,7 +136,7 @@ def decode_scheduler(
     return DecodeScheduler(
         reservations=owner,
         batch=Batch(
-            lookup=PrefixLookup.of_this_worker(owner.tables),
+            lookup=local_lookup(owner.tables),
             chunk_tokens=chunk,
             shares=TierShares(slots=max_running, qos=qos),
             times=times,

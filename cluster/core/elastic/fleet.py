@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -56,6 +57,21 @@ class Busy:
     name: str
     role: Role
     work: int
+
+
+def fleet_of(
+    there: Iterable[Busy], starting: Iterable[Busy], *, settle_s: float, is_known: bool = True
+) -> Fleet:
+    """`there`: all that serve and stay. `starting`: those that don't serve yet."""
+    serving, begins = list(there), Counter(one.role for one in starting)
+    return Fleet(
+        prefill=sum(one.role is Role.PREFILL for one in serving),
+        decode=sum(one.role is Role.DECODE for one in serving),
+        running=sum(one.work for one in serving if one.role is Role.DECODE),
+        starting=Counts(begins[Role.PREFILL], begins[Role.DECODE]),
+        settle_s=settle_s,
+        is_known=is_known,
+    )
 
 
 def idlest(workers: Iterable[Busy], role: Role, count: int) -> list[str]:

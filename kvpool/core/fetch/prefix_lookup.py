@@ -106,11 +106,6 @@ class PrefixLookup:
             peers=self.peers,
         )
 
-    @classmethod
-    def of_this_worker(cls, tables: BlockTables) -> PrefixLookup:
-        """Nothing is fetched."""
-        return cls(tables=tables, cost=RestoreCost(tables.layout.block_size))
-
     def try_open(
         self,
         holder: Holder,

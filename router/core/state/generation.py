@@ -289,7 +289,7 @@ class Dispatcher(Protocol):
 
     async def set_worker(self, name: str, wanted: SetStateRequest) -> SetStateResponse:
         """Drains a worker, or gives it another role. Raises LookupError where no worker has this
-        name, PeerError for a role that it can't have beside the others."""
+        name or it doesn't answer, PeerError for a role that it can't have beside the others."""
 
     def watch_report(self) -> WatchReport:
         """What it knows now, for Admin.Watch."""
