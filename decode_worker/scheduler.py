@@ -190,7 +190,7 @@ class DecodeScheduler:
 
     def _overlapped_step(self, now_s: float) -> list[Command]:
         """None while requests wait for the device to be free."""
-        step = None if self.asking else self.batch.overlapped_step(now_s)
+        step = None if self.asking else self.batch.overlapped_step()
         return [] if step is None else self._launch(step, self.batch.running_set.overlapped, now_s)
 
     def _launch(self, step: RunStep, taken: Taken, now_s: float) -> list[Command]:

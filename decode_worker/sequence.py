@@ -26,6 +26,10 @@ from kvrelay.messages import Lifetime, LifetimeMoment, PrefixSource, Tokens
 from kvrelay.types import FinishReason, PrefixOrigin, RequestKey, RequestSpec
 
 
+_UNKNOWN = (0,)
+"""Stands for a token that is drawn in its step only."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
     """`arrival` orders sequences: the newest is preempted first. `choices` share all tokens so far;
@@ -34,7 +38,8 @@ class Sequence:
 
     A sequence that decodes may have to pause for others: for `paused_s` so far, and now since
     `paused_since_s`. `preempted`: it also lost its slot or its blocks. While others may hold it up,
-    `advanced_s` is the time of its last step.
+    `advanced_s` is the time of its last step. `may_overlap`: its one choice's next token can be drawn
+    behind a token that isn't known yet. A grammar needs that one only when the next one is drawn.
     """
 
     spec: RequestSpec
@@ -56,15 +61,17 @@ class Sequence:
     advanced_s: float | None = None
     key: RequestKey = field(init=False)
     prompt_tokens: int = field(init=False)
-    needs_history: bool = field(init=False)
-    has_penalties: bool = field(init=False)
+    context_tokens: int = field(init=False)  # those that it began with
+    may_overlap: bool = field(init=False)
+    _needs_history: bool = field(init=False)
     _has_scored_prompt: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.key = self.spec.key
         self.prompt_tokens = len(self.spec.prompt_ids)
-        self.needs_history = needs_history(self.spec.sampling)
-        self.has_penalties = has_penalties(self.spec.sampling)
+        self.context_tokens = self.spec.context_tokens
+        self.may_overlap = self.spec.sampling.n == 1 and not has_penalties(self.spec.sampling)
+        self._needs_history = needs_history(self.spec.sampling)
         self._has_scored_prompt = self.spec.is_scored
 
     @property
@@ -145,20 +152,28 @@ class Sequence:
             token_ids=self[start : start + take],
             start=start,
             tables=tables,
-            samples=self.samples() if take == needed else (),
+            samples=self._samples() if take == needed else (),
             prompt_tokens=self.length if needed > 1 else self.context_tokens,
             scoring=scoring_of(self.spec, start, start + take) if self.is_scored else None,
         )
 
-    @property
-    def context_tokens(self) -> int:
-        """The tokens that it began with."""
-        return self.prompt_tokens + len(self.spec.emitted_ids)
+    def slice_behind(self, place: int, tables: Tables) -> SequenceSlice:
+        """The token that the step on the device draws with its slice at `place`."""
+        return SequenceSlice(
+            key=self.key,
+            choice=self.choices[0],
+            token_ids=_UNKNOWN,
+            start=self.computed + 1,
+            tables=tables,
+            samples=self._samples(ahead=1),
+            prompt_tokens=self.context_tokens,
+            follows=place,
+        )
 
-    def samples(self, ahead: int = 0) -> tuple[SampleRequest, ...]:
+    def _samples(self, ahead: int = 0) -> tuple[SampleRequest, ...]:
         """What to draw once all tokens are run, and `ahead` more whose ids aren't known yet; with
         the history where it matters."""
-        history, index = self.needs_history, len(self.emitted) + ahead
+        history, index = self._needs_history, len(self.emitted) + ahead
         return tuple(
             [
                 SampleRequest(

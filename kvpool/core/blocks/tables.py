@@ -65,7 +65,9 @@ class BlockTables:
 
     def tables(self, holder: Holder) -> Tables:
         """The same object as long as they don't change."""
-        entry = self._entries[holder]
+        return self._shown(self._entries[holder])
+
+    def _shown(self, entry: Holding) -> Tables:
         if entry.shown is None:
             entry.shown = tuple(map(tuple, entry.tables))
         return entry.shown
@@ -170,6 +172,17 @@ class BlockTables:
         entry = self._entries.get(holder)
         if entry is None:
             return self.try_open(holder, tokens, now_s=now_s, leased=leased) is not None
+        return self._try_extend(entry, tokens, window_tokens)
+
+    def grown(self, holder: Holder, tokens: int) -> Tables | None:
+        """Its tables, with room for `tokens` tokens in all. None and nothing changed when blocks run
+        out."""
+        entry = self._entries[holder]
+        if not self._try_extend(entry, tokens, None):
+            return None
+        return self._shown(entry) if entry.shown is None else entry.shown
+
+    def _try_extend(self, entry: Holding, tokens: int, window_tokens: int | None) -> bool:
         layout = self.layout
         if not layout.has_windows and tokens <= len(entry.tables[0]) * layout.block_size:
             return True
