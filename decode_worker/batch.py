@@ -254,10 +254,9 @@ class Batch:
 
     def advance(self, sequence: Sequence, tokens: int) -> None:
         """The KV of `tokens` more tokens is in its blocks."""
-        layout = self.tables.layout
-        full_before = sequence.computed // layout.block_size
-        sequence.computed += tokens
-        if sequence.computed // layout.block_size > full_before:
+        layout, before = self.tables.layout, sequence.computed
+        sequence.computed = before + tokens
+        if before % layout.block_size + tokens >= layout.block_size:
             self.tables.fill(sequence.holder, sequence.filled)
         if layout.has_windows:
             self.tables.trim(sequence.holder, sequence.computed)

@@ -212,16 +212,16 @@ class Sequence:
     def tokens_event(self, choice: int, drawn: tuple[Sampled, ...], now_s: float) -> Tokens:
         """The tokens of one step, or of several in a row, whose last one may end it. `emitted` does
         not have them yet."""
-        last = drawn[-1]
-        emitted = len(self.emitted) + len(drawn)
-        reason = finish_reason(self.spec.sampling, last, emitted=emitted)
+        last, first = drawn[-1], len(self.emitted)
+        reason = finish_reason(self.spec.sampling, last, emitted=first + len(drawn))
+        has_logprobs = last.logprobs is not None
         return Tokens(
             key=self.key,
             at_s=now_s,
             choice=choice,
-            first_index=len(self.emitted),
+            first_index=first,
             token_ids=tuple([one.token_id for one in drawn]),
-            logprobs=tuple([one.logprobs for one in drawn if one.logprobs is not None]),
+            logprobs=tuple([one.logprobs for one in drawn if one.logprobs]) if has_logprobs else (),
             finish_reason=reason,
             stop_token_id=last.token_id if reason is FinishReason.STOP else None,
             stood_back_s=0.0 if reason is None else self.paused_s,
