@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 
 import numpy as np
@@ -28,11 +29,12 @@ from engine.device.layer_marks import LayerMarks
 from engine.model.interface import AttentionState
 from kvpool.core.layout.layout import KvLayout, Tables
 from kvpool.memory.kv_memory import KvMemory
-from kvrelay.types import RequestKey
 
 Ints = NDArray[np.integer]
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
+Arrays = tuple[Int32s, ...]
+"""# layer group |-> blocks"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,52 +65,50 @@ class StepArrays:
 
 @dataclass(slots=True)
 class TableCache:
-    """The last step's block tables as arrays: most of them stay the same."""
+    """The last step's block tables as arrays. Tables that have not changed are the same object in the
+    next step, as most are."""
 
-    _held: dict[tuple[RequestKey, int], tuple[Tables, tuple[Int32s, ...]]] = field(
-        default_factory=dict
-    )
+    _held: dict[int, tuple[Tables, Arrays]] = field(default_factory=dict)  # by the tables' id
 
-    def arrays(self, slices: Sequence[SequenceSlice]) -> list[tuple[Int32s, ...]]:
+    def arrays(self, slices: Sequence[SequenceSlice]) -> list[Arrays]:
         """# slice |-> layer group |-> blocks"""
-        fresh, found = {}, []
-        for piece in slices:
-            name = (piece.key, piece.choice)
-            known = self._held.get(name)
-            if known is None or known[0] != piece.tables:
-                arrays = tuple(np.array(table, dtype=np.int32) for table in piece.tables)
-                known = (piece.tables, arrays)
-            fresh[name] = known
-            found.append(known[1])
-        self._held = fresh
-        return found
+        held = self._held
+        found = [held.get(id(piece.tables)) or _as_arrays(piece.tables) for piece in slices]
+        self._held = {id(one[0]): one for one in found}
+        return [arrays for _, arrays in found]
+
+
+def _as_arrays(tables: Tables) -> tuple[Tables, Arrays]:
+    return tables, tuple([np.array(table, dtype=np.int32) for table in tables])
 
 
 def step_arrays(layout: KvLayout, slices: Sequence[SequenceSlice], cache: TableCache) -> StepArrays:
-    lengths = [len(s.token_ids) for s in slices]
-    order = sorted(range(len(slices)), key=lambda i: lengths[i] > 1)
+    is_chunk = [len(s.token_ids) > 1 for s in slices]
+    order = sorted(range(len(slices)), key=is_chunk.__getitem__)
     ordered = [slices[i] for i in order]
-    counts = np.array([lengths[i] for i in order], dtype=np.int64)
+    counts = np.array([len(s.token_ids) for s in ordered], dtype=np.int64)
     ends = np.cumsum(counts)
     starts = np.array([s.start for s in ordered], dtype=np.int64)
     owner = np.repeat(np.arange(len(ordered)), counts)
     positions = np.arange(int(ends[-1])) - (ends - counts - starts)[owner]
     last_rows = np.empty(len(slices), dtype=np.int64)
     last_rows[order] = ends - 1
-    decodes = int((counts == 1).sum())
+    decodes = is_chunk.count(False)
     tables = cache.arrays(ordered)
     return StepArrays(
         order=order,
         decodes=decodes,
-        token_ids=np.array([t for s in ordered for t in s.token_ids], dtype=np.int64),
+        token_ids=np.array([*chain.from_iterable([s.token_ids for s in ordered])], dtype=np.int64),
         positions=positions,
         logit_rows=_logit_rows(slices, last_rows, decodes),
         rows=ends - counts,
         counts=counts,
         starts=starts,
         groups=tuple(
-            _group([t[g] for t in tables], owner, positions, layout.block_size)
-            for g in range(len(layout.groups))
+            [
+                _group(of_group, owner, positions, layout.block_size)
+                for of_group in zip(*tables, strict=True)
+            ]
         ),
     )
 
@@ -122,8 +122,8 @@ def _logit_rows(slices: Sequence[SequenceSlice], last_rows: Int64s, decodes: int
     return np.concatenate([rows, np.array(scored)]) if scored else rows
 
 
-def _group(tables: list[Int32s], owner: Int64s, positions: Int64s, size: int) -> GroupArrays:
-    lengths = np.array([len(table) for table in tables])
+def _group(tables: Arrays, owner: Int64s, positions: Int64s, size: int) -> GroupArrays:
+    lengths = np.array([*map(len, tables)])
     flat = np.concatenate(tables)
     starts = np.cumsum(lengths) - lengths
     blocks = flat[starts[owner] + positions // size].astype(np.int64)
