@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import engine.sampling.truncation
 from engine.core.step import Sampled, SampleRequest
-from engine.sampling.gumbel import draws_of, noise
+from engine.sampling.gumbel import noise
+from engine.sampling.parameters import draws_of
 from engine.sampling.sampler import sample
 from engine.sampling.truncation import truncate
 from kvrelay.types import Sampling
