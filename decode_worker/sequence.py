@@ -173,15 +173,17 @@ class Sequence:
     def _samples(self, ahead: int = 0) -> tuple[SampleRequest, ...]:
         """What to draw once all tokens are run, and `ahead` more whose ids aren't known yet; with
         the history where it matters."""
-        history, index = self._needs_history, len(self.emitted) + ahead
+        sampling, index, prompt, emitted = self.spec.sampling, len(self.emitted) + ahead, (), ()
+        if self._needs_history:
+            prompt, emitted = self.spec.prompt_ids, tuple(self.emitted)
         return tuple(
             [
                 SampleRequest(
-                    sampling=self.spec.sampling,
+                    sampling=sampling,
                     choice=choice,
                     index=index,
-                    prompt_ids=self.spec.prompt_ids if history else (),
-                    emitted_ids=tuple(self.emitted) if history else (),
+                    prompt_ids=prompt,
+                    emitted_ids=emitted,
                 )
                 for choice in self.choices
             ]

@@ -87,12 +87,8 @@ def step_arrays(layout: KvLayout, slices: Sequence[SequenceSlice], cache: TableC
     order = sorted(range(len(slices)), key=is_chunk.__getitem__)
     ordered = [slices[i] for i in order]
     counts = np.array([len(s.token_ids) for s in ordered], dtype=np.int64)
-    ends = np.cumsum(counts)
     starts = np.array([s.start for s in ordered], dtype=np.int64)
-    owner = np.repeat(np.arange(len(ordered)), counts)
-    positions = np.arange(int(ends[-1])) - (ends - counts - starts)[owner]
-    last_rows = np.empty(len(slices), dtype=np.int64)
-    last_rows[order] = ends - 1
+    rows, owner, positions = _spread(counts, starts)
     decodes = is_chunk.count(False)
     tables = cache.arrays(ordered)
     return StepArrays(
@@ -100,8 +96,8 @@ def step_arrays(layout: KvLayout, slices: Sequence[SequenceSlice], cache: TableC
         decodes=decodes,
         token_ids=np.array([*chain.from_iterable([s.token_ids for s in ordered])], dtype=np.int64),
         positions=positions,
-        logit_rows=_logit_rows(slices, last_rows, decodes),
-        rows=ends - counts,
+        logit_rows=_logit_rows(slices, order, rows + counts - 1, decodes),
+        rows=rows,
         counts=counts,
         starts=starts,
         groups=tuple(
@@ -113,12 +109,27 @@ def step_arrays(layout: KvLayout, slices: Sequence[SequenceSlice], cache: TableC
     )
 
 
-def _logit_rows(slices: Sequence[SequenceSlice], last_rows: Int64s, decodes: int) -> Int64s:
-    """A slice of one token that samples scores no token."""
-    rows: Int64s = last_rows[[i for i, s in enumerate(slices) if s.samples]]
-    if decodes == len(slices) == len(rows):
-        return rows
-    scored = scored_rows(slices, last_rows)
+def _spread(counts: Int64s, starts: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+    """The first row of each slice, and the slice and the position of each token."""
+    each = np.arange(len(counts))
+    ends = np.cumsum(counts)
+    if ends[-1] == len(each):
+        return each, each, starts
+    rows, owner = ends - counts, np.repeat(each, counts)
+    return rows, owner, np.arange(int(ends[-1])) - (rows - starts)[owner]
+
+
+def _logit_rows(
+    slices: Sequence[SequenceSlice], order: list[int], last_rows: Int64s, decodes: int
+) -> Int64s:
+    """`last_rows` in this order. A slice of one token that samples scores no token."""
+    samples = [i for i, s in enumerate(slices) if s.samples]
+    if decodes == len(slices) == len(samples):
+        return last_rows
+    by_slice = np.empty_like(last_rows)
+    by_slice[order] = last_rows
+    rows: Int64s = by_slice[samples]
+    scored = scored_rows(slices, by_slice)
     return np.concatenate([rows, np.array(scored)]) if scored else rows
 
 

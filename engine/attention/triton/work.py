@@ -54,14 +54,22 @@ def query_tiles(
 ) -> QueryTiles:
     """Slice i has `counts[i]` tokens from row `rows[i]` and position `positions[i]` on; its blocks
     begin at `tables[i]`."""
-    tiles = -(-counts // tile_tokens)
-    owner = np.repeat(np.arange(len(counts)), tiles)
-    skipped = (np.arange(len(owner)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_tokens
+    owner, skipped = _tiled(counts, tile_tokens)
     taken = np.minimum(tile_tokens, counts[owner] - skipped)
     first = positions[owner] + skipped
     found = _columns(rows[owner] + skipped, taken, first, tables[owner])
     low = np.zeros_like(first) if window is None else np.maximum(0, first - window + 1)
     return QueryTiles(rows=found, first_keys=low, end_keys=first + taken)
+
+
+def _tiled(counts: _Ints, size: int) -> tuple[_Int64s, _Int64s]:
+    """The slice of each tile, and the tokens of it that are in earlier ones."""
+    each = np.arange(len(counts))
+    if counts.max() <= size:
+        return each, np.zeros_like(each)
+    tiles = -(-counts // size)
+    owner = np.repeat(each, tiles)
+    return owner, (np.arange(len(owner)) - (np.cumsum(tiles) - tiles)[owner]) * size
 
 
 def divide(
