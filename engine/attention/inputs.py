@@ -145,33 +145,42 @@ _ALIGNED = 4
 """In elements: arrays begin at multiples of 16 bytes, so that kernels can load whole vectors."""
 
 
+_NO_FILLING: Mapping[str, int] = {}
+
+
 class StepPacking:
     """`shapes` are the largest sizes of each array; the last array may be sent in part."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._shapes = dict(shapes)
+        self._sizes = {name: prod(shape) for name, shape in shapes.items()}
         self._begins: dict[str, int] = {}
         self.elements = 0
-        for name, shape in self._shapes.items():
+        for name, size in self._sizes.items():
             self._begins[name] = self.elements
-            self.elements += -(-prod(shape) // _ALIGNED) * _ALIGNED
+            self.elements += -(-size // _ALIGNED) * _ALIGNED
 
-    def pack(self, arrays: Mapping[str, Ints], *, pinned: bool) -> torch.Tensor:
-        """The buffer to send; elements that an array doesn't fill are undefined."""
+    def pack(
+        self, arrays: Mapping[str, Ints], *, pinned: bool, filling: Mapping[str, int] = _NO_FILLING
+    ) -> torch.Tensor:
+        """The buffer to send. Elements that an array doesn't fill get its `filling`; without one
+        they are undefined."""
         last = next(reversed(self._shapes))
         used = self._begins[last] + arrays[last].size
         host = torch.empty(used, dtype=torch.int32, pin_memory=pinned)
         flat = host.numpy()
         for name, array in arrays.items():
-            begin = self._begins[name]
-            assert array.size <= prod(self._shapes[name]), (name, array.shape)
+            begin, most = self._begins[name], self._sizes[name]
+            assert array.size <= most, (name, array.shape)
             flat[begin : begin + array.size] = array.ravel()
+            if name in filling:
+                flat[begin + array.size : begin + most] = filling[name]
         return host
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """The arrays in a buffer made by `pack`."""
         return {
-            name: flat[begin : begin + prod(self._shapes[name])].view(self._shapes[name])
+            name: flat[begin : begin + self._sizes[name]].view(self._shapes[name])
             for name, begin in self._begins.items()
         }
 
