@@ -82,22 +82,25 @@ class MultiStep:
                 self.running_set.tables.shrink(sequence.holder, sequence.computed)
 
 
-def overlapped(running_set: RunningSet) -> list[tuple[Sequence, SequenceSlice]]:
+def overlapped(running_set: RunningSet, now_s: float) -> dict[Sequence, SequenceSlice]:
     """The step behind the one on the device; empty where the device must be free first."""
     if not _may_overlap(running_set):
-        return []
+        return {}
     places = {sequence: i for i, (sequence, _) in enumerate(running_set.on_device)}
-    found, grown = [], running_set.tables.grown
+    found: dict[Sequence, SequenceSlice] = {}
+    grown = running_set.tables.grown
     for sequence in running_set.running:
-        place, end = places.get(sequence), sequence.computed + 1
+        place = places.get(sequence)
         if place is not None and sequence.tokens_left <= 1:
             continue
-        tables = grown(sequence.holder, end if place is None else end + 1)
+        end = sequence.computed + (1 if place is None else 2)
+        tables = grown(sequence.holder, end, now_s=now_s)
         if tables is None:
-            return []
+            return {}
         is_known = place is None
-        piece = sequence.slice(1, tables) if is_known else sequence.slice_behind(place, tables)
-        found.append((sequence, piece))
+        found[sequence] = (
+            sequence.slice(1, tables) if is_known else sequence.slice_behind(place, tables)
+        )
     return found
 
 
@@ -112,7 +115,7 @@ def _may_overlap(running_set: RunningSet) -> bool:
         return False
     ended = [sequence for sequence, _ in running_set.on_device if sequence.dropped]
     here = running_set.running + ended if ended else running_set.running
-    return all([sequence.may_overlap and sequence.needed <= 1 for sequence in here])
+    return not [one for one in here if not one.may_overlap or one.needed > 1]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -242,15 +245,15 @@ class Batch:
             first = frozenset(one for one in here if one.key != alone[0].key)
             yield first if self._was_alone else frozenset(alone)
 
-    def overlapped_step(self) -> RunStep | None:
+    def overlapped_step(self, now_s: float) -> RunStep | None:
         """The step after the one on the device, where it needs none of that one's tokens."""
         if self.rope_border_tokens is not None:
             return None
-        found = overlapped(self.running_set)
+        found = overlapped(self.running_set, now_s)
         if not found:
             return None
-        self.running_set.overlapped = tuple([(sequence, 1) for sequence, _ in found])
-        return RunStep(batch=StepBatch(slices=tuple([piece for _, piece in found])))
+        self.running_set.overlapped = tuple([(sequence, 1) for sequence in found])
+        return RunStep(batch=StepBatch(slices=tuple(found.values())))
 
     def advance(self, sequence: Sequence, tokens: int) -> None:
         """The KV of `tokens` more tokens is in its blocks."""

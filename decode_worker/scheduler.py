@@ -40,7 +40,6 @@ from kvrelay.messages import (
     Reserved,
     ReserveRefused,
     Stop,
-    Tokens,
     WorkerEvent,
 )
 from kvrelay.types import RequestKey
@@ -190,7 +189,7 @@ class DecodeScheduler:
 
     def _overlapped_step(self, now_s: float) -> list[Command]:
         """None while requests wait for the device to be free."""
-        step = None if self.asking else self.batch.overlapped_step()
+        step = None if self.asking else self.batch.overlapped_step(now_s)
         return [] if step is None else self._launch(step, self.batch.running_set.overlapped, now_s)
 
     def _launch(self, step: RunStep, taken: Taken, now_s: float) -> list[Command]:
@@ -232,13 +231,13 @@ class DecodeScheduler:
             return self._part(sequence, drawn, now_s) if drawn else []
         tokens = sequence.tokens_event(sequence.choices[0], drawn, now_s)
         self.generated_tokens += len(drawn)
-        sequence.emitted += tokens.token_ids[:-1]
+        sequence.emitted += tokens.token_ids
+        sequence.length += len(drawn)
         self.batch.advance(sequence, computed)
-        if tokens.finish_reason is not None:
-            self.batch.end(sequence)
-            return [tokens, *self.batch.running_set.released_if_done(sequence.key, now_s)]
-        sequence.emitted.append(tokens.token_ids[-1])
-        return [tokens]
+        if tokens.finish_reason is None:
+            return [tokens]
+        self.batch.end(sequence)
+        return [tokens, *self.batch.running_set.released_if_done(sequence.key, now_s)]
 
     def _part(
         self, whole: Sequence, sampled: tuple[Sampled, ...], now_s: float

@@ -25,7 +25,6 @@ from kvpool.core.layout.layout import Tables
 from kvrelay.messages import Lifetime, LifetimeMoment, PrefixSource, Tokens
 from kvrelay.types import FinishReason, PrefixOrigin, RequestKey, RequestSpec
 
-
 _UNKNOWN = (0,)
 """Stands for a token that is drawn in its step only."""
 
@@ -38,8 +37,10 @@ class Sequence:
 
     A sequence that decodes may have to pause for others: for `paused_s` so far, and now since
     `paused_since_s`. `preempted`: it also lost its slot or its blocks. While others may hold it up,
-    `advanced_s` is the time of its last step. `may_overlap`: its one choice's next token can be drawn
-    behind a token that isn't known yet. A grammar needs that one only when the next one is drawn.
+    `advanced_s` is the time of its last step.
+
+    `may_overlap`: the next token of its one choice can be computed while the last one isn't known
+    yet. A grammar needs the last one only when the next one is drawn.
     """
 
     spec: RequestSpec
@@ -61,6 +62,7 @@ class Sequence:
     advanced_s: float | None = None
     key: RequestKey = field(init=False)
     prompt_tokens: int = field(init=False)
+    length: int = field(init=False)  # of the prompt and what it has emitted
     context_tokens: int = field(init=False)  # those that it began with
     may_overlap: bool = field(init=False)
     _needs_history: bool = field(init=False)
@@ -69,14 +71,11 @@ class Sequence:
     def __post_init__(self) -> None:
         self.key = self.spec.key
         self.prompt_tokens = len(self.spec.prompt_ids)
-        self.context_tokens = self.spec.context_tokens
+        self.context_tokens = self.prompt_tokens + len(self.spec.emitted_ids)
         self.may_overlap = self.spec.sampling.n == 1 and not has_penalties(self.spec.sampling)
         self._needs_history = needs_history(self.spec.sampling)
         self._has_scored_prompt = self.spec.is_scored
-
-    @property
-    def length(self) -> int:
-        return self.prompt_tokens + len(self.emitted)
+        self.length = self.prompt_tokens + len(self.emitted)
 
     @property
     def is_alone(self) -> bool:
@@ -90,7 +89,7 @@ class Sequence:
     @property
     def needed(self) -> int:
         """Tokens to be run before the next one is drawn."""
-        return self.prompt_tokens + len(self.emitted) - self.computed
+        return self.length - self.computed
 
     def pause(self, now_s: float) -> None:
         if self.emitted and self.paused_since_s is None:
@@ -152,41 +151,35 @@ class Sequence:
             token_ids=self[start : start + take],
             start=start,
             tables=tables,
-            samples=self._samples() if take == needed else (),
+            samples=tuple(map(self._request, self.choices)) if take == needed else (),
             prompt_tokens=self.length if needed > 1 else self.context_tokens,
             scoring=scoring_of(self.spec, start, start + take) if self.is_scored else None,
         )
 
     def slice_behind(self, place: int, tables: Tables) -> SequenceSlice:
         """The token that the step on the device draws with its slice at `place`."""
+        (choice,) = self.choices
         return SequenceSlice(
             key=self.key,
-            choice=self.choices[0],
+            choice=choice,
             token_ids=_UNKNOWN,
             start=self.computed + 1,
             tables=tables,
-            samples=self._samples(ahead=1),
+            samples=(self._request(choice, ahead=1),),
             prompt_tokens=self.context_tokens,
             follows=place,
         )
 
-    def _samples(self, ahead: int = 0) -> tuple[SampleRequest, ...]:
+    def _request(self, choice: int, ahead: int = 0) -> SampleRequest:
         """What to draw once all tokens are run, and `ahead` more whose ids aren't known yet; with
         the history where it matters."""
-        sampling, index, prompt, emitted = self.spec.sampling, len(self.emitted) + ahead, (), ()
-        if self._needs_history:
-            prompt, emitted = self.spec.prompt_ids, tuple(self.emitted)
-        return tuple(
-            [
-                SampleRequest(
-                    sampling=sampling,
-                    choice=choice,
-                    index=index,
-                    prompt_ids=prompt,
-                    emitted_ids=emitted,
-                )
-                for choice in self.choices
-            ]
+        history = self._needs_history
+        return SampleRequest(
+            sampling=self.spec.sampling,
+            choice=choice,
+            index=len(self.emitted) + ahead,
+            prompt_ids=self.spec.prompt_ids if history else (),
+            emitted_ids=tuple(self.emitted) if history else (),
         )
 
     @property

@@ -65,8 +65,8 @@ class StepArrays:
 
 @dataclass(slots=True)
 class TableCache:
-    """The last step's block tables as arrays. Tables that have not changed are the same object in the
-    next step, as most are."""
+    """The last step's block tables as arrays. Most have not changed since, and are the same
+    objects."""
 
     _held: dict[int, tuple[Tables, Arrays]] = field(default_factory=dict)  # by the tables' id
 

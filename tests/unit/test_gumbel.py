@@ -19,8 +19,8 @@ from engine.device.native_build import built
 from engine.sampling import gumbel, sampler
 from engine.sampling import native_draw as native
 from engine.sampling.gumbel import Draws
-from engine.sampling.parameters import draws_of
 from engine.sampling.native_draw import SOURCE, DrawKernel, open_draw
+from engine.sampling.parameters import draws_of
 from engine.sampling.truncation import truncate
 from kvrelay.types import Sampling
 from tests.unit.draw_kit import VOCABS, no_cuts, random_cuts, random_draws, random_logits

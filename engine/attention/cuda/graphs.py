@@ -101,7 +101,7 @@ class DecodeGraphs:
 
     def has(self, slices: Sequence[SequenceSlice]) -> bool:
         fits = len(slices) <= self._sizes[-1]
-        return fits and not any([len(s.token_ids) > 1 or s.scoring for s in slices])
+        return fits and not any(len(s.token_ids) > 1 or s.scoring for s in slices)
 
     def logits(
         self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor | None = None
@@ -109,7 +109,7 @@ class DecodeGraphs:
         """See Replays."""
         self._inputs.load(slices, token_ids)
         rows = self.replay(len(slices))[: len(slices)]
-        if all([s.samples for s in slices]):
+        if all(s.samples for s in slices):
             return rows
         return rows[[i for i, s in enumerate(slices) if s.samples]]
 

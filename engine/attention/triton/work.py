@@ -95,7 +95,7 @@ def divide(
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """All meetings in tiles of keys. `begins` `[tiles x heads]`: where a tile's with a head begin."""
+    """All meetings, in tiles of keys. `begins` `[query tiles x heads]`: where those of each begin."""
 
     begins: _Int64s
     length: int
@@ -132,9 +132,7 @@ def _joins(counts: _Int64s, kv_heads: int, programs: int) -> _Int32s:
     parted = np.flatnonzero(counts > 1)
     tile, slots = parted // kv_heads, counts[parted]
     joins = np.zeros((programs, 4), dtype=np.int32)
-    joins[: len(parted)] = _columns(
-        tile, parted - tile * kv_heads, np.cumsum(slots) - slots, slots
-    )
+    joins[: len(parted)] = _columns(tile, parted - tile * kv_heads, np.cumsum(slots) - slots, slots)
     return joins
 
 

@@ -65,11 +65,12 @@ class BlockTables:
 
     def tables(self, holder: Holder) -> Tables:
         """The same object as long as they don't change."""
-        return self._shown(self._entries[holder])
+        entry = self._entries[holder]
+        return entry.shown or self._show(entry)
 
-    def _shown(self, entry: Holding) -> Tables:
-        if entry.shown is None:
-            entry.shown = tuple(map(tuple, entry.tables))
+    @staticmethod
+    def _show(entry: Holding) -> Tables:
+        entry.shown = tuple(map(tuple, entry.tables))
         return entry.shown
 
     def chain(self, tenant: str, prompt_tokens: int) -> HashChain:
@@ -172,17 +173,6 @@ class BlockTables:
         entry = self._entries.get(holder)
         if entry is None:
             return self.try_open(holder, tokens, now_s=now_s, leased=leased) is not None
-        return self._try_extend(entry, tokens, window_tokens)
-
-    def grown(self, holder: Holder, tokens: int) -> Tables | None:
-        """Its tables, with room for `tokens` tokens in all. None and nothing changed when blocks run
-        out."""
-        entry = self._entries[holder]
-        if not self._try_extend(entry, tokens, None):
-            return None
-        return self._shown(entry) if entry.shown is None else entry.shown
-
-    def _try_extend(self, entry: Holding, tokens: int, window_tokens: int | None) -> bool:
         layout = self.layout
         if not layout.has_windows and tokens <= len(entry.tables[0]) * layout.block_size:
             return True
@@ -190,6 +180,15 @@ class BlockTables:
             return False
         self._extend(entry, tokens, window_tokens)
         return True
+
+    def grown(self, holder: Holder, tokens: int, *, now_s: float) -> Tables | None:
+        """Its tables, with room for `tokens` tokens in all. None and nothing changed when blocks
+        run out."""
+        entry, layout = self._entries[holder], self.layout
+        has_room = not layout.has_windows and tokens <= len(entry.tables[0]) * layout.block_size
+        if has_room or self.try_grow(holder, tokens, now_s=now_s):
+            return entry.shown or self._show(entry)
+        return None
 
     def keep(self, holder: Holder, named: NamedBlocks, *, now_s: float) -> None:
         """Holds these named blocks unchanged until `release`. In groups without a window their run
