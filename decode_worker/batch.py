@@ -97,10 +97,10 @@ def overlapped(running_set: RunningSet, now_s: float) -> dict[Sequence, Sequence
         tables = grown(sequence.holder, end, now_s=now_s)
         if tables is None:
             return {}
-        is_known = place is None
-        found[sequence] = (
-            sequence.slice(1, tables) if is_known else sequence.slice_behind(place, tables)
-        )
+        if place is None:
+            found[sequence] = sequence.slice(1, tables)
+        else:
+            found[sequence] = sequence.slice_behind(place, tables)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ from hypothesis import strategies as st
 import engine.sampling.truncation
 from engine.core.step import Sampled, SampleRequest
 from engine.sampling.gumbel import noise
-from engine.sampling.parameters import draws_of
-from engine.sampling.sampler import sample
+from engine.sampling.parameters import KeptParameters, draws_of
+from engine.sampling.sampler import draw, sample
 from engine.sampling.truncation import truncate
 from kvrelay.types import Sampling
 
@@ -188,3 +189,35 @@ def test_masked_ids_are_no_alternatives() -> None:
     assert got.logprobs is not None
     assert sorted(token for token, _ in got.logprobs.top) == [0, 1]
     assert np.isclose(got.logprobs.logprob, math.log(0.5))
+
+
+def test_parameters_are_kept_while_the_same_requests_draw() -> None:
+    kept = KeptParameters()
+    first = [request(seed=3, temperature=1.0), request(seed=4, choice=1, top_k=2)]
+    second = [replace(one, index=one.index + 1) for one in first]
+    before = kept.of(first)
+    assert kept.of(second) is before
+    assert before.draws(second).keys.tolist() == [[3, 0, 0, 1], [4, 0, 1, 1]]
+    assert before.draws(first).keys.tolist() == [[3, 0, 0, 0], [4, 0, 1, 0]]
+
+
+@pytest.mark.parametrize("changed", [{"seed": 5}, {"choice": 2}, {"top_k": 3}])
+def test_other_requests_have_other_parameters(changed: dict[str, int]) -> None:
+    kept = KeptParameters()
+    kept.of([request(seed=3, temperature=1.0), request(seed=4, temperature=1.0)])
+    now = [request(seed=3, temperature=1.0), request(**{"seed": 4, "temperature": 1.0} | changed)]
+    found, expected = kept.of(now).draws(now), draws_of(now)
+    assert found.keys.tolist() == expected.keys.tolist()
+    assert found.cuts.tolist() == expected.cuts.tolist()
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_what_applies_to_one_request_is_seen_after_steps_without_it(plain: bool) -> None:
+    """Penalties, log probabilities and draws, in a batch whose members change."""
+    kept, logits = KeptParameters(), torch.zeros(1, VOCAB)
+    logits[0, 3] = 1.0
+    asked = request(repetition_penalty=9.0, logit_bias=((7, 5.0),), logprobs=0)
+    (before,) = draw(logits, [[request()]], kept=kept).sampled()[0]
+    (after,) = draw(logits, [[request() if plain else asked]], kept=kept).sampled()[0]
+    assert before.token_id == 3 and before.logprobs is None
+    assert after.token_id == (3 if plain else 7) and (after.logprobs is None) == plain

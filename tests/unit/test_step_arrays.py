@@ -108,6 +108,14 @@ def test_arrays_share_one_buffer_of_which_the_last_may_be_short() -> None:
     assert all(view.data_ptr() % 16 == buffer.data_ptr() % 16 for view in views.values())
 
 
+def test_elements_that_an_array_leaves_get_their_filling() -> None:
+    packing = StepPacking({"a": (6,), "b": (2,)})
+    named = {"a": np.array([1, 2]), "b": np.array([7, 8])}
+    sent = packing.pack(named, pinned=False, filling={"a": -1})
+    assert packing.views(sent)["a"].tolist() == [1, 2, -1, -1, -1, -1]
+    assert packing.views(sent)["b"].tolist() == [7, 8]
+
+
 def test_an_array_longer_than_its_place_is_refused() -> None:
     with pytest.raises(AssertionError, match="a"):
         StepPacking({"a": (3,)}).pack({"a": np.arange(4)}, pinned=False)

@@ -95,7 +95,7 @@ def divide(
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """All meetings, in tiles of keys. `begins` `[query tiles x heads]`: where those of each begin."""
+    """All meetings, in tiles of keys. `begins`: where those of each query tile and head begin."""
 
     begins: _Int64s
     length: int
@@ -136,7 +136,7 @@ def _joins(counts: _Int64s, kv_heads: int, programs: int) -> _Int32s:
     return joins
 
 
-def _columns(*columns: _Int64s) -> _Int32s:
+def _columns(*columns: _Ints) -> _Int32s:
     """`[rows, columns]`"""
     found = np.empty((len(columns[0]), len(columns)), dtype=np.int32)
     for index, column in enumerate(columns):
