@@ -211,13 +211,22 @@ def test_other_requests_have_other_parameters(changed: dict[str, int]) -> None:
     assert found.cuts.tolist() == expected.cuts.tolist()
 
 
-@pytest.mark.parametrize("plain", [True, False])
-def test_what_applies_to_one_request_is_seen_after_steps_without_it(plain: bool) -> None:
-    """Penalties, log probabilities and draws, in a batch whose members change."""
+@pytest.mark.parametrize(
+    ("asked", "token_id"),
+    [
+        ({}, 3),
+        ({"repetition_penalty": 9.0}, 5),
+        ({"logit_bias": ((7, 5.0),)}, 7),
+        ({"min_tokens": 1, "stop_token_ids": (3,)}, 5),
+        ({"logprobs": 0}, 3),
+    ],
+)
+def test_what_applies_is_seen_after_steps_without_it(
+    asked: dict[str, object], token_id: int
+) -> None:
     kept, logits = KeptParameters(), torch.zeros(1, VOCAB)
-    logits[0, 3] = 1.0
-    asked = request(repetition_penalty=9.0, logit_bias=((7, 5.0),), logprobs=0)
+    logits[0, 3], logits[0, 5] = 1.0, 0.5
     (before,) = draw(logits, [[request()]], kept=kept).sampled()[0]
-    (after,) = draw(logits, [[request() if plain else asked]], kept=kept).sampled()[0]
+    (after,) = draw(logits, [[request(**asked)]], kept=kept).sampled()[0]  # type: ignore[arg-type]
     assert before.token_id == 3 and before.logprobs is None
-    assert after.token_id == (3 if plain else 7) and (after.logprobs is None) == plain
+    assert after.token_id == token_id and (after.logprobs is None) == ("logprobs" not in asked)

@@ -62,6 +62,11 @@ def test_as_the_planner_says() -> None:
         assert mine.slots.tolist() == theirs.slots.tolist()
 
 
+def test_the_tokens_of_one_short_chunk_have_their_own_rows() -> None:
+    found = step_arrays(_LAYOUT, [_slice("a", 5, 1), _slice("b", 8, 2)], TableCache())
+    assert found.rows.tolist() == [0, 1] and found.positions.tolist() == [5, 8, 9]
+
+
 def test_slices_of_one_token_come_first_in_the_batchs_order() -> None:
     found = step_arrays(_LAYOUT, _BATCH, TableCache())
     assert found.order == [1, 3, 4, 0, 2]
