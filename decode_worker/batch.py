@@ -29,7 +29,6 @@ from engine.core.step import RunStep, SequenceSlice, StepBatch
 from engine.core.step_times import StepTimes
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.fetch.prefix_lookup import PrefixLookup
-from kvpool.core.layout.layout import Tables
 from kvrelay.messages import Generate
 from kvrelay.types import PrefixOrigin
 
@@ -83,45 +82,26 @@ class MultiStep:
                 self.running_set.tables.shrink(sequence.holder, sequence.computed)
 
 
-@dataclass(frozen=True, slots=True)
-class Follower:
-    """A sequence in the overlapped step. `follows` is its slice in the step on the device; None: it
-    has none there."""
-
-    sequence: Sequence
-    follows: int | None
-
-    @property
-    def start(self) -> int:
-        return self.sequence.computed + (self.follows is not None)
-
-    def slice(self, tables: Tables) -> SequenceSlice:
-        sequence, is_known = self.sequence, self.follows is None
-        prefills = sequence.needed > 1
-        return SequenceSlice(
-            key=sequence.key,
-            choice=sequence.choices[0],
-            token_ids=sequence[self.start : self.start + 1] if is_known else (0,),
-            start=self.start,
-            tables=tables,
-            samples=sequence.samples(ahead=0 if is_known else 1),
-            prompt_tokens=sequence.length if prefills else sequence.context_tokens,
-            follows=self.follows,
-        )
-
-
-def followers(running_set: RunningSet, now_s: float) -> list[Follower]:
-    """Empty where the device must be free first."""
+def overlapped(running_set: RunningSet, now_s: float) -> dict[Sequence, SequenceSlice]:
+    """The step behind the one on the device; empty where the device must be free first."""
     if not _may_overlap(running_set):
-        return []
-    slices = {one: i for i, (one, _) in enumerate(running_set.on_device)}
-    found = [Follower(one, slices.get(one)) for one in running_set.running]
-    found = [one for one in found if one.follows is None or one.sequence.tokens_left > 1]
-    tables = running_set.tables
-    has_room = all(
-        tables.try_grow(one.sequence.holder, one.start + 1, now_s=now_s) for one in found
-    )
-    return found if has_room else []
+        return {}
+    places = {sequence: i for i, (sequence, _) in enumerate(running_set.on_device)}
+    found: dict[Sequence, SequenceSlice] = {}
+    grown = running_set.tables.grown
+    for sequence in running_set.running:
+        place = places.get(sequence)
+        if place is not None and sequence.tokens_left <= 1:
+            continue
+        end = sequence.computed + (1 if place is None else 2)
+        tables = grown(sequence.holder, end, now_s=now_s)
+        if tables is None:
+            return {}
+        if place is None:
+            found[sequence] = sequence.slice(1, tables)
+        else:
+            found[sequence] = sequence.slice_behind(place, tables)
+    return found
 
 
 def _may_overlap(running_set: RunningSet) -> bool:
@@ -133,15 +113,9 @@ def _may_overlap(running_set: RunningSet) -> bool:
         return False
     if running_set.suspects and running_set.alone:
         return False
-    here = {*running_set.running, *[sequence for sequence, _ in running_set.on_device]}
-    return all(_only_decodes(sequence) for sequence in here)
-
-
-def _only_decodes(sequence: Sequence) -> bool:
-    """A sequence that ended while on the device needs no more tokens. One with a grammar needs the
-    last token only when the next one is drawn."""
-    is_one = sequence.spec.sampling.n == 1 and sequence.needed <= 1
-    return is_one and not sequence.has_penalties
+    ended = [sequence for sequence, _ in running_set.on_device if sequence.dropped]
+    here = running_set.running + ended if ended else running_set.running
+    return not [one for one in here if not one.may_overlap or one.needed > 1]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -275,19 +249,17 @@ class Batch:
         """The step after the one on the device, where it needs none of that one's tokens."""
         if self.rope_border_tokens is not None:
             return None
-        found = followers(self.running_set, now_s)
+        found = overlapped(self.running_set, now_s)
         if not found:
             return None
-        self.running_set.overlapped = tuple((one.sequence, 1) for one in found)
-        slices = tuple(one.slice(self.tables.tables(one.sequence.holder)) for one in found)
-        return RunStep(batch=StepBatch(slices=slices))
+        self.running_set.overlapped = tuple([(sequence, 1) for sequence in found])
+        return RunStep(batch=StepBatch(slices=tuple(found.values())))
 
     def advance(self, sequence: Sequence, tokens: int) -> None:
         """The KV of `tokens` more tokens is in its blocks."""
-        layout = self.tables.layout
-        full_before = sequence.computed // layout.block_size
-        sequence.computed += tokens
-        if sequence.computed // layout.block_size > full_before:
+        layout, before = self.tables.layout, sequence.computed
+        sequence.computed = before + tokens
+        if before % layout.block_size + tokens >= layout.block_size:
             self.tables.fill(sequence.holder, sequence.filled)
         if layout.has_windows:
             self.tables.trim(sequence.holder, sequence.computed)

@@ -279,6 +279,7 @@ class RunningSet:
         assert {*map(id, here)} == {*map(id, alive)}, "a sequence ran away"
         assert len(here) == len(alive), "a sequence is here twice"
         assert not any(sequence.dropped for sequence in here)
+        assert all(s.length == s.prompt_tokens + len(s.emitted) for s in here)
         assert all(sequence.holder in self.tables for sequence in self.running)
         assert {s.key for s in here if s.spec.alone_tokens} <= self.suspects <= self._alive.keys()
         assert [s.arrival for s in self.running] == sorted(s.arrival for s in self.running)

@@ -40,7 +40,6 @@ from kvrelay.messages import (
     Reserved,
     ReserveRefused,
     Stop,
-    Tokens,
     WorkerEvent,
 )
 from kvrelay.types import RequestKey
@@ -205,45 +204,40 @@ class DecodeScheduler:
 
     def _step_done(self, done: StepDone, now_s: float) -> list[Command]:
         events: list[WorkerEvent] = []
-        ran, scores = self.batch.running_set.take_ran(), done.outcome.prompt_logprobs
+        ran, outcome = self.batch.running_set.take_ran(), done.outcome
+        scores, failed = outcome.prompt_logprobs, outcome.failed
         for i, (sequence, take) in enumerate(ran):
-            sampled = done.outcome.sampled[i]
             if sequence.dropped:
                 events += self.batch.running_set.released_if_done(sequence.key, now_s)
-                continue
-            if i in done.outcome.failed:
-                events += self._fail(sequence.key, done.outcome.failed[i], now_s)
-                continue
-            if done.steps > 1:
-                events += self._advance_run(sequence, sampled, now_s)
-                continue
-            if sequence.needed > 1:
-                self.prompt_tokens += take
-            self.batch.advance(sequence, take)
-            if scores and i in scores:
-                told = scored_event(sequence.spec, sequence.computed, take, scores[i], now_s)
-                events.append(told)
-            if sampled:
-                events += self._advance(sequence, sampled, now_s)
+            elif i in failed:
+                events += self._fail(sequence.key, failed[i], now_s)
+            else:
+                if i in scores:
+                    end = sequence.computed + take
+                    events.append(scored_event(sequence.spec, end, take, scores[i], now_s))
+                events += self._advance(sequence, take * done.steps, outcome.sampled[i], now_s)
         self.batch.step_over(ran)
         return [Emit(events=tuple(events))] if events else []
 
     def _advance(
-        self, sequence: Sequence, sampled: tuple[Sampled, ...], now_s: float
+        self, sequence: Sequence, computed: int, drawn: tuple[Sampled, ...], now_s: float
     ) -> list[WorkerEvent]:
-        """One token of each choice."""
-        if len(sequence.choices) > 1:
-            return self._part(sequence, sampled, now_s)
-        event = sequence.tokens_event(sequence.choices[0], sampled, now_s)
-        self.generated_tokens += 1
-        if event.finish_reason is not None:
-            return self._finish(sequence, event, now_s)
-        sequence.emitted.append(event.token_ids[0])
-        return [event]
-
-    def _finish(self, sequence: Sequence, last: Tokens, now_s: float) -> list[WorkerEvent]:
+        """The KV of `computed` more tokens is there. `drawn` is a token of each choice, or of one
+        choice a token for each step, the last of which can end it."""
+        if sequence.needed > 1:
+            self.prompt_tokens += computed
+        if not drawn or len(sequence.choices) > 1:
+            self.batch.advance(sequence, computed)
+            return self._part(sequence, drawn, now_s) if drawn else []
+        tokens = sequence.tokens_event(sequence.choices[0], drawn, now_s)
+        self.generated_tokens += len(drawn)
+        sequence.emitted += tokens.token_ids
+        sequence.length += len(drawn)
+        self.batch.advance(sequence, computed)
+        if tokens.finish_reason is None:
+            return [tokens]
         self.batch.end(sequence)
-        return [last, *self.batch.running_set.released_if_done(sequence.key, now_s)]
+        return [tokens, *self.batch.running_set.released_if_done(sequence.key, now_s)]
 
     def _part(
         self, whole: Sequence, sampled: tuple[Sampled, ...], now_s: float
@@ -261,19 +255,6 @@ class DecodeScheduler:
         ids = tuple([one.token_id for one in sampled])
         self.batch.split(whole, ids, finished | whole.stopped, now_s)
         return [*tokens, *self.batch.running_set.released_if_done(whole.key, now_s)]
-
-    def _advance_run(
-        self, sequence: Sequence, drawn: tuple[Sampled, ...], now_s: float
-    ) -> list[WorkerEvent]:
-        """One token of one choice for each step; only the last token can end it."""
-        self.generated_tokens += len(drawn)
-        tokens = sequence.tokens_event(sequence.choices[0], drawn, now_s)
-        sequence.emitted += tokens.token_ids[:-1]
-        self.batch.advance(sequence, len(drawn))
-        if tokens.finish_reason is not None:
-            return self._finish(sequence, tokens, now_s)
-        sequence.emitted.append(tokens.token_ids[-1])
-        return [tokens]
 
     # --- endings --------------------------------------------------------------------------------
 

@@ -25,6 +25,9 @@ from kvpool.core.layout.layout import Tables
 from kvrelay.messages import Lifetime, LifetimeMoment, PrefixSource, Tokens
 from kvrelay.types import FinishReason, PrefixOrigin, RequestKey, RequestSpec
 
+_UNKNOWN = (0,)
+"""Stands for a token that is drawn in its step only."""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
@@ -35,6 +38,9 @@ class Sequence:
     A sequence that decodes may have to pause for others: for `paused_s` so far, and now since
     `paused_since_s`. `preempted`: it also lost its slot or its blocks. While others may hold it up,
     `advanced_s` is the time of its last step.
+
+    `may_overlap`: the next token of its one choice can be computed while the last one isn't known
+    yet. A grammar needs the last one only when the next one is drawn.
     """
 
     spec: RequestSpec
@@ -56,20 +62,20 @@ class Sequence:
     advanced_s: float | None = None
     key: RequestKey = field(init=False)
     prompt_tokens: int = field(init=False)
-    needs_history: bool = field(init=False)
-    has_penalties: bool = field(init=False)
+    length: int = field(init=False)  # of the prompt and what it has emitted
+    context_tokens: int = field(init=False)  # those that it began with
+    may_overlap: bool = field(init=False)
+    _needs_history: bool = field(init=False)
     _has_scored_prompt: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.key = self.spec.key
         self.prompt_tokens = len(self.spec.prompt_ids)
-        self.needs_history = needs_history(self.spec.sampling)
-        self.has_penalties = has_penalties(self.spec.sampling)
+        self.context_tokens = self.prompt_tokens + len(self.spec.emitted_ids)
+        self.may_overlap = self.spec.sampling.n == 1 and not has_penalties(self.spec.sampling)
+        self._needs_history = needs_history(self.spec.sampling)
         self._has_scored_prompt = self.spec.is_scored
-
-    @property
-    def length(self) -> int:
-        return self.prompt_tokens + len(self.emitted)
+        self.length = self.prompt_tokens + len(self.emitted)
 
     @property
     def is_alone(self) -> bool:
@@ -83,7 +89,7 @@ class Sequence:
     @property
     def needed(self) -> int:
         """Tokens to be run before the next one is drawn."""
-        return self.prompt_tokens + len(self.emitted) - self.computed
+        return self.length - self.computed
 
     def pause(self, now_s: float) -> None:
         if self.emitted and self.paused_since_s is None:
@@ -145,31 +151,35 @@ class Sequence:
             token_ids=self[start : start + take],
             start=start,
             tables=tables,
-            samples=self.samples() if take == needed else (),
+            samples=tuple(map(self._request, self.choices)) if take == needed else (),
             prompt_tokens=self.length if needed > 1 else self.context_tokens,
             scoring=scoring_of(self.spec, start, start + take) if self.is_scored else None,
         )
 
-    @property
-    def context_tokens(self) -> int:
-        """The tokens that it began with."""
-        return self.prompt_tokens + len(self.spec.emitted_ids)
+    def slice_behind(self, place: int, tables: Tables) -> SequenceSlice:
+        """The token that the step on the device draws with its slice at `place`."""
+        (choice,) = self.choices
+        return SequenceSlice(
+            key=self.key,
+            choice=choice,
+            token_ids=_UNKNOWN,
+            start=self.computed + 1,
+            tables=tables,
+            samples=(self._request(choice, ahead=1),),
+            prompt_tokens=self.context_tokens,
+            follows=place,
+        )
 
-    def samples(self, ahead: int = 0) -> tuple[SampleRequest, ...]:
+    def _request(self, choice: int, ahead: int = 0) -> SampleRequest:
         """What to draw once all tokens are run, and `ahead` more whose ids aren't known yet; with
         the history where it matters."""
-        history, index = self.needs_history, len(self.emitted) + ahead
-        return tuple(
-            [
-                SampleRequest(
-                    sampling=self.spec.sampling,
-                    choice=choice,
-                    index=index,
-                    prompt_ids=self.spec.prompt_ids if history else (),
-                    emitted_ids=tuple(self.emitted) if history else (),
-                )
-                for choice in self.choices
-            ]
+        history = self._needs_history
+        return SampleRequest(
+            sampling=self.spec.sampling,
+            choice=choice,
+            index=len(self.emitted) + ahead,
+            prompt_ids=self.spec.prompt_ids if history else (),
+            emitted_ids=tuple(self.emitted) if history else (),
         )
 
     @property
@@ -197,16 +207,16 @@ class Sequence:
     def tokens_event(self, choice: int, drawn: tuple[Sampled, ...], now_s: float) -> Tokens:
         """The tokens of one step, or of several in a row, whose last one may end it. `emitted` does
         not have them yet."""
-        last = drawn[-1]
-        emitted = len(self.emitted) + len(drawn)
-        reason = finish_reason(self.spec.sampling, last, emitted=emitted)
+        last, first = drawn[-1], len(self.emitted)
+        reason = finish_reason(self.spec.sampling, last, emitted=first + len(drawn))
+        has_logprobs = last.logprobs is not None
         return Tokens(
             key=self.key,
             at_s=now_s,
             choice=choice,
-            first_index=len(self.emitted),
+            first_index=first,
             token_ids=tuple([one.token_id for one in drawn]),
-            logprobs=tuple([one.logprobs for one in drawn if one.logprobs is not None]),
+            logprobs=tuple([one.logprobs for one in drawn if one.logprobs]) if has_logprobs else (),
             finish_reason=reason,
             stop_token_id=last.token_id if reason is FinishReason.STOP else None,
             stood_back_s=0.0 if reason is None else self.paused_s,

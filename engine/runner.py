@@ -22,6 +22,7 @@ from engine.model.model import Model
 from engine.parallel.message import StepKind
 from engine.parallel.ranks import ALONE, Ranks
 from engine.sampling.grammars import Grammars, Masks
+from engine.sampling.parameters import KeptParameters
 from engine.sampling.sampler import Scored, draw, score
 from kvpool.core.blocks.holding import CopyPairs
 from kvpool.core.layout.layout import KvLayout
@@ -73,6 +74,7 @@ class Engine:
         self._stream = StepStream(model.device, goes_first=goes_first)
         self._watch = LayerWatch() if model.device.type == "cuda" else None
         self._places = layer_places(self._own.layout)
+        self._parameters = KeptParameters()
         self.backend = backend
         self.graphs: Replays | None = None
         """Runs the recorded steps, instead of the model."""
@@ -127,7 +129,8 @@ class Engine:
             if len(logits) > len(wanted):
                 scored = score(logits[len(wanted) :], batch.slices)
                 logits = logits[: len(wanted)]
-            drawn = draw(logits, wanted, self._masks(batch.slices, before))
+            masks = self._masks(batch.slices, before)
+            drawn = draw(logits, wanted, masks, self._parameters)
             return Flight(batch, logits, drawn, self._stream.mark(), self._collect, scored)
 
     def _masks(self, slices: Sequence[SequenceSlice], before: Flight | None) -> Masks | None:

@@ -24,6 +24,7 @@ from bench.report import Row, print_table, write_json
 from engine.bundled import checkpoint_path
 from engine.core.step import SampleRequest
 from engine.sampling import gumbel
+from engine.sampling.parameters import draws_of
 from engine.sampling.sampler import sample
 from kvrelay.types import Sampling
 
@@ -155,7 +156,7 @@ def time_rows() -> Iterator[Row]:
         for kind, sampling in {**KINDS, **OTHER_KINDS}.items():
             wanted = [(request(sampling, 0, i),) for i in range(ROWS)]
             yield _time_row(kind, lambda wanted=wanted: sample(logits, wanted))
-        draws = gumbel.draws_of([request(KINDS["temperature 1"], 0, i) for i in range(ROWS)])
+        draws = draws_of([request(KINDS["temperature 1"], 0, i) for i in range(ROWS)])
         yield _time_row("temperature 1, no compiler", lambda: gumbel.draw(logits, draws))
     finally:
         torch.set_num_threads(threads)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 
 import numpy as np
@@ -28,11 +29,12 @@ from engine.device.layer_marks import LayerMarks
 from engine.model.interface import AttentionState
 from kvpool.core.layout.layout import KvLayout, Tables
 from kvpool.memory.kv_memory import KvMemory
-from kvrelay.types import RequestKey
 
 Ints = NDArray[np.integer]
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
+Arrays = tuple[Int32s, ...]
+"""# layer group |-> blocks"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,67 +65,76 @@ class StepArrays:
 
 @dataclass(slots=True)
 class TableCache:
-    """The last step's block tables as arrays: most of them stay the same."""
+    """The last step's block tables as arrays. Most have not changed since, and are the same
+    objects."""
 
-    _held: dict[tuple[RequestKey, int], tuple[Tables, tuple[Int32s, ...]]] = field(
-        default_factory=dict
-    )
+    _held: dict[int, tuple[Tables, Arrays]] = field(default_factory=dict)  # by the tables' id
 
-    def arrays(self, slices: Sequence[SequenceSlice]) -> list[tuple[Int32s, ...]]:
+    def arrays(self, slices: Sequence[SequenceSlice]) -> list[Arrays]:
         """# slice |-> layer group |-> blocks"""
-        fresh, found = {}, []
-        for piece in slices:
-            name = (piece.key, piece.choice)
-            known = self._held.get(name)
-            if known is None or known[0] != piece.tables:
-                arrays = tuple(np.array(table, dtype=np.int32) for table in piece.tables)
-                known = (piece.tables, arrays)
-            fresh[name] = known
-            found.append(known[1])
-        self._held = fresh
-        return found
+        held = self._held
+        found = [held.get(id(piece.tables)) or _as_arrays(piece.tables) for piece in slices]
+        self._held = {id(one[0]): one for one in found}
+        return [arrays for _, arrays in found]
+
+
+def _as_arrays(tables: Tables) -> tuple[Tables, Arrays]:
+    return tables, tuple([np.array(table, dtype=np.int32) for table in tables])
 
 
 def step_arrays(layout: KvLayout, slices: Sequence[SequenceSlice], cache: TableCache) -> StepArrays:
-    lengths = [len(s.token_ids) for s in slices]
-    order = sorted(range(len(slices)), key=lambda i: lengths[i] > 1)
+    is_chunk = [len(s.token_ids) > 1 for s in slices]
+    order = sorted(range(len(slices)), key=is_chunk.__getitem__)
     ordered = [slices[i] for i in order]
-    counts = np.array([lengths[i] for i in order], dtype=np.int64)
-    ends = np.cumsum(counts)
+    counts = np.array([len(s.token_ids) for s in ordered], dtype=np.int64)
     starts = np.array([s.start for s in ordered], dtype=np.int64)
-    owner = np.repeat(np.arange(len(ordered)), counts)
-    positions = np.arange(int(ends[-1])) - (ends - counts - starts)[owner]
-    last_rows = np.empty(len(slices), dtype=np.int64)
-    last_rows[order] = ends - 1
-    decodes = int((counts == 1).sum())
+    rows, owner, positions = _spread(counts, starts)
+    decodes = is_chunk.count(False)
     tables = cache.arrays(ordered)
     return StepArrays(
         order=order,
         decodes=decodes,
-        token_ids=np.array([t for s in ordered for t in s.token_ids], dtype=np.int64),
+        token_ids=np.array([*chain.from_iterable([s.token_ids for s in ordered])], dtype=np.int64),
         positions=positions,
-        logit_rows=_logit_rows(slices, last_rows, decodes),
-        rows=ends - counts,
+        logit_rows=_logit_rows(slices, order, rows + counts - 1, decodes),
+        rows=rows,
         counts=counts,
         starts=starts,
         groups=tuple(
-            _group([t[g] for t in tables], owner, positions, layout.block_size)
-            for g in range(len(layout.groups))
+            [
+                _group(of_group, owner, positions, layout.block_size)
+                for of_group in zip(*tables, strict=True)
+            ]
         ),
     )
 
 
-def _logit_rows(slices: Sequence[SequenceSlice], last_rows: Int64s, decodes: int) -> Int64s:
-    """A slice of one token that samples scores no token."""
-    rows: Int64s = last_rows[[i for i, s in enumerate(slices) if s.samples]]
-    if decodes == len(slices) == len(rows):
-        return rows
-    scored = scored_rows(slices, last_rows)
+def _spread(counts: Int64s, starts: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+    """The first row of each slice, and the slice and the position of each token."""
+    each = np.arange(len(counts))
+    ends = np.cumsum(counts)
+    if ends[-1] == len(each):
+        return each, each, starts
+    rows, owner = ends - counts, np.repeat(each, counts)
+    return rows, owner, np.arange(int(ends[-1])) - (rows - starts)[owner]
+
+
+def _logit_rows(
+    slices: Sequence[SequenceSlice], order: list[int], last_rows: Int64s, decodes: int
+) -> Int64s:
+    """`last_rows` in this order. A slice of one token that samples scores no token."""
+    samples = [i for i, s in enumerate(slices) if s.samples]
+    if decodes == len(slices) == len(samples):
+        return last_rows
+    by_slice = np.empty_like(last_rows)
+    by_slice[order] = last_rows
+    rows: Int64s = by_slice[samples]
+    scored = scored_rows(slices, by_slice)
     return np.concatenate([rows, np.array(scored)]) if scored else rows
 
 
-def _group(tables: list[Int32s], owner: Int64s, positions: Int64s, size: int) -> GroupArrays:
-    lengths = np.array([len(table) for table in tables])
+def _group(tables: Arrays, owner: Int64s, positions: Int64s, size: int) -> GroupArrays:
+    lengths = np.array([*map(len, tables)])
     flat = np.concatenate(tables)
     starts = np.cumsum(lengths) - lengths
     blocks = flat[starts[owner] + positions // size].astype(np.int64)
@@ -134,33 +145,42 @@ _ALIGNED = 4
 """In elements: arrays begin at multiples of 16 bytes, so that kernels can load whole vectors."""
 
 
+_NO_FILLING: Mapping[str, int] = {}
+
+
 class StepPacking:
     """`shapes` are the largest sizes of each array; the last array may be sent in part."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._shapes = dict(shapes)
+        self._sizes = {name: prod(shape) for name, shape in shapes.items()}
         self._begins: dict[str, int] = {}
         self.elements = 0
-        for name, shape in self._shapes.items():
+        for name, size in self._sizes.items():
             self._begins[name] = self.elements
-            self.elements += -(-prod(shape) // _ALIGNED) * _ALIGNED
+            self.elements += -(-size // _ALIGNED) * _ALIGNED
 
-    def pack(self, arrays: Mapping[str, Ints], *, pinned: bool) -> torch.Tensor:
-        """The buffer to send; elements that an array doesn't fill are undefined."""
+    def pack(
+        self, arrays: Mapping[str, Ints], *, pinned: bool, filling: Mapping[str, int] = _NO_FILLING
+    ) -> torch.Tensor:
+        """The buffer to send. Elements that an array doesn't fill get its `filling`; without one
+        they are undefined."""
         last = next(reversed(self._shapes))
         used = self._begins[last] + arrays[last].size
         host = torch.empty(used, dtype=torch.int32, pin_memory=pinned)
         flat = host.numpy()
         for name, array in arrays.items():
-            begin = self._begins[name]
-            assert array.size <= prod(self._shapes[name]), (name, array.shape)
+            begin, most = self._begins[name], self._sizes[name]
+            assert array.size <= most, (name, array.shape)
             flat[begin : begin + array.size] = array.ravel()
+            if name in filling:
+                flat[begin + array.size : begin + most] = filling[name]
         return host
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """The arrays in a buffer made by `pack`."""
         return {
-            name: flat[begin : begin + prod(self._shapes[name])].view(self._shapes[name])
+            name: flat[begin : begin + self._sizes[name]].view(self._shapes[name])
             for name, begin in self._begins.items()
         }
 

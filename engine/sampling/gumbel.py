@@ -16,16 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.core.step import SampleRequest
 from engine.device.streams import send
 
-_Number = TypeVar("_Number", np.uint32, np.float32)
 Words = torch.Tensor
 """int64, of 32-bit words."""
 
@@ -81,33 +78,6 @@ class Draws:
     keys: NDArray[np.uint32]  # [rows, 4]: seed's low and high word, choice, index
     temperatures: NDArray[np.float32]  # [rows]; 0: the most likely id
     cuts: NDArray[np.float32]  # [rows, 3]: top_k, top_p, min_p; 0, 1, 0: nothing is cut
-
-
-def draws_of(requests: Sequence[SampleRequest]) -> Draws:
-    """Seeds count modulo 2^64."""
-    samplings = [request.sampling for request in requests]
-    seeds = [sampling.seed for sampling in samplings]
-    return Draws(
-        keys=_rows(
-            [seed & 0xFFFFFFFF for seed in seeds],
-            [seed >> 32 & 0xFFFFFFFF for seed in seeds],
-            [request.choice for request in requests],
-            [request.index for request in requests],
-            dtype=np.uint32,
-        ),
-        temperatures=np.array([s.temperature for s in samplings], dtype=np.float32),
-        cuts=_rows(
-            [s.top_k for s in samplings],
-            [s.top_p for s in samplings],
-            [s.min_p for s in samplings],
-            dtype=np.float32,
-        ),
-    )
-
-
-def _rows(*columns: list[int] | list[float], dtype: type[_Number]) -> NDArray[_Number]:
-    """`[rows, columns]`: numpy reads a few long lists faster than many short ones."""
-    return np.ascontiguousarray(np.array(columns, dtype=dtype).T)
 
 
 def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:

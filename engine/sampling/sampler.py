@@ -23,6 +23,7 @@ from engine.device.streams import fetch, send
 from engine.sampling import gumbel
 from engine.sampling.grammars import Masks
 from engine.sampling.native_draw import host_draw
+from engine.sampling.parameters import KeptParameters, Parameters, draws_of
 from engine.sampling.penalties import apply_penalties
 from engine.sampling.truncation import truncate
 from kvrelay.types import PromptLogprob, Sampling, TokenLogprobs
@@ -50,11 +51,9 @@ class Logprobs:
 
 def find_logprobs(
     logits: torch.Tensor, requests: Sequence[SampleRequest], tokens: torch.Tensor
-) -> Logprobs | None:
-    """For `tokens` `[requests]`; None: no request wants any."""
+) -> Logprobs:
+    """For `tokens` `[requests]`, of which one at least wants them."""
     rows = [i for i, r in enumerate(requests) if r.sampling.logprobs is not None]
-    if not rows:
-        return None
     picked = send(rows, torch.long, logits.device)
     logs = torch.log_softmax(logits[picked], dim=-1)
     widest = max(requests[row].sampling.logprobs or 0 for row in rows)
@@ -120,18 +119,24 @@ class Drawn:
 
 @torch.inference_mode()
 def draw(
-    logits: torch.Tensor, wanted: Sequence[Sequence[SampleRequest]], masks: Masks | None = None
+    logits: torch.Tensor,
+    wanted: Sequence[Sequence[SampleRequest]],
+    masks: Masks | None = None,
+    kept: KeptParameters | None = None,
 ) -> Drawn:
-    """Like `sample`. Logprobs are those of the logits before temperature and truncation."""
+    """Like `sample`. Logprobs are those of the logits before temperature and truncation. `kept`: of
+    the draws of earlier steps."""
     requests = [request for row in wanted for request in row]
     if len(requests) > len(wanted):
         rows = [i for i, row in enumerate(wanted) for _ in row]
         logits = logits[send(rows, torch.long, logits.device)]
-    logits = apply_penalties(logits, requests)
+    parameters = (kept or KeptParameters()).of(requests)
+    if parameters.may_change:
+        logits = apply_penalties(logits, requests)
     if masks is not None:
         logits = masks.applied(logits, _flat_rows(wanted))
-    tokens = _choose(logits, requests)
-    logprobs = find_logprobs(logits, requests, tokens)
+    tokens = _choose(logits, requests, parameters)
+    logprobs = find_logprobs(logits, requests, tokens) if parameters.wants_logprobs else None
     return Drawn(wanted, requests, tokens, logprobs, masks, fetch(tokens))
 
 
@@ -141,10 +146,12 @@ def _flat_rows(wanted: Sequence[Sequence[SampleRequest]]) -> list[range]:
     return [range(end - len(row), end) for row, end in zip(wanted, ends, strict=True)]
 
 
-def _choose(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor:
-    if all(request.sampling.temperature == 0 for request in requests):
+def _choose(
+    logits: torch.Tensor, requests: Sequence[SampleRequest], parameters: Parameters
+) -> torch.Tensor:
+    if parameters.is_greedy:
         return _most_likely(logits)
-    return draw_tokens(logits, gumbel.draws_of(requests))
+    return draw_tokens(logits, parameters.draws(requests))
 
 
 def draw_tokens(logits: torch.Tensor, draws: gumbel.Draws) -> torch.Tensor:
@@ -163,7 +170,7 @@ def prepare_draws(device: torch.device, vocab: int) -> None:
     """Builds or compiles the kernel, so that the first request doesn't wait for it."""
     sampling = Sampling(max_tokens=1, seed=0, temperature=1.0)
     one = SampleRequest(sampling=sampling, choice=0, index=0, prompt_ids=(), emitted_ids=())
-    draw_tokens(torch.zeros((1, vocab), device=device), gumbel.draws_of([one]))
+    draw_tokens(torch.zeros((1, vocab), device=device), draws_of([one]))
 
 
 @cache

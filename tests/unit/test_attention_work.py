@@ -40,6 +40,10 @@ def _tiles(contexts, counts=None, tile_tokens=1, window=None):  # type: ignore[n
     )
 
 
+def test_a_slice_of_a_token_more_than_a_tile_has_two() -> None:
+    assert _tiles((9,), [3], tile_tokens=2).rows[:, :3].tolist() == [[0, 2, 6], [2, 1, 8]]
+
+
 def _programs(work: Work) -> list[np.ndarray]:  # type: ignore[type-arg]
     return [work.pieces[a:b] for a, b in zip(work.starts[:-1], work.starts[1:], strict=True)]
 

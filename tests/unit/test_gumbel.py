@@ -20,6 +20,7 @@ from engine.sampling import gumbel, sampler
 from engine.sampling import native_draw as native
 from engine.sampling.gumbel import Draws
 from engine.sampling.native_draw import SOURCE, DrawKernel, open_draw
+from engine.sampling.parameters import draws_of
 from engine.sampling.truncation import truncate
 from kvrelay.types import Sampling
 from tests.unit.draw_kit import VOCABS, no_cuts, random_cuts, random_draws, random_logits
@@ -66,7 +67,7 @@ def test_the_noise_depends_on_seed_choice_index_and_id() -> None:
 def test_seeds_count_modulo_2_to_the_64() -> None:
     sampling = Sampling(max_tokens=1, seed=-1)
     request = SampleRequest(sampling=sampling, choice=3, index=4, prompt_ids=(), emitted_ids=())
-    (key,) = gumbel.draws_of([request]).keys.tolist()
+    (key,) = draws_of([request]).keys.tolist()
     assert key == [0xFFFFFFFF, 0xFFFFFFFF, 3, 4]
 
 

@@ -285,8 +285,19 @@ def test_prompts_that_wait_have_the_next_step(is_in_step: bool) -> None:
     assert wanted(driver.scheduler) == []
 
 
-def test_no_overlapped_step_where_blocks_run_out() -> None:
-    driver = Driver(Random(0), behind=False, blocks=2)
+def test_a_prompt_in_the_step_holds_the_next_one_up_when_it_is_dropped_too() -> None:
+    """Its slice draws nothing, so the others' tokens would be at other places."""
+    driver = pair()
+    driver.add(a_spec("3", 30, max_tokens=9), by_handoff=False)
+    the_step(driver.scheduler.handle(StepWanted(), 0))
+    driver.scheduler.handle(Abort(key=key("3")), 0)
+    assert wanted(driver.scheduler) == []
+
+
+@pytest.mark.parametrize("blocks", [2, 3])
+def test_no_overlapped_step_where_blocks_run_out(blocks: int) -> None:
+    """3 are enough for one of both."""
+    driver = Driver(Random(0), behind=False, blocks=blocks)
     driver.add(a_spec("1", 3, max_tokens=5), by_handoff=True)
     driver.add(a_spec("2", 3, max_tokens=5), by_handoff=True)
     never(driver)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 
 import engine.sampling.truncation
 from engine.core.step import Sampled, SampleRequest
-from engine.sampling.gumbel import draws_of, noise
-from engine.sampling.sampler import sample
+from engine.sampling.gumbel import noise
+from engine.sampling.parameters import KeptParameters, draws_of
+from engine.sampling.sampler import draw, sample
 from engine.sampling.truncation import truncate
 from kvrelay.types import Sampling
 
@@ -187,3 +189,44 @@ def test_masked_ids_are_no_alternatives() -> None:
     assert got.logprobs is not None
     assert sorted(token for token, _ in got.logprobs.top) == [0, 1]
     assert np.isclose(got.logprobs.logprob, math.log(0.5))
+
+
+def test_parameters_are_kept_while_the_same_requests_draw() -> None:
+    kept = KeptParameters()
+    first = [request(seed=3, temperature=1.0), request(seed=4, choice=1, top_k=2)]
+    second = [replace(one, index=one.index + 1) for one in first]
+    before = kept.of(first)
+    assert kept.of(second) is before
+    assert before.draws(second).keys.tolist() == [[3, 0, 0, 1], [4, 0, 1, 1]]
+    assert before.draws(first).keys.tolist() == [[3, 0, 0, 0], [4, 0, 1, 0]]
+
+
+@pytest.mark.parametrize("changed", [{"seed": 5}, {"choice": 2}, {"top_k": 3}])
+def test_other_requests_have_other_parameters(changed: dict[str, int]) -> None:
+    kept = KeptParameters()
+    kept.of([request(seed=3, temperature=1.0), request(seed=4, temperature=1.0)])
+    now = [request(seed=3, temperature=1.0), request(**{"seed": 4, "temperature": 1.0} | changed)]
+    found, expected = kept.of(now).draws(now), draws_of(now)
+    assert found.keys.tolist() == expected.keys.tolist()
+    assert found.cuts.tolist() == expected.cuts.tolist()
+
+
+@pytest.mark.parametrize(
+    ("asked", "token_id"),
+    [
+        ({}, 3),
+        ({"repetition_penalty": 9.0}, 5),
+        ({"logit_bias": ((7, 5.0),)}, 7),
+        ({"min_tokens": 1, "stop_token_ids": (3,)}, 5),
+        ({"logprobs": 0}, 3),
+    ],
+)
+def test_what_applies_is_seen_after_steps_without_it(
+    asked: dict[str, object], token_id: int
+) -> None:
+    kept, logits = KeptParameters(), torch.zeros(1, VOCAB)
+    logits[0, 3], logits[0, 5] = 1.0, 0.5
+    (before,) = draw(logits, [[request()]], kept=kept).sampled()[0]
+    (after,) = draw(logits, [[request(**asked)]], kept=kept).sampled()[0]  # type: ignore[arg-type]
+    assert before.token_id == 3 and before.logprobs is None
+    assert after.token_id == token_id and (after.logprobs is None) == ("logprobs" not in asked)

@@ -62,6 +62,11 @@ def test_as_the_planner_says() -> None:
         assert mine.slots.tolist() == theirs.slots.tolist()
 
 
+def test_the_tokens_of_one_short_chunk_have_their_own_rows() -> None:
+    found = step_arrays(_LAYOUT, [_slice("a", 5, 1), _slice("b", 8, 2)], TableCache())
+    assert found.rows.tolist() == [0, 1] and found.positions.tolist() == [5, 8, 9]
+
+
 def test_slices_of_one_token_come_first_in_the_batchs_order() -> None:
     found = step_arrays(_LAYOUT, _BATCH, TableCache())
     assert found.order == [1, 3, 4, 0, 2]
@@ -106,6 +111,14 @@ def test_arrays_share_one_buffer_of_which_the_last_may_be_short() -> None:
     assert views["b"].tolist() == [[0, 1], [2, 3]]
     assert views["c"][0] == 7 and views["c"].shape == (9,)
     assert all(view.data_ptr() % 16 == buffer.data_ptr() % 16 for view in views.values())
+
+
+def test_elements_that_an_array_leaves_get_their_filling() -> None:
+    packing = StepPacking({"a": (6,), "b": (2,)})
+    named = {"a": np.array([1, 2]), "b": np.array([7, 8])}
+    sent = packing.pack(named, pinned=False, filling={"a": -1})
+    assert packing.views(sent)["a"].tolist() == [1, 2, -1, -1, -1, -1]
+    assert packing.views(sent)["b"].tolist() == [7, 8]
 
 
 def test_an_array_longer_than_its_place_is_refused() -> None:

@@ -38,6 +38,19 @@ def test_growth_takes_blocks_in_every_group_only_when_needed() -> None:
     tables.validate()
 
 
+def test_grown_tables_are_the_same_object_until_they_grow() -> None:
+    tables, a = _tables(), _holder("a")
+    assert tables.try_grow(a, 5, now_s=0.0)
+    before = tables.tables(a)
+    assert tables.grown(a, 8, now_s=0.0) is before
+    grown = tables.grown(a, 9, now_s=0.0)
+    assert grown is not None and [len(table) for table in grown] == [3, 3]
+    assert tables.tables(a) is grown
+    assert tables.grown(a, 4 * (tables.blocks + 1), now_s=0.0) is None
+    assert tables.tables(a) is grown
+    tables.validate()
+
+
 def test_tables_are_the_same_object_until_they_change() -> None:
     tables, a, b = _tables(), _holder("a"), _holder("b")
     assert tables.try_grow(a, 5, now_s=0.0)

@@ -58,6 +58,7 @@ from kvrelay.messages import (
     RouterLeaving,
     Stop,
     Suspect,
+    Tokens,
     WorkerEvent,
 )
 from kvrelay.types import RequestKey, Role
@@ -257,7 +258,7 @@ class WorkerCore:
 
     def _emit(self, events: tuple[WorkerEvent, ...], now_s: float) -> None:
         self._routers.add(events)
-        for event in events:
+        for event in [one for one in events if type(one) is not Tokens]:
             if isinstance(event, LAST_EVENTS):
                 self._routers.end(event.key)
                 self._preloads.ended(event, now_s)

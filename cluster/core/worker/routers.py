@@ -76,11 +76,12 @@ class RouterQueues:
 
     def add(self, events: Iterable[WorkerEvent]) -> None:
         """Each goes to the router that its request came from."""
+        routes, queues = self._routes, self._queues
         for event in events:
-            stream = self._routes.get(event.key)
-            if stream in self._queues:
+            stream = routes.get(event.key)
+            if stream in queues:
                 self.changed = True
-                self._queues[stream].append(event)
+                queues[stream].append(event)
 
     def answer(self, stream: RouterStream, event: WorkerEvent) -> None:
         """Goes to this router, whoever the request came from."""

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from engine.attention.backend import Prepared
-from engine.attention.inputs import Inputs, Ints, Named, StepPacking
+from engine.attention.inputs import Inputs, Named, StepPacking
 from engine.attention.triton.backend import TritonBackend
 from engine.attention.triton.work import most_pieces
 from engine.core.step import SequenceSlice
 from engine.model.model import Model
 
-_PADDING = {"token_ids": 0, "positions": 0, "slots": -1}
-"""The content of unused rows: a slot of -1 takes no KV, and no query tile includes them."""
+_NO_SLOT = -1
+"""The slot of unused rows takes no KV, and no query tile includes them."""
 
 
 class StaticDecode:
@@ -28,6 +28,9 @@ class StaticDecode:
 
     def __init__(self, backend: TritonBackend, rows: int, most_tokens: int) -> None:
         self._backend, self._rows = backend, rows
+        self._all_rows = np.arange(rows)
+        slots = {f"{g}.slots": _NO_SLOT for g in range(len(backend.shapes))}
+        self._filling = {"token_ids": 0, "positions": 0, **slots}
         self._tilings = {f"{g}.decode": backend.tiling(g, 1) for g in range(len(backend.shapes))}
         self._packing = StepPacking(self._shapes(most_tokens))
         elements, device = self._packing.elements, backend.memory.device
@@ -39,8 +42,8 @@ class StaticDecode:
         step = self._backend.step(slices)
         assert step.decodes == len(slices) <= self._rows, (step.decodes, self._rows)
         named, _ = self._backend.arrays(step)
-        padded = {name: self._padded(name, array) for name, array in named.arrays.items()}
-        host = self._packing.pack(padded, pinned=self._buffer.is_cuda)
+        arrays = named.arrays | {"logit_rows": self._all_rows}
+        host = self._packing.pack(arrays, pinned=self._buffer.is_cuda, filling=self._filling)
         self._buffer[: host.numel()].copy_(host, non_blocking=True)
         if token_ids is not None:
             self._inputs.views["token_ids"][: len(slices)].copy_(token_ids)
@@ -48,14 +51,6 @@ class StaticDecode:
     def prepared(self, rows: int) -> Prepared:
         """Over the first `rows` rows; each has logits."""
         return self._backend.prepared(self._inputs, self._tilings, None, rows)
-
-    def _padded(self, name: str, array: Ints) -> Ints:
-        if name == "logit_rows":
-            return np.arange(self._rows)
-        filling = _PADDING.get(name.rpartition(".")[2])
-        if filling is None:
-            return array
-        return np.concatenate([array, np.full(self._rows - len(array), filling)])
 
     def _shapes(self, most_tokens: int) -> dict[str, tuple[int, ...]]:
         """In the order in which the backend names its arrays."""

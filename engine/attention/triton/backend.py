@@ -140,6 +140,7 @@ class TritonBackend:
         self._decode, self._chunk = decode, chunk
         self._processors = _processors(memory.device)
         self._tables = TableCache()
+        self._decodes = [self._decode_tiling(g) for g in range(len(shapes))]
         self.parts = self._new_parts()
 
     def prepare(self, slices: Sequence[SequenceSlice], marks: LayerMarks | None = None) -> Prepared:
@@ -187,11 +188,16 @@ class TritonBackend:
         return inputs.prepared(state, rows)
 
     def tiling(self, group: int, tokens: int) -> Tiling:
-        shape = self.shapes[group]
-        dim, size = max(shape.dim, shape.value_dim), self.memory.layout.element_bytes
         if tokens == 1:
-            return decode_tiling(shape.group, dim, size, self._decode)
-        return chunk_tiling(tokens, shape.group, dim, size, self._chunk)
+            return self._decodes[group]
+        return chunk_tiling(tokens, *self._sizes(group), self._chunk)
+
+    def _decode_tiling(self, group: int) -> Tiling:
+        return decode_tiling(*self._sizes(group), self._decode)
+
+    def _sizes(self, group: int) -> tuple[int, int, int]:
+        shape = self.shapes[group]
+        return shape.group, max(shape.dim, shape.value_dim), self.memory.layout.element_bytes
 
     def _work(
         self, group: int, step: StepArrays, chosen: slice, table_starts: Ints, tiling: Tiling

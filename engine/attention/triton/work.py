@@ -54,14 +54,22 @@ def query_tiles(
 ) -> QueryTiles:
     """Slice i has `counts[i]` tokens from row `rows[i]` and position `positions[i]` on; its blocks
     begin at `tables[i]`."""
-    tiles = -(-counts // tile_tokens)
-    owner = np.repeat(np.arange(len(counts)), tiles)
-    skipped = (np.arange(len(owner)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_tokens
+    owner, skipped = _tiled(counts, tile_tokens)
     taken = np.minimum(tile_tokens, counts[owner] - skipped)
     first = positions[owner] + skipped
-    found = np.stack([rows[owner] + skipped, taken, first, tables[owner]], axis=1)
+    found = _columns(rows[owner] + skipped, taken, first, tables[owner])
     low = np.zeros_like(first) if window is None else np.maximum(0, first - window + 1)
-    return QueryTiles(rows=found.astype(np.int32), first_keys=low, end_keys=first + taken)
+    return QueryTiles(rows=found, first_keys=low, end_keys=first + taken)
+
+
+def _tiled(counts: _Ints, size: int) -> tuple[_Int64s, _Int64s]:
+    """The slice of each tile, and the tokens of it that are in earlier ones."""
+    each = np.arange(len(counts))
+    if counts.max() <= size:
+        return each, np.zeros_like(each)
+    tiles = -(-counts // size)
+    owner = np.repeat(each, tiles)
+    return owner, (np.arange(len(owner)) - (np.cumsum(tiles) - tiles)[owner]) * size
 
 
 def divide(
@@ -69,39 +77,71 @@ def divide(
 ) -> Work:
     """Programs differ by one tile of keys at most. None gets fewer than `least_tiles`, so that
     little work is not cut into many parts."""
-    lengths = -(-(tiles.end_keys - tiles.first_keys) // key_tile)
-    lengths = np.repeat(lengths, kv_heads)
-    begins = np.cumsum(lengths) - lengths
-    bounds = _bounds(int(lengths.sum()), programs, least_tiles)
-    cuts = _distinct(np.concatenate([begins, bounds[bounds < bounds[-1]]]))
-    sizes = np.diff(cuts, append=bounds[-1])
-    owner = np.searchsorted(begins, cuts, side="right") - 1
-    tile, head = np.divmod(owner, kv_heads)
-    offset = cuts - begins[owner]
-    first = tiles.first_keys[tile] + offset * key_tile
-    end = np.minimum(tiles.end_keys[tile], first + sizes * key_tile)
-    is_part = sizes < lengths[owner]
-    slot = np.where(is_part, np.cumsum(is_part) - 1, -1)
-    opening = np.flatnonzero(is_part & (offset == 0))
-    parts = np.searchsorted(owner, owner[opening], side="right") - opening
-    joins = np.zeros((programs, 4), dtype=np.int32)
-    joins[: len(opening)] = np.stack([tile[opening], head[opening], slot[opening], parts], axis=1)
+    line = _Line.of(tiles, kv_heads, key_tile)
+    bounds = _bounds(line.length, programs, least_tiles)
+    begun = np.searchsorted(line.begins, bounds, side="right") - 1  # where each program begins
+    offsets = bounds - line.begins[begun]
+    cuts = np.flatnonzero(offsets)
+    counts = 1 + np.bincount(begun[cuts], minlength=len(line.begins))
+    firsts = begun + np.cumsum(offsets > 0)  # pieces with which programs begin
+    starts = np.full(programs + 1, counts.sum(), dtype=np.int32)
+    starts[: len(firsts)] = firsts
     return Work(
-        pieces=np.stack([tile, head, first, end, slot], axis=1).astype(np.int32),
-        starts=np.searchsorted(cuts, bounds).astype(np.int32),
-        joins=joins,
+        pieces=_pieces(tiles, kv_heads, counts, firsts[cuts], offsets[cuts] * key_tile),
+        starts=starts,
+        joins=_joins(counts, kv_heads, programs),
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """All meetings, in tiles of keys. `begins`: where those of each query tile and head begin."""
+
+    begins: _Int64s
+    length: int
+
+    @classmethod
+    def of(cls, tiles: QueryTiles, kv_heads: int, key_tile: int) -> _Line:
+        lengths = np.repeat(-(-(tiles.end_keys - tiles.first_keys) // key_tile), kv_heads)
+        ends = np.cumsum(lengths)
+        return cls(ends - lengths, int(ends[-1]))
+
+
 def _bounds(total: int, programs: int, least: int) -> _Int64s:
-    """The start of each program's stretch, and the end of the last one: `[programs + 1]`."""
+    """The starts of the stretches of the programs that get one."""
     used = max(1, min(programs, total // least))
-    return total * np.minimum(np.arange(programs + 1), used) // used
+    return total * np.arange(used) // used
 
 
-def _distinct(values: _Int64s) -> _Int64s:
-    values = np.sort(values)
-    return values[np.concatenate([[True], values[1:] != values[:-1]])]
+def _pieces(
+    tiles: QueryTiles, kv_heads: int, counts: _Int64s, cuts: _Int64s, offsets: _Int64s
+) -> _Int32s:
+    """`counts` `[tiles x heads]` of pieces. Those at `cuts` begin `offsets` keys behind the first,
+    where the ones before them end."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    tile = owner // kv_heads
+    first, end = tiles.first_keys[tile], tiles.end_keys[tile]
+    first[cuts] += offsets
+    end[cuts - 1] = first[cuts]
+    is_part = (counts > 1)[owner]
+    slot = np.where(is_part, np.cumsum(is_part) - 1, -1)
+    return _columns(tile, owner - tile * kv_heads, first, end, slot)
+
+
+def _joins(counts: _Int64s, kv_heads: int, programs: int) -> _Int32s:
+    parted = np.flatnonzero(counts > 1)
+    tile, slots = parted // kv_heads, counts[parted]
+    joins = np.zeros((programs, 4), dtype=np.int32)
+    joins[: len(parted)] = _columns(tile, parted - tile * kv_heads, np.cumsum(slots) - slots, slots)
+    return joins
+
+
+def _columns(*columns: _Ints) -> _Int32s:
+    """`[rows, columns]`"""
+    found = np.empty((len(columns[0]), len(columns)), dtype=np.int32)
+    for index, column in enumerate(columns):
+        found[:, index] = column
+    return found
 
 
 def most_pieces(tiles: int, kv_heads: int, programs: int) -> int:

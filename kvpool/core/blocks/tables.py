@@ -66,8 +66,11 @@ class BlockTables:
     def tables(self, holder: Holder) -> Tables:
         """The same object as long as they don't change."""
         entry = self._entries[holder]
-        if entry.shown is None:
-            entry.shown = tuple(map(tuple, entry.tables))
+        return entry.shown or self._show(entry)
+
+    @staticmethod
+    def _show(entry: Holding) -> Tables:
+        entry.shown = tuple(map(tuple, entry.tables))
         return entry.shown
 
     def chain(self, tenant: str, prompt_tokens: int) -> HashChain:
@@ -177,6 +180,15 @@ class BlockTables:
             return False
         self._extend(entry, tokens, window_tokens)
         return True
+
+    def grown(self, holder: Holder, tokens: int, *, now_s: float) -> Tables | None:
+        """Its tables, with room for `tokens` tokens in all. None and nothing changed when blocks
+        run out."""
+        entry, layout = self._entries[holder], self.layout
+        has_room = not layout.has_windows and tokens <= len(entry.tables[0]) * layout.block_size
+        if has_room or self.try_grow(holder, tokens, now_s=now_s):
+            return entry.shown or self._show(entry)
+        return None
 
     def keep(self, holder: Holder, named: NamedBlocks, *, now_s: float) -> None:
         """Holds these named blocks unchanged until `release`. In groups without a window their run

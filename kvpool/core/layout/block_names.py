@@ -154,6 +154,8 @@ class HashChain:
             first = border
         if first >= end:
             return named
+        if end - first == 1:
+            return named + self._state(end).digest()
         state = self._state(first).copy()
         packed = packed_hashes(state, self._read(first, end), self.block_size)
         self._keep(end, state)
