@@ -83,6 +83,8 @@ def load_followed(channel: Channel) -> Engine:
     use_threads(orders["threads"])
     device, meeting = orders["device"], Path(orders["meeting"])
     grid = Grid(tensor=orders["tensor"], stages=orders["stages"])
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_device(device)  # nothing of this rank belongs on rank 0's
     own = open_rank(device, orders["rank"], grid, meeting)
     engine = load_engine(
         open_checkpoint(orders["path"]),
@@ -127,7 +129,7 @@ def main() -> None:
             log.exception("this rank ends after an error")
         follows = isinstance(error, PeerError)
         channel.send_facts(error=" ".join(str(error).split()), follows=follows)
-        sys.exit(1)
+        os._exit(1)  # groups may have work that another rank would have to end
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from engine.parallel.opening import OwnRank
 from engine.parallel.ranks import (
     ALONE,
     Ranks,
-    block_bytes,
+    lies_apart,
     own_layout,
     own_memory,
     rank_block_bytes,
@@ -83,9 +83,9 @@ class Assembly:
         profiles = (_NOTHING,) if blocks is not None else self.ranks.profiles(self._profile())
         if not self._is_first:
             return self._no_blocks()
-        longest, own = self.facts.max_model_len, self.ranks.own
-        if len(profiles) > 1 and own is not None and not self.model.on_cpu:
-            parts = rank_block_bytes(self.layout, own.grid)
+        longest = self.facts.max_model_len
+        parts = rank_block_bytes(self.layout, self.ranks.own)
+        if len(profiles) > 1 and lies_apart(self.model.device):
             return size_ranks(
                 self.layout, self.limits, profiles, max_model_len=longest, block_bytes=parts
             )
@@ -95,7 +95,7 @@ class Assembly:
             of_one_host(profiles),
             max_model_len=longest,
             blocks=blocks,
-            block_bytes=block_bytes(self.layout, own),
+            block_bytes=sum(parts),
         )
 
     def serving(self, sizing: KvSizing, allocate: Allocate | None) -> Engine:

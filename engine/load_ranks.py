@@ -62,7 +62,8 @@ def load_split(
         )
         return _ready(load, leader)
     except BaseException as error:
-        words = leader.last_words() if isinstance(error, PeerError) else None
+        follows = isinstance(error, PeerError) or leader.has_lost
+        words = leader.last_words() if follows else None
         clear_frames(error.__traceback__)  # they hold graphs, for whose end NCCL's would wait
         leader.close()
         if words is not None:  # the sum failed because a rank ended

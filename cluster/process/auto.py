@@ -28,7 +28,9 @@ def settle(settings: WorkerSettings) -> tuple[WorkerSettings, str]:
     """(settings without "auto" for device and transports, the choice and its reason). Opens each
     transport once. Raises ModelError or ConfigError when nothing fits."""
     gpus = count_gpus()
-    device, because = choose_device(settings.device, settings.gpus, gpus)
+    device, because = choose_device(
+        settings.device, settings.gpus, gpus, settings.tensor * settings.pipeline
+    )
     text = f"device {device}" + (f" ({because})" if because else "")
     if settings.transports:
         return replace(settings, device=device), f"{text}, KV over {_listed(settings.transports)}"
@@ -45,11 +47,15 @@ def settle(settings: WorkerSettings) -> tuple[WorkerSettings, str]:
     return settled, f"{text}, KV over {_told(chosen, device)}"
 
 
-def choose_device(device: str, set_aside: float | None, gpus: GpuCount) -> tuple[str, str]:
-    """(device, why). `set_aside`: GPUs that Ray reserved for this worker, or None without Ray.
-    Raises ModelError for a reserved GPU that PyTorch can't use."""
+def choose_device(
+    device: str, set_aside: float | None, gpus: GpuCount, ranks: int = 1
+) -> tuple[str, str]:
+    """(device, why). `set_aside`: GPUs that Ray reserved for this worker, or None without Ray. Each
+    of its `ranks` needs one. Raises ModelError for a reserved GPU that PyTorch can't use."""
     if device != "auto":
         return device, ""
+    if set_aside is None and 0 < gpus.count < ranks:
+        return "cpu", f"this machine has fewer GPUs, {gpus.count}, than the {ranks} ranks need"
     if set_aside is None:
         return ("cuda", "this machine has a GPU") if gpus.count else ("cpu", gpus.why_none)
     if not set_aside:

@@ -49,6 +49,7 @@ class Leader:
         """`devices` are those of the ranks, `orders` the followers' load orders, as `load_followed`
         takes them; `threads` is the number for each. A rank that is waited for longer than
         `timeout_s` in a step is lost."""
+        self._on_cpus = devices[0] == "cpu"
         self._folder = Path(tempfile.mkdtemp(prefix=f"kvrelay-ranks-{os.getpid()}-"))
         try:
             self.own = open_rank(devices[0], 0, grid, self._folder)
@@ -79,7 +80,8 @@ class Leader:
         for one in self._followers:
             one.channel.send_facts(meet=True)
         self.own.connect(self._give_boards())
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._on_cpus:  # NCCL needs it as long as there are groups
+            shutil.rmtree(self._folder, ignore_errors=True)
         return done
 
     def _give_boards(self) -> torch.Tensor | None:
@@ -102,7 +104,7 @@ class Leader:
         """The KV pool with each rank's part. Raises PeerError when a rank is gone."""
         try:
             return self._memory(layout, blocks, device, allocate)
-        except OSError as error:
+        except (OSError, EOFError) as error:
             raise PeerError("a rank is gone") from error
 
     def _memory(
@@ -112,6 +114,8 @@ class Leader:
         for channel in channels:
             channel.send_facts(blocks=blocks)
         if lies_apart(device):
+            for one in self._followers:
+                one.hear()
             return map_parts(pool_map(layout, blocks, grid, apart=True), device, channels)
         memory = KvMemory(layout, blocks, device, allocate or memfd.allocate, ranks=grid.tensor)
         for channel in channels:
@@ -144,6 +148,11 @@ class Leader:
         """`lost` is called on a thread when a rank ends by itself; then no rank is left."""
         self._lost.add_done_callback(lambda lost_one: lost(lost_one.result()))
 
+    @property
+    def has_lost(self) -> bool:
+        """A rank has ended by itself."""
+        return self._lost.done()
+
     def last_words(self) -> str | None:
         """The error with which a follower has ended, if one has: rather one of its own than one
         that followed from another's end."""
@@ -167,12 +176,13 @@ class Leader:
             if self._closing:
                 return
             self._closing = True
-        # On a thread: NCCL may wait there for graphs that have its sums.
-        threading.Thread(target=self.own.give_up, daemon=True).start()
         for other in self._followers:
             if other is not one:
                 other.process.kill()  # ends the waiting of others over gloo
         self._lost.set_result(PeerError(one.obituary()))
+        # Only now: a step that NCCL gives up ends as if it had its sums and hidden states. On a
+        # thread, because NCCL may wait there for graphs that have its sums.
+        threading.Thread(target=self.own.give_up, daemon=True).start()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ import torch
 from torch import distributed
 from torch.distributed import FileStore
 
-from engine.device.group import LOADING_TIMEOUT_S, peer_errors
+from engine.device.group import LOADING_TIMEOUT_S, MEETING_TIMEOUT_S, peer_errors
 
 
 class NcclGroup:
@@ -32,7 +32,6 @@ class NcclGroup:
         self._nccl: Any = None  # a ProcessGroupNCCL, which torch has only with CUDA
 
     def connect(self, memory: torch.Tensor) -> None:
-        torch.cuda.set_device(self._device)
         with peer_errors():
             self._nccl = open_nccl(self._meeting, self.rank, self.size)
 
@@ -70,9 +69,12 @@ def side_by_side(parts: torch.Tensor) -> torch.Tensor:
 
 
 def open_nccl(meeting: Path, rank: int, size: int) -> object:
-    """A ProcessGroupNCCL of `size`; `meeting` is a file that all of it can see."""
+    """A ProcessGroupNCCL of `size`. All see the file `meeting` as long as they live: NCCL's
+    watchdogs ask it now and then."""
     kind: Any = distributed.ProcessGroupNCCL
     options = kind.Options()
     options._timeout = timedelta(seconds=LOADING_TIMEOUT_S)
-    made: object = kind(FileStore(str(meeting), size), rank, size, options)
+    store = FileStore(str(meeting), size)
+    store.set_timeout(timedelta(seconds=MEETING_TIMEOUT_S))
+    made: object = kind(store, rank, size, options)
     return made

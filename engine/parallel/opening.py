@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,23 +39,29 @@ class OwnRank:
             self.group.sum(torch.zeros(1)).item()  # and those before each of them
 
     def bound(self, timeout_s: float) -> None:
-        """A stage waits for all the work of those before it, a rank of its group for a
-        difference."""
-        if self.group is not None:
-            self.group.bound(timeout_s)
-        if self.line is not None:
-            self.line.bound(timeout_s * self.grid.stages)
+        """A stage waits for all the work of those before it. On a GPU so do its sums: they are
+        queued behind the hidden states."""
+        for one in self._ways:
+            one.bound(timeout_s * self.grid.stages)
 
     def give_up(self) -> None:
-        """Another rank is gone: nobody waits for it any more."""
-        for one in (self.group, self.line):
-            if one is not None:
-                one.give_up()
+        """Another rank is gone: nobody waits for it any more. All at the same time, because NCCL
+        ends what one group has queued only when what it is queued behind has ended."""
+        threads = [threading.Thread(target=one.give_up, daemon=True) for one in self._ways]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
     def close(self) -> None:
-        for one in (self.group, self.line):
-            if one is not None:
-                one.close()
+        """Work that still runs, after an error, is given up."""
+        self.give_up()
+        for one in self._ways:
+            one.close()
+
+    @property
+    def _ways(self) -> list[Group | Line]:
+        return [one for one in (self.group, self.line) if one is not None]
 
 
 def open_rank(device: str, rank: int, grid: Grid, meeting: Path) -> OwnRank:

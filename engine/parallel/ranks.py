@@ -110,15 +110,9 @@ def pool_map(layout: KvLayout, blocks: int, grid: Grid, *, apart: bool) -> PoolM
     return PoolMap(layout=layout, blocks=blocks, ranks=grid.tensor, stages=stages)
 
 
-def block_bytes(layout: KvLayout, own: OwnRank | None) -> int:
-    """The size of one block on all ranks together."""
-    grid = Grid() if own is None else own.grid
-    return pool_map(layout, 1, grid, apart=False).bytes_per_block
-
-
-def rank_block_bytes(layout: KvLayout, grid: Grid) -> tuple[int, ...]:
+def rank_block_bytes(layout: KvLayout, own: OwnRank | None) -> tuple[int, ...]:
     """# rank |-> the size of its part of a block"""
-    parts = pool_map(layout, 1, grid, apart=True).parts
+    parts = pool_map(layout, 1, Grid() if own is None else own.grid, apart=True).parts
     return tuple(part.layout.bytes_per_block for part in parts)
 
 
@@ -161,5 +155,7 @@ def offer_part(part: PoolMap, device: torch.device, leader: Channel) -> KvMemory
     """Another rank's side. Raises ConfigError when CUDA can't share memory."""
     memory = KvMemory(part.layout, part.blocks, device)
     torch.cuda.synchronize(device)  # it is zeros when rank 0 sees it
-    leader.send(share(memory.flat).pack())
+    handle = share(memory.flat).pack()
+    leader.send_facts(done=True)  # rather than an error
+    leader.send(handle)
     return memory

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
-from engine import follower
+from engine import follower, load
 from engine.device.group import Line
 from engine.model.model import Model
 from engine.parallel import leader, nccl_line, opening, ranks
@@ -29,6 +29,7 @@ from engine.parallel.nccl_line import NcclLine
 from kvpool.memory.kv_memory import Allocate, KvMemory
 from kvpool.transport.mapped import memfd
 from kvpool.transport.mapped.memfd import Mapping, MemfdPlace
+from kvrelay.errors import ConfigError, ModelError
 
 Patch = Callable[[object, str, object], None]
 
@@ -37,9 +38,10 @@ class Gloo(ProcessGroupGloo):  # type: ignore[misc]
     """What of NCCL's group is used, on CPUs."""
 
     aborted = False
+    timeout_s = 0.0
 
     def set_timeout(self, timeout: timedelta) -> None:
-        pass
+        self.timeout_s = timeout.total_seconds()
 
     def abort(self) -> None:
         self.aborted = True
@@ -55,7 +57,7 @@ def use_gpus_ways(patch: Patch) -> None:
     patch(torch.cuda, "synchronize", lambda device: None)
     patch(nccl_line, "open_nccl", open_gloo)
     patch(opening, "_open_line", _open_line)
-    for module in (leader, follower):
+    for module in (leader, follower, load):
         patch(module, "lies_apart", lambda device: True)
     patch(ranks, "KvMemory", _SharedMemory)
     patch(ranks, "share", _share)
@@ -71,6 +73,33 @@ def follow() -> None:
     """The main function of the other ranks."""
     use_gpus_ways(setattr)
     follower.main()
+
+
+def follow_without_sharing() -> None:
+    """As where CUDA can't share memory."""
+    use_gpus_ways(setattr)
+    ranks.share = _refuse
+    follower.main()
+
+
+def _refuse(memory: torch.Tensor) -> SimpleNamespace:
+    raise ConfigError("no handle for this memory")
+
+
+def follow_without_room() -> None:
+    """It fails when all compute together for the first time."""
+    use_gpus_ways(setattr)
+    NcclLine.send = _greet_only  # type: ignore[method-assign]
+    follower.main()
+
+
+_send = NcclLine.send
+
+
+def _greet_only(self: NcclLine, hidden: torch.Tensor) -> None:
+    if hidden.numel() > 1:
+        raise ModelError("no room on this GPU")
+    _send(self, hidden)
 
 
 def _open_line(device: str, rank: int, grid: Grid, meeting: Path) -> Line:

@@ -76,6 +76,8 @@ def test_a_named_device_stays() -> None:
 def test_without_ray_a_gpu_is_taken_where_there_is_one() -> None:
     assert choose_device("auto", None, ONE) == ("cuda", "this machine has a GPU")
     assert choose_device("auto", None, NONE) == ("cpu", "this machine has no GPU")
+    few = "this machine has fewer GPUs, 1, than the 2 ranks need"
+    assert choose_device("auto", None, ONE, ranks=2) == ("cpu", few)
 
 
 def test_on_ray_the_gpu_that_was_set_aside_is_taken() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from engine.parallel.host_group import PLACE_BYTES
 from engine.parallel.message import StepHearer, StepKind, StepTeller
 from engine.parallel.nccl_group import NcclGroup, side_by_side
 from engine.parallel.nccl_line import NcclLine
-from engine.parallel.opening import open_rank
+from engine.parallel.opening import OwnRank, open_rank
 from engine.parallel.ranks import check_gpus, rank_devices
 from engine.parallel.split import check_degree
 from kvpool.core.layout.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane, Tables
@@ -313,11 +314,39 @@ def test_hidden_states_go_from_stage_to_stage_in_order(lines: list[Line]) -> Non
         assert torch.equal(found, step + 3)
 
 
-def test_a_line_that_is_given_up_ends_with_both_neighbours(lines: list[Line]) -> None:
-    lines[1].give_up()
+def test_a_line_is_bounded_and_given_up(lines: list[Line]) -> None:
     middle: Any = lines[1]
-    assert middle._before.aborted
-    assert middle._after.aborted
+    assert middle._nccl.timeout_s == 5.0
+    middle.give_up()
+    assert middle._nccl.aborted
+
+
+class Way:
+    """Of NCCL: it ends only when the other one ends too."""
+
+    def __init__(self, both: Barrier) -> None:
+        self._both = both
+        self.done: list[str] = []
+
+    def bound(self, timeout_s: float) -> None:
+        self.done.append(f"bound {timeout_s:g}")
+
+    def give_up(self) -> None:
+        self._both.wait(10)
+        self.done.append("given up")
+
+    def close(self) -> None:
+        self.done.append("closed")
+
+
+def test_sums_and_hidden_states_are_given_up_at_once_and_before_they_are_closed() -> None:
+    both = Barrier(2)
+    group, line = Way(both), Way(both)
+    ways: Any = {"group": group, "line": line}
+    own = OwnRank(rank=0, grid=Grid(tensor=2, stages=3), **ways)
+    own.bound(5.0)
+    own.close()
+    assert group.done == line.done == ["bound 15", "given up", "closed"]
 
 
 def test_rank_0_reaches_the_kv_on_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,6 +372,7 @@ def test_rank_0_reaches_the_kv_on_every_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     lines = [[Channel(end) for end in socket.socketpair()] for _ in range(2)]
     cpu = torch.device("cpu")
     theirs = [ranks.offer_part(pool.parts[rank], cpu, lines[rank - 1][1]) for rank in range(1, 3)]
+    assert [ours.receive_facts() for ours, _ in lines] == [{"done": True}] * 2
     whole = ranks.map_parts(pool, cpu, [ours for ours, _ in lines])
     assert whole.lies_apart
     for part, their in zip(whole.parts[1:], theirs, strict=True):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+import torch
 
 from engine.core.sizing import (
     EngineLimits,
@@ -165,12 +166,12 @@ def test_ranks_of_one_host_take_what_each_has_measured() -> None:
     )
 
 
-@pytest.mark.parametrize(("on_cpu", "mebibytes"), [(True, 135 - 70 - 20), (False, 2 * 30)])
-def test_an_engine_hears_all_its_ranks(on_cpu: bool, mebibytes: int) -> None:
+@pytest.mark.parametrize(("device", "mebibytes"), [("cpu", 135 - 70 - 20), ("cuda", 2 * 30)])
+def test_an_engine_hears_all_its_ranks(device: str, mebibytes: int) -> None:
     own = OwnRank(rank=0, grid=Grid(tensor=2), group=None, line=None)
     assembly = SimpleNamespace(
         ranks=SimpleNamespace(own=own, profiles=lambda profile: (profile, LARGER)),
-        model=SimpleNamespace(on_cpu=on_cpu),
+        model=SimpleNamespace(device=torch.device(device)),
         facts=SimpleNamespace(max_model_len=8192),
         layout=LAYOUT,
         limits=LIMITS,

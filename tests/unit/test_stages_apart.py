@@ -9,16 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from engine import load_ranks
 from engine.core.step import StepBatch
 from engine.device.layer_marks import LayerMarks
 from engine.flight import Flight
+from engine.parallel.leader import Leader
+from engine.parallel.nccl_line import NcclLine
 from engine.runner import Engine
 from kvrelay.errors import PeerError
 from tests.drive import run_mixed, start
 from tests.models import random_checkpoint
 from tests.reference import Reference, assert_same_tokens
-from tests.unit.apart_kit import follow, use_gpus_ways_on_rank_0
+from tests.unit.apart_kit import (
+    follow,
+    follow_without_room,
+    follow_without_sharing,
+    use_gpus_ways_on_rank_0,
+)
 from tests.unit.test_parallel import (
     CHUNK_TOKENS,
     TOKENS,
@@ -27,6 +36,7 @@ from tests.unit.test_parallel import (
     handed_over,
     ranks,
     references,
+    refused,
 )
 from tests.unit.test_pipeline import TURNS, alone, wait_for
 
@@ -143,13 +153,54 @@ def test_layers_are_told_of_once_all_ranks_have_them(case: Case) -> None:
 
 
 def test_a_stage_that_dies_ends_the_worker(case: Case) -> None:
-    """The last test of this engine."""
+    """The last test of this engine. It hears of it before NCCL lets a step end without its hidden
+    states."""
     lost: Future[PeerError] = Future()
-    case.engine.watch(lost.set_result)
     ranked: Any = case.engine._ranks
+    nccl = ranked.own.line._nccl
+
+    def hear(error: PeerError) -> None:
+        assert not nccl.aborted
+        lost.set_result(error)
+
+    case.engine.watch(hear)
     (one,) = start(case.engine, [[5] * 40], max_tokens=1)
     ranked._followers[-1].process.kill()
     assert f"rank {len(ranked._followers)} has ended with exit code -9" in str(lost.result(30))
-    wait_for(lambda: ranked.own.line._before.aborted)  # nobody waits for hidden states any more
+    wait_for(lambda: nccl.aborted)  # nobody waits for hidden states any more
     with pytest.raises(PeerError):
         case.engine.run(StepBatch(slices=(one.next_slice(64),)))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    use_gpus_ways_on_rank_0(monkeypatch)
+    return random_checkpoint(tmp_path, "llama")
+
+
+@pytest.mark.processes
+def test_a_rank_that_can_not_share_its_kv_says_why(folder: Path) -> None:
+    refused(folder, "no handle for this memory", 1, stages=2, follow=follow_without_sharing)
+
+
+@pytest.mark.processes
+def test_the_reason_is_the_rank_s_whatever_rank_0_has_computed_without_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's calls that are given up leave memory as it was, and raise nothing."""
+    receive, leaders = NcclLine.receive, list[Leader]()
+
+    def received(self: NcclLine, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if shape == (1,):
+            return receive(self, shape, dtype)
+        wait_for(lambda: leaders[0].has_lost)
+        return torch.zeros(shape, dtype=dtype)
+
+    class Told(Leader):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            leaders.append(self)
+
+    monkeypatch.setattr(load_ranks, "Leader", Told)
+    monkeypatch.setattr(NcclLine, "receive", received)
+    refused(folder, "^no room on this GPU$", 1, stages=2, follow=follow_without_room)

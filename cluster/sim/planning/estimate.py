@@ -156,8 +156,8 @@ def workload(requests: Sequence[TraceRequest], rate_scale: float) -> Workload:
 
 def prefill_s(copy: Copy, work: Workload) -> float:
     """Until a prompt alone is computed, in the mean; nothing is found in caches. A pipeline of `S`
-    stages takes `(n + S - 1) / nS` of the chunks' own time for `n` chunks (GPipe, Huang et al.
-    2019): the rest is its bubble."""
+    stages takes `(n + S - 1) / nS` of the chunks' own time for `n` chunks of one length (GPipe,
+    Huang et al. 2019): the rest is its bubble."""
     stages = copy.parallel.pipeline
     chunks = [ceil(tokens / PIPELINE_CHUNK) for tokens in work.prompts]
     filled = ((n + stages - 1) / (n * stages) for n in chunks)
