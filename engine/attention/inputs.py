@@ -112,10 +112,10 @@ def step_arrays(layout: KvLayout, slices: Sequence[SequenceSlice], cache: TableC
 def _spread(counts: Int64s, starts: Int64s) -> tuple[Int64s, Int64s, Int64s]:
     """The first row of each slice, and the slice and the position of each token."""
     each = np.arange(len(counts))
-    ends = np.cumsum(counts)
+    ends = counts.cumsum()
     if ends[-1] == len(each):
         return each, each, starts
-    rows, owner = ends - counts, np.repeat(each, counts)
+    rows, owner = ends - counts, each.repeat(counts)
     return rows, owner, np.arange(int(ends[-1])) - (rows - starts)[owner]
 
 
@@ -136,7 +136,7 @@ def _logit_rows(
 def _group(tables: Arrays, owner: Int64s, positions: Int64s, size: int) -> GroupArrays:
     lengths = np.array([*map(len, tables)])
     flat = np.concatenate(tables)
-    starts = np.cumsum(lengths) - lengths
+    starts = lengths.cumsum() - lengths
     blocks = flat[starts[owner] + positions // size].astype(np.int64)
     return GroupArrays(slots=blocks * size + positions % size, tables=flat, table_starts=starts)
 

@@ -58,7 +58,7 @@ def query_tiles(
     taken = np.minimum(tile_tokens, counts[owner] - skipped)
     first = positions[owner] + skipped
     found = _columns(rows[owner] + skipped, taken, first, tables[owner])
-    low = np.zeros_like(first) if window is None else np.maximum(0, first - window + 1)
+    low = np.zeros(len(first), dtype=np.int64) if window is None else np.maximum(0, first - window + 1)
     return QueryTiles(rows=found, first_keys=low, end_keys=first + taken)
 
 
@@ -66,10 +66,10 @@ def _tiled(counts: _Ints, size: int) -> tuple[_Int64s, _Int64s]:
     """The slice of each tile, and the tokens of it that are in earlier ones."""
     each = np.arange(len(counts))
     if counts.max() <= size:
-        return each, np.zeros_like(each)
+        return each, each * 0
     tiles = -(-counts // size)
-    owner = np.repeat(each, tiles)
-    return owner, (np.arange(len(owner)) - (np.cumsum(tiles) - tiles)[owner]) * size
+    owner = each.repeat(tiles)
+    return owner, (np.arange(len(owner)) - (tiles.cumsum() - tiles)[owner]) * size
 
 
 def divide(
@@ -79,13 +79,14 @@ def divide(
     little work is not cut into many parts."""
     line = _Line.of(tiles, kv_heads, key_tile)
     bounds = _bounds(line.length, programs, least_tiles)
-    begun = np.searchsorted(line.begins, bounds, side="right") - 1  # where each program begins
+    begun = line.begins.searchsorted(bounds, side="right") - 1  # where each program begins
     offsets = bounds - line.begins[begun]
-    cuts = np.flatnonzero(offsets)
+    (cuts,) = offsets.nonzero()
     counts = 1 + np.bincount(begun[cuts], minlength=len(line.begins))
-    firsts = begun + np.cumsum(offsets > 0)  # pieces with which programs begin
-    starts = np.full(programs + 1, counts.sum(), dtype=np.int32)
+    firsts = begun + (offsets > 0).cumsum()  # pieces with which programs begin
+    starts = np.empty(programs + 1, dtype=np.int32)
     starts[: len(firsts)] = firsts
+    starts[len(firsts) :] = len(counts) + len(cuts)
     return Work(
         pieces=_pieces(tiles, kv_heads, counts, firsts[cuts], offsets[cuts] * key_tile),
         starts=starts,
@@ -102,8 +103,8 @@ class _Line:
 
     @classmethod
     def of(cls, tiles: QueryTiles, kv_heads: int, key_tile: int) -> _Line:
-        lengths = np.repeat(-(-(tiles.end_keys - tiles.first_keys) // key_tile), kv_heads)
-        ends = np.cumsum(lengths)
+        lengths = (-(-(tiles.end_keys - tiles.first_keys) // key_tile)).repeat(kv_heads)
+        ends = lengths.cumsum()
         return cls(ends - lengths, int(ends[-1]))
 
 
@@ -118,21 +119,21 @@ def _pieces(
 ) -> _Int32s:
     """`counts` `[tiles x heads]` of pieces. Those at `cuts` begin `offsets` keys behind the first,
     where the ones before them end."""
-    owner = np.repeat(np.arange(len(counts)), counts)
+    owner = np.arange(len(counts)).repeat(counts)
     tile = owner // kv_heads
     first, end = tiles.first_keys[tile], tiles.end_keys[tile]
     first[cuts] += offsets
     end[cuts - 1] = first[cuts]
     is_part = (counts > 1)[owner]
-    slot = np.where(is_part, np.cumsum(is_part) - 1, -1)
+    slot = np.where(is_part, is_part.cumsum() - 1, -1)
     return _columns(tile, owner - tile * kv_heads, first, end, slot)
 
 
 def _joins(counts: _Int64s, kv_heads: int, programs: int) -> _Int32s:
-    parted = np.flatnonzero(counts > 1)
+    (parted,) = (counts > 1).nonzero()
     tile, slots = parted // kv_heads, counts[parted]
     joins = np.zeros((programs, 4), dtype=np.int32)
-    joins[: len(parted)] = _columns(tile, parted - tile * kv_heads, np.cumsum(slots) - slots, slots)
+    joins[: len(parted)] = _columns(tile, parted - tile * kv_heads, slots.cumsum() - slots, slots)
     return joins
 
 
