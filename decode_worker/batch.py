@@ -91,7 +91,7 @@ def overlapped(running_set: RunningSet, now_s: float) -> dict[Sequence, Sequence
     grown = running_set.tables.grown
     for sequence in running_set.running:
         place = places.get(sequence)
-        if place is not None and sequence.tokens_left <= 1:
+        if place is not None and sequence.length + 1 >= sequence.most_tokens:
             continue
         end = sequence.computed + (1 if place is None else 2)
         tables = grown(sequence.holder, end, now_s=now_s)
@@ -115,7 +115,7 @@ def _may_overlap(running_set: RunningSet) -> bool:
         return False
     ended = [sequence for sequence, _ in running_set.on_device if sequence.dropped]
     here = running_set.running + ended if ended else running_set.running
-    return not [one for one in here if not one.may_overlap or one.needed > 1]
+    return not [one for one in here if not one.may_overlap or one.length - one.computed > 1]
 
 
 @dataclass(slots=True, kw_only=True)

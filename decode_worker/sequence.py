@@ -64,6 +64,7 @@ class Sequence:
     prompt_tokens: int = field(init=False)
     length: int = field(init=False)  # of the prompt and what it has emitted
     context_tokens: int = field(init=False)  # those that it began with
+    most_tokens: int = field(init=False)  # the length at which it ends
     may_overlap: bool = field(init=False)
     _needs_history: bool = field(init=False)
     _has_scored_prompt: bool = field(init=False)
@@ -72,6 +73,7 @@ class Sequence:
         self.key = self.spec.key
         self.prompt_tokens = len(self.spec.prompt_ids)
         self.context_tokens = self.prompt_tokens + len(self.spec.emitted_ids)
+        self.most_tokens = self.prompt_tokens + self.spec.sampling.max_tokens
         self.may_overlap = self.spec.sampling.n == 1 and not has_penalties(self.spec.sampling)
         self._needs_history = needs_history(self.spec.sampling)
         self._has_scored_prompt = self.spec.is_scored
@@ -190,7 +192,7 @@ class Sequence:
     @property
     def tokens_left(self) -> int:
         """The most tokens that it may still yield."""
-        return self.spec.sampling.max_tokens - len(self.emitted)
+        return self.most_tokens - self.length
 
     def joined_event(self, now_s: float) -> Lifetime:
         """It is in a step for the first time."""
