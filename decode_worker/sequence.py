@@ -8,6 +8,7 @@ prompt ids | emitted ids
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 
 from engine.core.step import (
@@ -67,6 +68,7 @@ class Sequence:
     most_tokens: int = field(init=False)  # the length at which it ends
     may_overlap: bool = field(init=False)
     _needs_history: bool = field(init=False)
+    _samples: tuple[SampleRequest, ...] = field(init=False)  # without the history
     _has_scored_prompt: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -76,6 +78,7 @@ class Sequence:
         self.most_tokens = self.prompt_tokens + self.spec.sampling.max_tokens
         self.may_overlap = self.spec.sampling.n == 1 and not has_penalties(self.spec.sampling)
         self._needs_history = needs_history(self.spec.sampling)
+        self._samples = self._requests((), ())
         self._has_scored_prompt = self.spec.is_scored
         self.length = self.prompt_tokens + len(self.emitted)
 
@@ -153,7 +156,8 @@ class Sequence:
             token_ids=self[start : start + take],
             start=start,
             tables=tables,
-            samples=tuple(map(self._request, self.choices)) if take == needed else (),
+            samples=self._wanted() if take == needed else (),
+            index=len(self.emitted),
             prompt_tokens=self.length if needed > 1 else self.context_tokens,
             scoring=scoring_of(self.spec, start, start + take) if self.is_scored else None,
         )
@@ -167,21 +171,31 @@ class Sequence:
             token_ids=_UNKNOWN,
             start=self.computed + 1,
             tables=tables,
-            samples=(self._request(choice, ahead=1),),
+            samples=self._wanted(),
+            index=len(self.emitted) + 1,
             prompt_tokens=self.context_tokens,
             follows=place,
         )
 
-    def _request(self, choice: int, ahead: int = 0) -> SampleRequest:
-        """What to draw once all tokens are run, and `ahead` more whose ids aren't known yet; with
-        the history where it matters."""
-        history = self._needs_history
-        return SampleRequest(
-            sampling=self.spec.sampling,
-            choice=choice,
-            index=len(self.emitted) + ahead,
-            prompt_ids=self.spec.prompt_ids if history else (),
-            emitted_ids=tuple(self.emitted) if history else (),
+    def _wanted(self) -> tuple[SampleRequest, ...]:
+        """What to draw once all tokens are run."""
+        if not self._needs_history:
+            return self._samples
+        return self._requests(self.spec.prompt_ids, tuple(self.emitted))
+
+    def _requests(
+        self, prompt_ids: Ordered[int], emitted_ids: tuple[int, ...]
+    ) -> tuple[SampleRequest, ...]:
+        return tuple(
+            [
+                SampleRequest(
+                    sampling=self.spec.sampling,
+                    choice=choice,
+                    prompt_ids=prompt_ids,
+                    emitted_ids=emitted_ids,
+                )
+                for choice in self.choices
+            ]
         )
 
     @property

@@ -146,7 +146,7 @@ def _largest_batch(layout: KvLayout, chunk: int, rows: int) -> StepBatch:
 
 def _piece(layout: KvLayout, blocks: tuple[BlockId, ...], tokens: int) -> SequenceSlice:
     sampling = Sampling(max_tokens=1, seed=0, temperature=1.0)
-    request = SampleRequest(sampling=sampling, choice=0, index=0, prompt_ids=(), emitted_ids=())
+    request = SampleRequest(sampling=sampling, choice=0, prompt_ids=(), emitted_ids=())
     return SequenceSlice(
         key=RequestKey("profile", 0),
         choice=0,

@@ -121,6 +121,7 @@ class Engine:
     @torch.inference_mode()
     def _launch(self, batch: StepBatch, marks: LayerMarks | None, before: Flight | None) -> Flight:
         wanted = [piece.samples for piece in batch.slices if piece.samples]
+        indices = [piece.index for piece in batch.slices if piece.samples]
         if marks is not None and self._watch is not None:
             marks = self._watch.behind(marks)
         with self._stream.within():
@@ -130,7 +131,7 @@ class Engine:
                 scored = score(logits[len(wanted) :], batch.slices)
                 logits = logits[: len(wanted)]
             masks = self._masks(batch.slices, before)
-            drawn = draw(logits, wanted, masks, self._parameters)
+            drawn = draw(logits, wanted, indices, masks, self._parameters)
             return Flight(batch, logits, drawn, self._stream.mark(), self._collect, scored)
 
     def _masks(self, slices: Sequence[SequenceSlice], before: Flight | None) -> Masks | None:

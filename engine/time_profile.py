@@ -23,7 +23,7 @@ BUDGET_S = 0.5
 """Only the first round of the essential shapes may take longer."""
 _MOST_ROUNDS = 7
 _SAMPLE = SampleRequest(
-    sampling=Sampling(max_tokens=1, seed=0), choice=0, index=0, prompt_ids=(), emitted_ids=()
+    sampling=Sampling(max_tokens=1, seed=0), choice=0, prompt_ids=(), emitted_ids=()
 )
 
 

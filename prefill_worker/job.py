@@ -185,6 +185,7 @@ class PrefillJob:
             start=chunk.start,
             tables=tables,
             samples=self._samples() if chunk.end == self.prompt_tokens else (),
+            index=self.first_index,
             prompt_tokens=self.prompt_tokens,
             scoring=scoring_of(self.message.spec, chunk.start, chunk.end),
         )
@@ -196,7 +197,6 @@ class PrefillJob:
                 SampleRequest(
                     sampling=spec.sampling,
                     choice=choice,
-                    index=len(spec.emitted_ids),
                     prompt_ids=spec.prompt_ids if has_history else (),
                     emitted_ids=spec.emitted_ids if has_history else (),
                 )

@@ -48,6 +48,7 @@ class Running:
             start=self.done_tokens,
             tables=self.tables,
             samples=(self._request(),) if end == len(self.text) else (),
+            index=len(self.emitted),
             prompt_tokens=len(self.text),
         )
 
@@ -55,7 +56,6 @@ class Running:
         return SampleRequest(
             sampling=self.sampling,
             choice=0,
-            index=len(self.emitted),
             prompt_ids=tuple(self.prompt),
             emitted_ids=tuple(self.emitted),
         )

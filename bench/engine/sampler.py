@@ -76,13 +76,13 @@ def differing(
 
 
 def _draw(logits: torch.Tensor, sampling: Sampling, seed: int) -> torch.Tensor:
-    drawn = sample(logits, [(request(sampling, seed, i),) for i in range(len(logits))])
+    drawn = sample(logits, [(request(sampling, seed),)] * len(logits), range(len(logits)))
     return torch.tensor([one.token_id for (one,) in drawn])
 
 
-def request(sampling: Sampling, seed: int, index: int) -> SampleRequest:
+def request(sampling: Sampling, seed: int) -> SampleRequest:
     seeded = replace(sampling, seed=seed)
-    return SampleRequest(sampling=seeded, choice=0, index=index, prompt_ids=(), emitted_ids=())
+    return SampleRequest(sampling=seeded, choice=0, prompt_ids=(), emitted_ids=())
 
 
 def differing_by_inverse_cdf(
@@ -154,9 +154,9 @@ def time_rows() -> Iterator[Row]:
     torch.set_num_threads(1)
     try:
         for kind, sampling in {**KINDS, **OTHER_KINDS}.items():
-            wanted = [(request(sampling, 0, i),) for i in range(ROWS)]
-            yield _time_row(kind, lambda wanted=wanted: sample(logits, wanted))
-        draws = draws_of([request(KINDS["temperature 1"], 0, i) for i in range(ROWS)])
+            wanted = [(request(sampling, 0),)] * ROWS
+            yield _time_row(kind, lambda wanted=wanted: sample(logits, wanted, range(ROWS)))
+        draws = draws_of([request(KINDS["temperature 1"], 0)] * ROWS, range(ROWS))
         yield _time_row("temperature 1, no compiler", lambda: gumbel.draw(logits, draws))
     finally:
         torch.set_num_threads(threads)

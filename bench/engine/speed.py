@@ -82,7 +82,7 @@ class EngineRun:
 
     def _piece(self, request: int, text: list[int], start: int, samples: bool) -> SequenceSlice:
         sampling = Sampling(max_tokens=self._load.output_tokens, seed=0)
-        wanted = SampleRequest(sampling=sampling, choice=0, index=0, prompt_ids=(), emitted_ids=())
+        wanted = SampleRequest(sampling=sampling, choice=0, prompt_ids=(), emitted_ids=())
         return SequenceSlice(
             key=RequestKey(str(request), 0),
             choice=0,

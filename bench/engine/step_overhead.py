@@ -48,9 +48,10 @@ def _parts(engine: Engine) -> dict[str, Callable[[], object]]:
     batch = StepBatch(slices=tuple(_slice(engine.layout, row) for row in range(SEQUENCES)))
     logits = torch.randn(SEQUENCES, _VOCAB)
     wanted = [piece.samples for piece in batch.slices]
+    indices = [piece.index for piece in batch.slices]
     return {
         "planning": lambda: prepare(batch.slices),
-        "sampling": lambda: sample(logits, wanted),
+        "sampling": lambda: sample(logits, wanted, indices),
         "prediction": lambda: batch.work,
     }
 
@@ -59,7 +60,7 @@ def _slice(layout: KvLayout, row: int) -> SequenceSlice:
     blocks = layout.blocks_for(CONTEXT + 1)
     table = tuple(BlockId(row * blocks + i) for i in range(blocks))
     sampling = Sampling(max_tokens=64, seed=0)
-    request = SampleRequest(sampling=sampling, choice=0, index=3, prompt_ids=(), emitted_ids=())
+    request = SampleRequest(sampling=sampling, choice=0, prompt_ids=(), emitted_ids=())
     return SequenceSlice(
         key=RequestKey(str(row), 0),
         choice=0,
@@ -67,6 +68,7 @@ def _slice(layout: KvLayout, row: int) -> SequenceSlice:
         start=CONTEXT,
         tables=(table,) * len(layout.groups),
         samples=(request,),
+        index=3,
     )
 
 

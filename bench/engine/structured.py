@@ -73,7 +73,6 @@ class Answer:
         request = SampleRequest(
             sampling=self.sampling,
             choice=0,
-            index=len(self.emitted),
             prompt_ids=self.prompt,
             emitted_ids=tuple(self.emitted),
         )
@@ -84,6 +83,7 @@ class Answer:
             start=start,
             tables=self.tables,
             samples=(request,),
+            index=len(self.emitted),
         )
 
 

@@ -37,7 +37,7 @@ from kvrelay.types import RequestKey, Sampling
 
 _BLOCK = 16
 _DRAW = SampleRequest(
-    sampling=Sampling(max_tokens=1, seed=0), choice=0, index=0, prompt_ids=(), emitted_ids=()
+    sampling=Sampling(max_tokens=1, seed=0), choice=0, prompt_ids=(), emitted_ids=()
 )
 
 

@@ -35,7 +35,7 @@ _TEXT = Path(__file__).parents[2] / "README.md"
 _FINGERPRINT = "00" * 16
 _BLOCK_SIZE = 16
 _WANTED = SampleRequest(
-    sampling=Sampling(max_tokens=1, seed=0), choice=0, index=0, prompt_ids=(), emitted_ids=()
+    sampling=Sampling(max_tokens=1, seed=0), choice=0, prompt_ids=(), emitted_ids=()
 )
 
 

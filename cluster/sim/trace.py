@@ -190,7 +190,7 @@ class Answers:
         """Until the sequence ends."""
         if not one.samples or "-" in one.key.request_id:
             return 1
-        return self._output[int(one.key.request_id)] - one.samples[0].index
+        return self._output[int(one.key.request_id)] - one.index
 
     def drawn(self, one: SequenceSlice, steps: int) -> tuple[Sampled, ...]:
         """Of so many steps, one for each."""
@@ -202,7 +202,7 @@ class Answers:
         token = Sampled(token_id=END + 1 + number)
         if len(one.samples) > 1:  # the first token of each choice
             return (token,) * len(one.samples)
-        if one.samples[0].index + steps < self._output[number]:
+        if one.index + steps < self._output[number]:
             return (token,) * steps
         return (*(token,) * (steps - 1), self._end)
 

@@ -143,7 +143,7 @@ def _piece(
     blocks = layout.blocks_for(end)
     table = tuple(BlockId(i * trial.sequences + sequence) for i in range(blocks))
     sampling = Sampling(max_tokens=1, seed=0)
-    request = SampleRequest(sampling=sampling, choice=0, index=0, prompt_ids=(), emitted_ids=())
+    request = SampleRequest(sampling=sampling, choice=0, prompt_ids=(), emitted_ids=())
     return SequenceSlice(
         key=RequestKey("self-check", 0),
         choice=0,

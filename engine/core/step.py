@@ -37,13 +37,12 @@ from kvrelay.types import (
 class SampleRequest:
     """Sample the token after the last one of this slice.
 
-    `index` counts the choice's tokens so far: the draw depends on `(seed, choice, index)` alone.
-    `prompt_ids` and `emitted_ids` feed the penalties; `emitted_ids` tell the place in a grammar.
+    It is the same in every step of a choice, but for the history where that matters: `prompt_ids`
+    and `emitted_ids` feed the penalties; `emitted_ids` tell the place in a grammar.
     """
 
     sampling: Sampling
     choice: int
-    index: int
     prompt_ids: Sequence[int]
     emitted_ids: tuple[int, ...]
 
@@ -62,7 +61,8 @@ class SequenceSlice:
     """Consecutive tokens of one sequence to run, with the blocks that hold its KV.
 
     `tables` cover positions `[0, start + len(token_ids))`. With several `samples` (the choices of
-    one prompt) each is drawn from the same logits. `prompt_tokens` is the whole prompt's length
+    one prompt) each is drawn from the same logits. `index` counts the tokens of each choice so far:
+    a draw depends on `(seed, choice, index)` alone. `prompt_tokens` is the whole prompt's length
     when this is only a chunk of it: some models (LongRoPE) treat long sequences differently from
     their first token on.
 
@@ -76,6 +76,7 @@ class SequenceSlice:
     start: int
     tables: Tables
     samples: tuple[SampleRequest, ...] = ()
+    index: int = 0
     prompt_tokens: int = 0
     follows: int | None = None
     scoring: Scoring | None = None

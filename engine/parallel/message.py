@@ -27,7 +27,7 @@ _SAMPLES, _CHANGED = 1, 2  # flags
 _SPARE_ROWS = 256
 """Sequences remembered beyond those of a step: those of the other role's steps."""
 _SAMPLE = SampleRequest(
-    sampling=Sampling(max_tokens=1, seed=0), choice=0, index=0, prompt_ids=(), emitted_ids=()
+    sampling=Sampling(max_tokens=1, seed=0), choice=0, prompt_ids=(), emitted_ids=()
 )
 
 _LONG, _FOLLOWS, _RECORDED = 1, 2, 4  # of a step's kind

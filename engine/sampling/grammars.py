@@ -204,7 +204,7 @@ class Grammars:
         """Takes back what may not end the choice yet, as long as anything else is left. True:
         nothing at all was left, so now everything is allowed."""
         rest = row.copy()
-        _clear(rest, self._held_back(one.request))
+        _clear(rest, self._held_back(one))
         if rest.any():
             row[:] = rest
         elif not row.any():
@@ -212,11 +212,12 @@ class Grammars:
             return True
         return False
 
-    def _held_back(self, request: SampleRequest) -> set[int]:
+    def _held_back(self, one: _Wanted) -> set[int]:
         """Ids that would end it before `min_tokens`, and end-of-sequence ids that it ignores."""
-        stops = request.sampling.stop_token_ids
+        sampling = one.request.sampling
+        stops = sampling.stop_token_ids
         ignored = self._eos_ids.difference(stops)
-        return {*stops, *ignored} if request.index < request.sampling.min_tokens else {*ignored}
+        return {*stops, *ignored} if one.piece.index < sampling.min_tokens else {*ignored}
 
     def _matcher(self, one: _Wanted) -> LLMatcher:
         name = (one.piece.key, one.piece.choice)

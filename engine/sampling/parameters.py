@@ -48,10 +48,10 @@ class Parameters:
             may_change=any(map(_may_change, samplings)),
         )
 
-    def draws(self, requests: Sequence[SampleRequest]) -> Draws:
-        """Of the requests that these parameters are of."""
+    def draws(self, indices: Sequence[int]) -> Draws:
+        """# request that these parameters are of |-> index of its draw"""
         keys = self.keys.copy()
-        keys[:, 3] = [request.index for request in requests]
+        keys[:, 3] = indices
         return Draws(keys=keys, temperatures=self.temperatures, cuts=self.cuts)
 
 
@@ -79,5 +79,5 @@ class KeptParameters:
         return last
 
 
-def draws_of(requests: Sequence[SampleRequest]) -> Draws:
-    return KeptParameters().of(requests).draws(requests)
+def draws_of(requests: Sequence[SampleRequest], indices: Sequence[int]) -> Draws:
+    return KeptParameters().of(requests).draws(indices)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -11,19 +11,21 @@ from engine.core.step import SampleRequest
 from engine.device.streams import send
 
 
-def apply_penalties(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor:
+def apply_penalties(
+    logits: torch.Tensor, requests: Sequence[SampleRequest], indices: Sequence[int]
+) -> torch.Tensor:
     """`logits` fp32 `[requests, vocab]`, unchanged; a copy is returned if anything applies.
 
     Order: bias, repetition (Keskar et al., CTRL, §4.1; prompt and output ids), frequency and
     presence (output ids), then stop ids are masked while fewer than `min_tokens` are out. Where a
     grammar may allow nothing else, its mask decides that (`engine.sampling.grammars`).
     """
-    if all(_is_plain(request) for request in requests):
+    if all(map(_is_plain, requests, indices)):
         return logits
-    bias = _entries(requests, lambda r: dict(r.sampling.logit_bias))
-    repetition = _entries(requests, _repeated)
-    counted = _entries(requests, _counted)
-    early = _entries(requests, _too_early)
+    bias = _entries([dict(request.sampling.logit_bias) for request in requests])
+    repetition = _entries(map(_repeated, requests))
+    counted = _entries(map(_counted, requests))
+    early = _entries(map(_too_early, requests, indices))
     logits = logits.clone()
     if bias:
         _add(logits, bias)
@@ -36,14 +38,14 @@ def apply_penalties(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> 
     return logits
 
 
-def _is_plain(request: SampleRequest) -> bool:
+def _is_plain(request: SampleRequest, index: int) -> bool:
     """Nothing applies, as for nearly all requests in every step."""
     sampling = request.sampling
     return (
         sampling.repetition_penalty == 1.0
         and not sampling.frequency_penalty
         and not sampling.presence_penalty
-        and (request.index >= sampling.min_tokens or bool(sampling.grammar))
+        and (index >= sampling.min_tokens or bool(sampling.grammar))
         and not sampling.logit_bias
     )
 
@@ -52,14 +54,11 @@ _Entries = tuple[list[int], list[int], list[float]]
 """Sparse matrix: rows, token ids, values; each (row, id) once."""
 
 
-def _entries(
-    requests: Sequence[SampleRequest], of: Callable[[SampleRequest], dict[int, float]]
-) -> _Entries | None:
+def _entries(of_rows: Iterable[dict[int, float]]) -> _Entries | None:
     rows: list[int] = []
     ids: list[int] = []
     values: list[float] = []
-    for row, request in enumerate(requests):
-        found = of(request)
+    for row, found in enumerate(of_rows):
         rows += [row] * len(found)
         ids += found.keys()
         values += found.values()
@@ -81,8 +80,8 @@ def _counted(request: SampleRequest) -> dict[int, float]:
     return {token: -frequency * count - presence for token, count in counts.items()}
 
 
-def _too_early(request: SampleRequest) -> dict[int, float]:
-    if request.index >= request.sampling.min_tokens or request.sampling.grammar:
+def _too_early(request: SampleRequest, index: int) -> dict[int, float]:
+    if index >= request.sampling.min_tokens or request.sampling.grammar:
         return {}
     return dict.fromkeys(request.sampling.stop_token_ids, float("-inf"))
 

@@ -71,10 +71,11 @@ def _top(
 
 
 def sample(
-    logits: torch.Tensor, wanted: Sequence[Sequence[SampleRequest]]
+    logits: torch.Tensor, wanted: Sequence[Sequence[SampleRequest]], indices: Sequence[int]
 ) -> list[tuple[Sampled, ...]]:
-    """`logits` fp32 `[rows, vocab]`; row i serves all of `wanted[i]` (the choices of a prompt)."""
-    return draw(logits, wanted).sampled()
+    """`logits` fp32 `[rows, vocab]`; row i serves all of `wanted[i]` (the choices of a prompt), of
+    which each has `indices[i]` tokens so far."""
+    return draw(logits, wanted, indices).sampled()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,7 @@ class Drawn:
 def draw(
     logits: torch.Tensor,
     wanted: Sequence[Sequence[SampleRequest]],
+    indices: Sequence[int],
     masks: Masks | None = None,
     kept: KeptParameters | None = None,
 ) -> Drawn:
@@ -130,12 +132,13 @@ def draw(
     if len(requests) > len(wanted):
         rows = [i for i, row in enumerate(wanted) for _ in row]
         logits = logits[send(rows, torch.long, logits.device)]
+        indices = [indices[row] for row in rows]
     parameters = (kept or KeptParameters()).of(requests)
     if parameters.may_change:
-        logits = apply_penalties(logits, requests)
+        logits = apply_penalties(logits, requests, indices)
     if masks is not None:
         logits = masks.applied(logits, _flat_rows(wanted))
-    tokens = _choose(logits, requests, parameters)
+    tokens = _choose(logits, parameters, indices)
     logprobs = find_logprobs(logits, requests, tokens) if parameters.wants_logprobs else None
     return Drawn(wanted, requests, tokens, logprobs, masks, fetch(tokens))
 
@@ -146,12 +149,10 @@ def _flat_rows(wanted: Sequence[Sequence[SampleRequest]]) -> list[range]:
     return [range(end - len(row), end) for row, end in zip(wanted, ends, strict=True)]
 
 
-def _choose(
-    logits: torch.Tensor, requests: Sequence[SampleRequest], parameters: Parameters
-) -> torch.Tensor:
+def _choose(logits: torch.Tensor, parameters: Parameters, indices: Sequence[int]) -> torch.Tensor:
     if parameters.is_greedy:
         return _most_likely(logits)
-    return draw_tokens(logits, parameters.draws(requests))
+    return draw_tokens(logits, parameters.draws(indices))
 
 
 def draw_tokens(logits: torch.Tensor, draws: gumbel.Draws) -> torch.Tensor:
@@ -169,8 +170,8 @@ def draw_tokens(logits: torch.Tensor, draws: gumbel.Draws) -> torch.Tensor:
 def prepare_draws(device: torch.device, vocab: int) -> None:
     """Builds or compiles the kernel, so that the first request doesn't wait for it."""
     sampling = Sampling(max_tokens=1, seed=0, temperature=1.0)
-    one = SampleRequest(sampling=sampling, choice=0, index=0, prompt_ids=(), emitted_ids=())
-    draw_tokens(torch.zeros((1, vocab), device=device), draws_of([one]))
+    one = SampleRequest(sampling=sampling, choice=0, prompt_ids=(), emitted_ids=())
+    draw_tokens(torch.zeros((1, vocab), device=device), draws_of([one], [0]))
 
 
 @cache

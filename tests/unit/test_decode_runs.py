@@ -55,7 +55,7 @@ def token(request: RequestKey, index: int) -> int:
 def draw(step: RunStep, steps: int) -> StepDone:
     sampled = tuple(
         tuple(
-            Sampled(token_id=token(piece.key, one.index + i))
+            Sampled(token_id=token(piece.key, piece.index + i))
             for one in piece.samples
             for i in range(steps)
         )

@@ -114,9 +114,7 @@ def test_a_handoff_from_reservation_to_release() -> None:
         SendPeer(peer=P, message=Committed(key=key("a"))),
         Emit(events=(Lifetime(key=key("a"), at_s=3, name="handoff_committed"),)),
     ]
-    sample = SampleRequest(
-        sampling=request.sampling, choice=0, index=1, prompt_ids=(), emitted_ids=()
-    )
+    sample = SampleRequest(sampling=request.sampling, choice=0, prompt_ids=(), emitted_ids=())
     piece = SequenceSlice(
         key=key("a"),
         choice=0,
@@ -124,6 +122,7 @@ def test_a_handoff_from_reservation_to_release() -> None:
         start=3,
         tables=((0,),),
         samples=(sample,),
+        index=1,
         prompt_tokens=3,
     )
     assert scheduler.handle(StepWanted(), 4) == [
@@ -224,7 +223,7 @@ def test_choices_that_moved_here_go_on_behind_all_that_they_have_emitted(since: 
     }
     assert {one.start for one in slices.values()} == {8}
     assert len({one.tables[0][:2] for one in slices.values()}) == 1, "they share the prompt"
-    assert [one.samples[0].index for one in slices.values()] == [3, 1, 1]
+    assert [one.index for one in slices.values()] == [3, 1, 1]
     told = events(done(scheduler, (11,), (12,), (13,)))
     tokens = [e for e in told if isinstance(e, Tokens)]
     assert [(one.choice, one.first_index) for one in tokens] == [(0, 3), (1, 1), (2, 1)]
@@ -372,7 +371,7 @@ def test_a_preempted_sequence_is_recomputed_with_all_it_has_said() -> None:
     (only,) = the_step(step).batch.slices
     assert (only.start, only.token_ids) == (0, (0, 1, 2, 100, 12))
     assert only.prompt_tokens == 5
-    assert only.samples[0].index == 2
+    assert only.index == 2
     assert names(step) == []  # it has joined before
     assert said(done(scheduler, (14,))) == [(0, 2, (14,), None)]
     assert the_step(scheduler.handle(StepWanted(), 0)).batch.slices[0].token_ids == (14,)
@@ -386,7 +385,7 @@ def test_a_preempted_sequence_goes_on_from_what_is_still_cached() -> None:
     step = scheduler.handle(StepWanted(), 0)
     (only,) = the_step(step).batch.slices
     assert (only.start, only.token_ids) == (4, (12,))
-    assert only.samples[0].index == 2
+    assert only.index == 2
     assert said(done(scheduler, (14,))) == [(0, 2, (14,), None)]
 
 

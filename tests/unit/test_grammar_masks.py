@@ -33,7 +33,6 @@ def piece(
     request = SampleRequest(
         sampling=sampling,
         choice=choice,
-        index=len(emitted),
         prompt_ids=(),
         emitted_ids=tuple(emitted.encode()),
     )
@@ -44,6 +43,7 @@ def piece(
         start=0,
         tables=(),
         samples=(request,) * sampling.n,
+        index=len(emitted),
     )
 
 
@@ -123,7 +123,8 @@ def test_model_without_an_end_of_sequence_id() -> None:
     assert allowed(masks_of(grammars, piece(grammar, "a", **asked))) == "b"
     masks = masks_of(grammars, piece(grammar, "ab", **asked))
     assert masks.exhausted == {0} and masks.ends(0, 7)
-    drawn = draw(torch.zeros(1, VOCAB), [piece(grammar, "ab", **asked).samples], masks).sampled()
+    ended = piece(grammar, "ab", **asked)
+    drawn = draw(torch.zeros(1, VOCAB), [ended.samples], [ended.index], masks).sampled()
     (one,) = drawn[0]
     sampling = piece(grammar, **asked).samples[0].sampling
     assert finish_reason(sampling, one, emitted=3) is FinishReason.STOP
@@ -160,12 +161,12 @@ def test_draws_stay_within_the_mask_and_else_are_those_of_the_free_row(grammars:
         asked = {"temperature": 1.0, "seed": seed}
         bound, free = piece(grammar, **asked), piece("", **asked)
         masks = masks_of(grammars, bound)
-        (one,) = draw(logits, [bound.samples], masks).sampled()[0]
+        (one,) = draw(logits, [bound.samples], [0], masks).sampled()[0]
         assert one.token_id in {*range(ord("a"), ord("m") + 1), EOS}
         shut = torch.full_like(logits, float("-inf"))
         ids = [*range(ord("a"), ord("m") + 1), EOS]
         shut[0, ids] = logits[0, ids]
-        assert one.token_id == draw(shut, [free.samples]).sampled()[0][0].token_id
+        assert one.token_id == draw(shut, [free.samples], [0]).sampled()[0][0].token_id
 
 
 def test_all_choices_of_a_prompt_share_the_mask_and_others_are_untouched(
@@ -176,7 +177,7 @@ def test_all_choices_of_a_prompt_share_the_mask_and_others_are_untouched(
     logits = torch.zeros(2, VOCAB)
     logits[1, 7] = 1.0
     masks = masks_of(grammars, bound, free)
-    drawn = draw(logits, [bound.samples, free.samples], masks).sampled()
+    drawn = draw(logits, [bound.samples, free.samples], [0, 0], masks).sampled()
     assert [one.token_id for one in drawn[0]] == [ord("c")] * 3
     assert drawn[1] == (Sampled(token_id=7),)
     told = drawn[0][0].logprobs

@@ -66,8 +66,8 @@ def test_the_noise_depends_on_seed_choice_index_and_id() -> None:
 
 def test_seeds_count_modulo_2_to_the_64() -> None:
     sampling = Sampling(max_tokens=1, seed=-1)
-    request = SampleRequest(sampling=sampling, choice=3, index=4, prompt_ids=(), emitted_ids=())
-    (key,) = draws_of([request]).keys.tolist()
+    request = SampleRequest(sampling=sampling, choice=3, prompt_ids=(), emitted_ids=())
+    (key,) = draws_of([request], [4]).keys.tolist()
     assert key == [0xFFFFFFFF, 0xFFFFFFFF, 3, 4]
 
 

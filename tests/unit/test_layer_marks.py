@@ -36,7 +36,7 @@ def engine(folder: Path, device: str) -> Engine:
 def batch(engine: Engine) -> StepBatch:
     table = tuple(BlockId(i) for i in range(2))
     sample = SampleRequest(
-        sampling=Sampling(max_tokens=1, seed=0), choice=0, index=0, prompt_ids=(), emitted_ids=()
+        sampling=Sampling(max_tokens=1, seed=0), choice=0, prompt_ids=(), emitted_ids=()
     )
     whole = SequenceSlice(
         key=RequestKey("a", 0),

@@ -115,7 +115,7 @@ class Driver:
         seen = self.memory.read(piece.tables, piece.start + len(ids))
         if not piece.samples:
             return None
-        index = piece.samples[0].index
+        index = piece.index
         request = self.specs[piece.key]
         before = [*request.prompt_ids, *self.told[piece.key]]
         if piece.follows is not None and len(before) < len(seen):
@@ -192,7 +192,7 @@ def test_an_overlapped_step_starts_where_the_first_will_end() -> None:
     (step,) = wanted(driver.scheduler)
     first, second = step.batch.slices
     assert (first.follows, second.follows) == (0, 1)
-    assert first.start == 4 and first.samples[0].index == 2
+    assert first.start == 4 and first.index == 2
     assert len(first.tables[0]) == 2, "room for the token after the next"
     assert wanted(driver.scheduler) == [], "one at a time"
 

@@ -125,7 +125,6 @@ def piece(
     request = SampleRequest(
         sampling=Sampling(max_tokens=1, seed=0),
         choice=0,
-        index=0,
         prompt_ids=(1, 2),
         emitted_ids=(),
     )

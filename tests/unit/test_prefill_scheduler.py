@@ -116,9 +116,7 @@ def test_a_short_prompt_from_arrival_to_release() -> None:
         Emit(events=(Lifetime(key=key("a"), at_s=1, name="prefill_received"),))
     ]
     started = scheduler.handle(StepWanted(), 2)
-    sample = SampleRequest(
-        sampling=request.sampling, choice=0, index=0, prompt_ids=(), emitted_ids=()
-    )
+    sample = SampleRequest(sampling=request.sampling, choice=0, prompt_ids=(), emitted_ids=())
     piece = SequenceSlice(
         key=key("a"),
         choice=0,

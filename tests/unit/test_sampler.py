@@ -23,18 +23,17 @@ from kvrelay.types import Sampling
 VOCAB = 40
 
 
-def request(choice: int = 0, index: int = 0, **sampling: object) -> SampleRequest:
+def request(choice: int = 0, **sampling: object) -> SampleRequest:
     defaults: dict[str, object] = {"max_tokens": 9, "seed": 1}
     return SampleRequest(
         sampling=Sampling(**{**defaults, **sampling}),  # type: ignore[arg-type]
         choice=choice,
-        index=index,
         prompt_ids=(1, 2, 3),
         emitted_ids=(3, 4, 4),
     )
 
 
-def penalised(logits: list[float], asked: SampleRequest) -> list[float]:
+def penalised(logits: list[float], asked: SampleRequest, index: int = 0) -> list[float]:
     out, s = list(logits), asked.sampling
     for token, bias in s.logit_bias:
         out[token] += bias
@@ -43,7 +42,7 @@ def penalised(logits: list[float], asked: SampleRequest) -> list[float]:
         out[token] = out[token] / p if out[token] > 0 else out[token] * p
     for token, count in Counter(asked.emitted_ids).items():
         out[token] -= count * s.frequency_penalty + s.presence_penalty
-    if asked.index < s.min_tokens:
+    if index < s.min_tokens:
         for token in s.stop_token_ids:
             out[token] = -math.inf
     return out
@@ -55,14 +54,15 @@ def softmax(logits: list[float]) -> list[float]:
     return [w / sum(weights) for w in weights]
 
 
-def naive(logits: list[float], asked: SampleRequest) -> tuple[int, float]:
+def naive(logits: list[float], asked: SampleRequest, index: int) -> tuple[int, float]:
     """The token, and how near the draw was to another one."""
     s = asked.sampling
-    logits = penalised(logits, asked)
+    logits = penalised(logits, asked, index)
     if s.temperature == 0:
         return max(range(VOCAB), key=lambda t: (logits[t], -t)), 1.0
     likely, margin = kept(logits, s)
-    own_noise = noise(torch.from_numpy(draws_of([asked]).keys[0].astype(np.int64)), VOCAB).tolist()
+    (key,) = draws_of([asked], [index]).keys.astype(np.int64)
+    own_noise = noise(torch.from_numpy(key), VOCAB).tolist()
     scores = {t: logits[t] + s.temperature * own_noise[t] for t in likely}
     best = max(likely, key=lambda t: (scores[t], -t))
     others = [scores[t] for t in likely if t != best]
@@ -87,10 +87,11 @@ def kept(logits: list[float], s: Sampling) -> tuple[list[int], float]:
     return [t for t in kept if chances[t] >= s.min_p * chances[order[0]]] or kept[:1], margin
 
 
+INDICES = st.integers(0, 5)
+SEEDS = st.integers(0, 1000)
 SAMPLINGS = st.builds(
     request,
     choice=st.integers(0, 3),
-    index=st.integers(0, 5),
     seed=st.integers(0, 2**64 - 1),
     temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
     top_k=st.sampled_from([0, 1, 3, 17, VOCAB]),
@@ -110,50 +111,52 @@ def random_logits(rows: int, seed: int, scale: float = 3.0) -> torch.Tensor:
 
 
 @settings(max_examples=300)
-@given(wanted=st.lists(SAMPLINGS, min_size=1, max_size=6), seed=st.integers(0, 1000))
-def test_equals_the_naive_sampler(wanted: list[SampleRequest], seed: int) -> None:
-    logits = random_logits(len(wanted), seed)
-    found = sample(logits, [(one,) for one in wanted])
-    for row, asked, (got,) in zip(logits.tolist(), wanted, found, strict=True):
-        expected, margin = naive(row, asked)
+@given(draws=st.lists(st.tuples(SAMPLINGS, INDICES), min_size=1, max_size=6), seed=SEEDS)
+def test_equals_the_naive_sampler(draws: list[tuple[SampleRequest, int]], seed: int) -> None:
+    logits = random_logits(len(draws), seed)
+    found = sample(logits, [(one,) for one, _ in draws], [index for _, index in draws])
+    for row, (asked, index), (got,) in zip(logits.tolist(), draws, found, strict=True):
+        expected, margin = naive(row, asked, index)
         assert got.token_id == expected or margin < 1e-5
 
 
 @settings(max_examples=200)
-@given(wanted=st.lists(SAMPLINGS, min_size=1, max_size=4), seed=st.integers(0, 1000))
+@given(wanted=st.lists(SAMPLINGS, min_size=1, max_size=4), seed=SEEDS)
 def test_the_short_way_equals_the_full_sort(wanted: list[SampleRequest], seed: int) -> None:
     """Most truncations rank the most likely ids only; equal probabilities must not matter."""
     logits = random_logits(len(wanted), seed, scale=1.0).round()  # many ties
-    draws = draws_of(wanted)
+    draws = draws_of(wanted, range(len(wanted)))
     full = truncate(logits, draws)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.sampling.truncation, "_HEAD", 6)
         assert torch.equal(truncate(logits, draws), full)
 
 
-@given(wanted=st.lists(SAMPLINGS, min_size=2, max_size=6), seed=st.integers(0, 100))
+@given(draws=st.lists(st.tuples(SAMPLINGS, INDICES), min_size=2, max_size=6), seed=SEEDS)
 @settings(max_examples=50)
-def test_a_row_does_not_depend_on_its_batch(wanted: list[SampleRequest], seed: int) -> None:
-    logits = random_logits(len(wanted), seed)
-    together = sample(logits, [(one,) for one in wanted])
-    alone = [sample(logits[i : i + 1], [(one,)])[0] for i, one in enumerate(wanted)]
+def test_a_row_does_not_depend_on_its_batch(
+    draws: list[tuple[SampleRequest, int]], seed: int
+) -> None:
+    logits = random_logits(len(draws), seed)
+    together = sample(logits, [(one,) for one, _ in draws], [index for _, index in draws])
+    alone = [sample(logits[i : i + 1], [(one,)], [n])[0] for i, (one, n) in enumerate(draws)]
     assert together == alone
 
 
 def test_choices_of_one_prompt_differ_and_share_logits() -> None:
     logits = random_logits(2, 1, scale=0.1)
     choices = tuple(request(choice=c, temperature=1.0) for c in range(8))
-    found = sample(logits, [(request(),), choices])
+    found = sample(logits, [(request(),), choices], [3, 2])
     assert len(found[1]) == 8
     assert len({one.token_id for one in found[1]}) > 4
-    alone = [sample(logits[1:], [(choice,)])[0][0] for choice in choices]
+    alone = [sample(logits[1:], [(choice,)], [2])[0][0] for choice in choices]
     assert list(found[1]) == alone
 
 
 def test_logprobs_come_after_penalties_and_before_temperature() -> None:
     logits = random_logits(1, 2)
     asked = request(temperature=0.5, top_k=1, repetition_penalty=1.5, logprobs=3)
-    (got,) = sample(logits, [(asked,)])[0]
+    (got,) = sample(logits, [(asked,)], [0])[0]
     chances = softmax(penalised(logits[0].tolist(), asked))
     best = sorted(range(VOCAB), key=lambda t: -chances[t])[:3]
     assert got.logprobs is not None
@@ -166,7 +169,7 @@ def test_logprobs_come_after_penalties_and_before_temperature() -> None:
 def test_logprobs_only_for_those_who_ask() -> None:
     logits = random_logits(3, 2)
     rows = [(request(),), (request(logprobs=0),), (request(logprobs=2),)]
-    plain, zero, two = (row[0] for row in sample(logits, rows))
+    plain, zero, two = (row[0] for row in sample(logits, rows, [0, 0, 0]))
     assert plain == Sampled(token_id=plain.token_id)
     assert zero.logprobs is not None
     assert zero.logprobs.top == ()
@@ -177,7 +180,7 @@ def test_logprobs_only_for_those_who_ask() -> None:
 def test_the_logits_are_left_alone() -> None:
     logits = random_logits(1, 4)
     before = logits.clone()
-    sample(logits, [(request(repetition_penalty=2.0, temperature=1.0),)])
+    sample(logits, [(request(repetition_penalty=2.0, temperature=1.0),)], [0])
     assert torch.equal(logits, before)
 
 
@@ -185,7 +188,7 @@ def test_masked_ids_are_no_alternatives() -> None:
     logits = torch.full((1, VOCAB), 0.0)
     stop = tuple(range(2, VOCAB))
     asked = request(logprobs=5, min_tokens=1, stop_token_ids=stop)
-    (got,) = sample(logits, [(asked,)])[0]
+    (got,) = sample(logits, [(asked,)], [0])[0]
     assert got.logprobs is not None
     assert sorted(token for token, _ in got.logprobs.top) == [0, 1]
     assert np.isclose(got.logprobs.logprob, math.log(0.5))
@@ -194,11 +197,11 @@ def test_masked_ids_are_no_alternatives() -> None:
 def test_parameters_are_kept_while_the_same_requests_draw() -> None:
     kept = KeptParameters()
     first = [request(seed=3, temperature=1.0), request(seed=4, choice=1, top_k=2)]
-    second = [replace(one, index=one.index + 1) for one in first]
+    second = [replace(one, emitted_ids=(*one.emitted_ids, 5)) for one in first]
     before = kept.of(first)
     assert kept.of(second) is before
-    assert before.draws(second).keys.tolist() == [[3, 0, 0, 1], [4, 0, 1, 1]]
-    assert before.draws(first).keys.tolist() == [[3, 0, 0, 0], [4, 0, 1, 0]]
+    assert before.draws([1, 2]).keys.tolist() == [[3, 0, 0, 1], [4, 0, 1, 2]]
+    assert before.draws([0, 0]).keys.tolist() == [[3, 0, 0, 0], [4, 0, 1, 0]]
 
 
 @pytest.mark.parametrize("changed", [{"seed": 5}, {"choice": 2}, {"top_k": 3}])
@@ -206,7 +209,7 @@ def test_other_requests_have_other_parameters(changed: dict[str, int]) -> None:
     kept = KeptParameters()
     kept.of([request(seed=3, temperature=1.0), request(seed=4, temperature=1.0)])
     now = [request(seed=3, temperature=1.0), request(**{"seed": 4, "temperature": 1.0} | changed)]
-    found, expected = kept.of(now).draws(now), draws_of(now)
+    found, expected = kept.of(now).draws([5, 6]), draws_of(now, [5, 6])
     assert found.keys.tolist() == expected.keys.tolist()
     assert found.cuts.tolist() == expected.cuts.tolist()
 
@@ -226,7 +229,8 @@ def test_what_applies_is_seen_after_steps_without_it(
 ) -> None:
     kept, logits = KeptParameters(), torch.zeros(1, VOCAB)
     logits[0, 3], logits[0, 5] = 1.0, 0.5
-    (before,) = draw(logits, [[request()]], kept=kept).sampled()[0]
-    (after,) = draw(logits, [[request(**asked)]], kept=kept).sampled()[0]  # type: ignore[arg-type]
+    (before,) = draw(logits, [[request()]], [0], kept=kept).sampled()[0]
+    now = request(**asked)  # type: ignore[arg-type]
+    (after,) = draw(logits, [[now]], [0], kept=kept).sampled()[0]
     assert before.token_id == 3 and before.logprobs is None
     assert after.token_id == token_id and (after.logprobs is None) == ("logprobs" not in asked)

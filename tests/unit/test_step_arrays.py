@@ -22,7 +22,7 @@ _LAYOUT = KvLayout(
     block_size=4,
 )
 _REQUEST = SampleRequest(
-    sampling=Sampling(max_tokens=1, seed=0), choice=0, index=0, prompt_ids=(), emitted_ids=()
+    sampling=Sampling(max_tokens=1, seed=0), choice=0, prompt_ids=(), emitted_ids=()
 )
 
 

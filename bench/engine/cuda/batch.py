@@ -98,7 +98,6 @@ def _slice(
     wanted = SampleRequest(
         sampling=Sampling(max_tokens=batch.output_tokens, seed=0),
         choice=0,
-        index=0,
         prompt_ids=(),
         emitted_ids=(),
     )

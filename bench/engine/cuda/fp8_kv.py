@@ -75,7 +75,6 @@ def _next(engine: Engine, token_ids: list[int], start: int) -> int:
     wanted = SampleRequest(
         sampling=Sampling(max_tokens=1, seed=0),
         choice=0,
-        index=0,
         prompt_ids=(),
         emitted_ids=(),
     )

@@ -116,7 +116,7 @@ def decode_batch(layout: KvLayout, contexts: Sequence[int]) -> StepBatch:
 def whole_slice(
     number: int, token_ids: tuple[int, ...], start: int, blocks: Sequence[int]
 ) -> SequenceSlice:
-    wanted = SampleRequest(sampling=_SAMPLING, choice=0, index=0, prompt_ids=(), emitted_ids=())
+    wanted = SampleRequest(sampling=_SAMPLING, choice=0, prompt_ids=(), emitted_ids=())
     return SequenceSlice(
         key=RequestKey(str(number), 0),
         choice=0,

@@ -77,7 +77,7 @@ def engines(folder: Path, device: str, sizes: Sizes) -> dict[str, Engine]:
 def chunks(sizes: Sizes) -> Iterator[StepBatch]:
     table = tuple(BlockId(i) for i in range(sizes.tokens // _BLOCK))
     request = SampleRequest(
-        sampling=Sampling(max_tokens=1, seed=0), choice=0, index=0, prompt_ids=(), emitted_ids=()
+        sampling=Sampling(max_tokens=1, seed=0), choice=0, prompt_ids=(), emitted_ids=()
     )
     for start in range(0, sizes.tokens, sizes.chunk):
         yield StepBatch(

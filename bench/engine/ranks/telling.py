@@ -27,7 +27,7 @@ _LAYOUT = KvLayout(
     block_size=_BLOCK,
 )
 _SAMPLE = SampleRequest(
-    sampling=Sampling(max_tokens=64, seed=0), choice=0, index=3, prompt_ids=(), emitted_ids=()
+    sampling=Sampling(max_tokens=64, seed=0), choice=0, prompt_ids=(), emitted_ids=()
 )
 
 

@@ -58,7 +58,7 @@ def query_tiles(
     taken = np.minimum(tile_tokens, counts[owner] - skipped)
     first = positions[owner] + skipped
     found = _columns(rows[owner] + skipped, taken, first, tables[owner])
-    low = np.zeros(len(first), dtype=np.int64) if window is None else np.maximum(0, first - window + 1)
+    low = first * 0 if window is None else np.maximum(0, first - window + 1)
     return QueryTiles(rows=found, first_keys=low, end_keys=first + taken)
 
 
