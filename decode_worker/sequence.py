@@ -8,7 +8,6 @@ prompt ids | emitted ids
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 
 from engine.core.step import (
@@ -61,6 +60,7 @@ class Sequence:
     paused_s: float = 0.0
     paused_since_s: float | None = None
     advanced_s: float | None = None
+    _samples: tuple[SampleRequest, ...] = ()  # kept if without the history
     key: RequestKey = field(init=False)
     prompt_tokens: int = field(init=False)
     length: int = field(init=False)  # of the prompt and what it has emitted
@@ -68,7 +68,6 @@ class Sequence:
     most_tokens: int = field(init=False)  # the length at which it ends
     may_overlap: bool = field(init=False)
     _needs_history: bool = field(init=False)
-    _samples: tuple[SampleRequest, ...] = field(init=False)  # without the history
     _has_scored_prompt: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,7 +77,6 @@ class Sequence:
         self.most_tokens = self.prompt_tokens + self.spec.sampling.max_tokens
         self.may_overlap = self.spec.sampling.n == 1 and not has_penalties(self.spec.sampling)
         self._needs_history = needs_history(self.spec.sampling)
-        self._samples = self._requests((), ())
         self._has_scored_prompt = self.spec.is_scored
         self.length = self.prompt_tokens + len(self.emitted)
 
@@ -178,25 +176,24 @@ class Sequence:
         )
 
     def _wanted(self) -> tuple[SampleRequest, ...]:
-        """What to draw once all tokens are run."""
-        if not self._needs_history:
+        """What to draw once all tokens are run; with the history where it matters."""
+        if self._samples:
             return self._samples
-        return self._requests(self.spec.prompt_ids, tuple(self.emitted))
-
-    def _requests(
-        self, prompt_ids: Ordered[int], emitted_ids: tuple[int, ...]
-    ) -> tuple[SampleRequest, ...]:
-        return tuple(
+        history, spec = self._needs_history, self.spec
+        found = tuple(
             [
                 SampleRequest(
-                    sampling=self.spec.sampling,
+                    sampling=spec.sampling,
                     choice=choice,
-                    prompt_ids=prompt_ids,
-                    emitted_ids=emitted_ids,
+                    prompt_ids=spec.prompt_ids if history else (),
+                    emitted_ids=tuple(self.emitted) if history else (),
                 )
                 for choice in self.choices
             ]
         )
+        if not history:
+            self._samples = found
+        return found
 
     @property
     def decodes_one(self) -> bool:

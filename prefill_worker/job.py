@@ -185,7 +185,7 @@ class PrefillJob:
             start=chunk.start,
             tables=tables,
             samples=self._samples() if chunk.end == self.prompt_tokens else (),
-            index=self.first_index,
+            index=len(self.message.spec.emitted_ids),
             prompt_tokens=self.prompt_tokens,
             scoring=scoring_of(self.message.spec, chunk.start, chunk.end),
         )
