@@ -446,8 +446,10 @@ def test_penalties_need_the_history() -> None:
     request = RequestSpec(key=key("a"), prompt_ids=(1, 2), sampling=sampling)
     scheduler = decode_scheduler()
     arrive(scheduler, request)
-    (sample,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices[0].samples
-    assert (sample.prompt_ids, sample.emitted_ids) == ((1, 2), (100,))
+    for emitted in ((100,), (100, 7)):
+        (sample,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices[0].samples
+        assert (sample.prompt_ids, sample.emitted_ids) == ((1, 2), emitted)
+        done(scheduler, (7,))
 
 
 def test_a_grammar_that_can_not_be_followed_ends_its_request_alone() -> None:

@@ -99,6 +99,7 @@ def test_choices_and_requests_are_apart(grammars: Grammars) -> None:
 def test_min_tokens_holds_the_end_back_while_anything_else_is_left(grammars: Grammars) -> None:
     grammar = grammar_of_choices(["a", "ab"])
     assert allowed(masks_of(grammars, piece(grammar, "a", min_tokens=5))) == "b"
+    assert {*allowed(masks_of(grammars, piece(grammar, "a", min_tokens=1)))} == {"b", "$"}
     assert allowed(masks_of(grammars, piece(grammar, "ab", min_tokens=5))) == "$"
 
 

@@ -109,6 +109,13 @@ def committing(name: str = "a") -> PrefillScheduler:
     return scheduler
 
 
+def test_what_an_earlier_attempt_emitted_counts_in_the_draw() -> None:
+    scheduler = prefill_scheduler()
+    scheduler.handle(prefill_of(replace(spec("a", 3), emitted_ids=(7, 8))), 1)
+    (piece,) = the_step(scheduler.handle(StepWanted(), 2)).batch.slices
+    assert (piece.token_ids, piece.index) == ((0, 1, 2, 7, 8), 2)
+
+
 def test_a_short_prompt_from_arrival_to_release() -> None:
     scheduler = prefill_scheduler()
     request = spec("a", 3)
