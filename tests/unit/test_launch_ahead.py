@@ -10,10 +10,21 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from decode_worker.scheduler import DecodeScheduler
-from engine.core.step import Command, Emit, OverlapStepWanted, RunStep, StepDone, StepWanted
+from engine.core.step import (
+    Command,
+    Emit,
+    OverlapStepWanted,
+    RunStep,
+    SampleRequest,
+    SequenceSlice,
+    StepBatch,
+    StepDone,
+    StepWanted,
+)
 from engine.flight import Flight
 from engine.runner import Engine
 from kvpool.core.blocks.holding import Holder
+from kvpool.core.layout.layout import BlockId
 from kvrelay.messages import Generate, Tokens
 from kvrelay.types import RequestKey, RequestSpec, Sampling, TokenLogprobs
 from tests.models import VOCAB_SIZE, random_checkpoint
@@ -146,6 +157,21 @@ def test_hot_draws_are_launched_ahead_too(loaded: Engine) -> None:
     plain, ahead = (run(loaded, asked, ahead=flag) for flag in (False, True))
     assert ahead.told == plain.told
     assert ahead.behind > 20
+
+
+def test_each_index_has_its_own_draw(loaded: Engine) -> None:
+    hot = Sampling(max_tokens=9, seed=1, temperature=50.0)
+    piece = SequenceSlice(
+        key=RequestKey("a", 0),
+        choice=0,
+        token_ids=(2, 3),
+        start=0,
+        tables=((BlockId(0),),) * len(loaded.layout.groups),
+        samples=(SampleRequest(sampling=hot, choice=0, prompt_ids=(), emitted_ids=()),),
+    )
+    slices = [replace(piece, index=index) for index in range(9)]
+    drawn = [loaded.run(StepBatch(slices=(one,))).sampled[0] for one in slices]
+    assert len({one.token_id for (one,) in drawn}) > 3
 
 
 def test_few_blocks_and_steps_ahead(loaded: Engine) -> None:
