@@ -25,10 +25,12 @@ from tests.models import random_checkpoint
 LIMITS = EngineLimits(max_model_len=64, prefill_chunk_tokens=16, max_running_requests=3)
 
 
-def engine(device: str, *, longrope: object = None, can_record: bool = False) -> Engine:
+def engine(
+    device: str, *, longrope: object = None, can_record: bool = False, stages: int = 1
+) -> Engine:
     group = SimpleNamespace(can_record=can_record, size=2, sum=lambda part: 2 * part)
     model = SimpleNamespace(device=torch.device(device), longrope=longrope, group=group)
-    return cast(Engine, SimpleNamespace(model=model, backend=None))
+    return cast(Engine, SimpleNamespace(model=model, backend=None, stages=stages))
 
 
 @pytest.mark.parametrize("graphs", [True, False])
@@ -65,6 +67,7 @@ def test_what_can_not_be_recorded_is_told_once(
     recorded: list[int] = []
     monkeypatch.setattr(recording, "_record", lambda _, most: recorded.append(most))
     split, long = engine("cuda:0"), engine("cuda:0", longrope=object())
+    staged = engine("cuda:0", can_record=True, stages=2)
     with caplog.at_level(logging.WARNING):
         assert rehearse_recording(split, 3) is split
         assert rehearse_recording(long, 3) is long
@@ -72,9 +75,11 @@ def test_what_can_not_be_recorded_is_told_once(
         assert not caplog.records
         record_decode(split, 3)
         record_decode(long, 3)
+        record_decode(staged, 3)
     assert [record.args for record in caplog.records] == [
         ("the sums of ranks go through the host",),
         ("the model treats short and long sequences differently",),
+        ("stages of a pipeline hand over hidden states in between",),
     ]
     monkeypatch.setattr(recording, "unfit", lambda _: None)
     rehearse_recording(split, 7)
