@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing.connection
 import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -29,12 +31,16 @@ class ForkedRank:
             self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
+        self._reading = threading.Lock()
 
     def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
+        """Several threads may wait."""
+        if not multiprocessing.connection.wait([self._process.sentinel], timeout):
             assert timeout is not None
             raise subprocess.TimeoutExpired("a rank", timeout)
+        with self._reading:
+            self._process.join()
+        assert self._process.exitcode is not None
         return self._process.exitcode
 
     def kill(self) -> None:

@@ -42,6 +42,7 @@ from kvpool.memory.collate import gather_write, scatter_write
 from kvrelay.errors import ModelError, PeerError
 from tests.drive import Running, run_forced, run_mixed, start, step_forced
 from tests.forked_ranks import Follow, fork_ranks
+from tests.forks import start_server
 from tests.models import VOCAB_SIZE, random_checkpoint
 from tests.reference import Reference, assert_close_logits, assert_same_tokens, generate_reference
 from tests.unit.test_prompt_logprobs import check_scores
@@ -216,6 +217,7 @@ def test_no_rank_has_room_beside_the_weights_of_another(
 
 
 def refused(folder: Path, message: str, size: int = 2, **kind: Any) -> None:
+    start_server()
     before = children()
     with pytest.raises(ModelError, match=message):
         ranks(folder, size, **kind)

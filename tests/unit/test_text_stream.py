@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.text.detokenizer import TextStream
+from router.text.detokenizer import Detokenizer, StopStrings, TextStream
 from router.text.tokenizer import TextTokenizer
 from tests.tokenizer_fixture import CROSSING, TEXTS, byte_fallback, byte_level
 
@@ -102,7 +101,13 @@ def test_tokens_that_cross_characters_pass_through(bytewise: TextTokenizer) -> N
 
 
 @pytest.mark.parametrize("text", ["the earth and ", "😀", "漢", CROSSING])
-def test_work_per_token_does_not_grow(bytewise: TextTokenizer, text: str) -> None:
+def test_work_per_token_does_not_grow(
+    bytewise: TextTokenizer, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens decoded, and characters looked through for stop strings."""
+    sizes: list[int] = []
+    for owner, name in ((Detokenizer, "_decode"), (StopStrings, "push")):
+        monkeypatch.setattr(owner, name, _sized(getattr(owner, name), sizes))
     if text == CROSSING:
         ids: Sequence[int] = crossing_ids(bytewise, 6000)
     else:
@@ -110,15 +115,23 @@ def test_work_per_token_does_not_grow(bytewise: TextTokenizer, text: str) -> Non
     stream = TextStream(bytewise, stop_strings=["never said"])
     quarter = len(ids) // 4
 
-    def spent_s(part: Sequence[int]) -> float:
-        started_s = time.process_time()
+    def work(part: Sequence[int]) -> int:
+        sizes.clear()
         for token_id in part:
             stream.push((token_id,))
-        return time.process_time() - started_s
+        return sum(sizes)
 
-    first_s = spent_s(ids[:quarter])
-    spent_s(ids[quarter:-quarter])
-    assert spent_s(ids[-quarter:]) < 3 * first_s + 0.02
+    first = work(ids[:quarter])
+    work(ids[quarter:-quarter])
+    assert 0 < work(ids[-quarter:]) < 1.1 * first
+
+
+def _sized(work: Callable[..., object], sizes: list[int]) -> Callable[..., object]:
+    def noted(owner: object, given: Sequence[object], **options: object) -> object:
+        sizes.append(len(given))
+        return work(owner, given, **options)
+
+    return noted
 
 
 def run_until_stop(
