@@ -61,7 +61,7 @@ REHEARSED = {
     "fp8": r"products of a layer, 32 tokens:",
     "fp8-kv": r"most likely tokens that are the same",
     "vllm": r"skipped: vLLM is not installed",
-    "ranks": r"(?s)decode step of 4, two ranks of a thread.*two stages of a thread each",
+    "ranks": r"(?s)decode step of 4, two ranks of a thread.*two stages .a thread each.",
     "tilings": r"chunk Tiling\(.*16 alone: \d+\.\d us",
 }
 """# part |-> what it finds. `tests` only collects those that need a device."""

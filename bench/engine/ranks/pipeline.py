@@ -133,7 +133,7 @@ def _row(label: str, reading: Reading, one: Reading, device: str, sizes: Sizes) 
     filled = (sizes.chunks + _STAGES - 1) / sizes.chunks
     each, alone = ("a thread", "two threads") if device == "cpu" else ("a GPU", "one GPU")
     return Row(
-        name=f"prompt of {sizes.tokens} tokens, {label} of {each} each",
+        name=f"prompt of {sizes.tokens} tokens, {label} ({each} each)",
         value=reading.median,
         unit="s",
         against=f"one process of {alone}",

@@ -55,10 +55,8 @@ def _folder(model: str) -> Path:
 
 
 def _refusals(folder: Path, files: tuple[WeightFile, ...]) -> Refusals:
-    """By the checks of a worker that starts."""
-    from engine.family.startable import (
-        parallel_refusals,  # imports transformers, which takes seconds
-    )
+    """By the checks of a worker that starts: they import transformers, which takes seconds."""
+    from engine.family.startable import parallel_refusals
 
     try:
         check_dtypes(folder, files)
