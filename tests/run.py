@@ -3,6 +3,9 @@
 A test that starts processes can fail because the machine is starved. It is run once more, alone,
 when all others have ended. The last lines name every test that needed it, and the log of its first
 failure stays in `build/`. A pure test gets no second run.
+
+Where a run of pytest itself breaks, another goes on with the tests that had not ended, and the last
+lines say what broke.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import argparse
 import compileall
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,25 +22,31 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NOT_LONG = "not gpu and not long and not families and not clients"
-SOME_FAILED = 1
+PASSED, SOME_FAILED, BROKEN, NO_TESTS = 0, 1, 3, 5
+"""What pytest's exit status means."""
 SOURCES = ("proto", "kvpool", "engine", "prefill_worker", "decode_worker", "router", "cluster")
+ERROR = re.compile(r"[\w.]+(Error|Exception|Warning|Failed|Exit|Interrupt)\b(?!\()")
 MOST_SECOND_RUNS = 20
 """With more failures than that it is not the machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run of pytest. `failed`: # test |-> whether it starts processes"""
+    """`failed`: # test |-> whether it starts processes"""
 
     code: int
     failed: dict[str, bool]
-    last_line: str
+    last_lines: list[str]
+    """One for each run of pytest."""
+    broken: list[str]
+    """Why a run of pytest broke, in its words."""
 
 
 def run_pytest(options: Sequence[str], log: Path) -> Run:
     """Prints what pytest prints, and keeps it in `log`."""
     failures = log.with_suffix(".json")
     failures.unlink(missing_ok=True)
+    broken: list[str] = []
     command = [sys.executable, "-m", "pytest", "-p", "tests.second_chance"]
     line = last = ""
     with (
@@ -53,9 +63,27 @@ def run_pytest(options: Sequence[str], log: Path) -> Run:
             print(line, end="", flush=True)
             kept.write(line)
             last = line.strip() or last
-    failed = json.loads(failures.read_text()) if failures.exists() else {}
-    failures.unlink(missing_ok=True)
-    return Run(code=process.returncode, failed=failed, last_line=last)
+            broken += [line] if "INTERNALERROR> " in line else []
+    failed = json.loads(failures.read_text())["failed"] if failures.exists() else {}
+    return Run(code=process.returncode, failed=failed, last_lines=[last], broken=broken)
+
+
+def run_all(options: Sequence[str], log: Path) -> Run:
+    """Goes on once where pytest broke."""
+    first = run_pytest(options, log)
+    known = log.with_suffix(".json")
+    if first.code != BROKEN or not known.exists():
+        return first
+    print("\npytest broke: on with the tests that had not ended\n", flush=True)
+    rest = run_pytest([*options, f"--leave-out={known}"], log.with_name(f"{log.stem}-rest.log"))
+    failed = first.failed | rest.failed
+    went_well = rest.code in (PASSED, SOME_FAILED, NO_TESTS)
+    return Run(
+        code=(SOME_FAILED if failed else PASSED) if went_well else rest.code,
+        failed=failed,
+        last_lines=[*first.last_lines, *rest.last_lines],
+        broken=first.broken,
+    )
 
 
 def compile_sources() -> None:
@@ -80,7 +108,15 @@ def told(name: str, first: Run, again: list[str], second: Run | None, log: Path)
     lines += [f"failed: {test}" for test in failed]
     if first.failed:
         lines.append(f"the log of the first failures is {log}")
-    return [*lines, f"{name}: {first.last_line}"]
+    lines += reasons(first.broken)
+    return [*lines, f"{name}: {', then '.join(first.last_lines)}"]
+
+
+def reasons(broken: list[str]) -> list[str]:
+    """Each error, behind the line of code that raised it."""
+    said = [line.partition("INTERNALERROR> ")[2].removeprefix("E").strip() for line in broken]
+    errors = [place for place, line in enumerate(said) if ERROR.match(line)]
+    return [f"pytest broke: {line}" for at in errors for line in said[max(0, at - 2) : at + 1]]
 
 
 def main() -> int:
@@ -93,7 +129,7 @@ def main() -> int:
     marks = "long and not gpu and not clients" if chosen.long else NOT_LONG
     log = chosen.build / f"{name}.log"
     compile_sources()
-    first = run_pytest(["-m", marks, *options], log)
+    first = run_all(["-m", marks, *options], log)
     again, second = second_chances(first), None
     if again:
         print(f"\n{len(again)} tests that start processes once more, alone\n", flush=True)

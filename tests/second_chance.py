@@ -1,4 +1,5 @@
-"""Writes down which tests failed, and which of them start processes. A plugin of `tests.run`."""
+"""Writes down which tests ended, which failed, and which of those start processes. A plugin of
+`tests.run`."""
 
 from __future__ import annotations
 
@@ -21,10 +22,13 @@ class Failures:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._failed: dict[str, bool] = {}  # test |-> whether it starts processes
+        self._ended: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self._failed[report.nodeid] = starts_processes(report.nodeid, report.keywords)
+        if report.when == "teardown":
+            self._ended.append(report.nodeid)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -32,14 +36,23 @@ class Failures:
 
     def pytest_sessionfinish(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(self._failed))
+        self._path.write_text(json.dumps({"failed": self._failed, "ended": self._ended}))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--failures", type=Path, help="where to write which tests failed")
+    parser.addoption("--failures", type=Path, help="where to write which tests ended and failed")
+    parser.addoption("--leave-out", type=Path, help="tests to leave out: what --failures wrote")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--failures")
     if path is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Failures(path))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    path = config.getoption("--leave-out")
+    if path is not None:
+        known = json.loads(path.read_text())
+        out = {*known["ended"], *known["failed"]}
+        items[:] = [item for item in items if item.nodeid not in out]

@@ -79,3 +79,32 @@ def test_the_long_suites_end_with_one_line(tmp_path: Path) -> None:
     code, said = run(tmp_path, "--long")
     assert code == 0
     assert said.splitlines()[-1].startswith("test-long: 1 passed")
+
+
+BREAKS_ONCE = """
+from pathlib import Path
+
+def pytest_runtest_logfinish(nodeid):
+    if "starved" in nodeid and not Path("broke").exists():
+        Path("broke").touch()
+        raise ValueError("the run itself")
+"""
+
+
+@pytest.mark.parametrize("processes", ["0", "2"])
+def test_a_run_that_breaks_goes_on_and_is_told_of(tmp_path: Path, processes: str) -> None:
+    (tmp_path / "conftest.py").write_text(BREAKS_ONCE)
+    code, said = run(tmp_path, f"--numprocesses={processes}", other=True)
+    assert code == 1, said
+    assert "failed: test_it.py::test_other" in said, "which the first run had not begun, or had"
+    assert any(
+        line.startswith("pytest broke: ") and line.endswith("ValueError: the run itself")
+        for line in said.splitlines()
+    )
+
+
+def test_a_run_that_broke_behind_its_last_test_has_passed(tmp_path: Path) -> None:
+    (tmp_path / "starved").touch()
+    (tmp_path / "conftest.py").write_text(BREAKS_ONCE)
+    code, said = run(tmp_path, "-k", "starved")
+    assert code == 0, said
