@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from engine.attention.choosing.choice import ChosenBackend, choose_backend
-from engine.checks.self_check import Loaded, Reference, check_against_eager
+from engine.assembly import Assembly
+from engine.attention.choosing.choice import choose_backends
+from engine.checks.self_check import Loaded
 from engine.compiled.build import Expected, compile_model, expected_logits
 from engine.compiled.fp8 import check_fp8, in_fp8
 from engine.compiled.merging import linears
@@ -22,15 +23,8 @@ from engine.core.activity import ReportActivity, Stage, StartActivity, unheard
 from engine.core.options import DEFAULT_OPTIONS, CudaOptions
 from engine.core.sizing import (
     EngineLimits,
-    KvSizing,
-    MemoryProfile,
-    of_one_host,
-    size_kv,
-    size_ranks,
 )
-from engine.core.step import StepBatch
 from engine.kept_start import KeptStart, Start, kept_start, written
-from engine.memory_profile import profile_memory
 from engine.model.checkpoint import Checkpoint, eos_token_ids
 from engine.model.kv_layout import derive_layout
 from engine.model.model import Model
@@ -39,124 +33,18 @@ from engine.parallel.opening import OwnRank
 from engine.parallel.ranks import (
     ALONE,
     Ranks,
-    lies_apart,
     own_layout,
-    own_memory,
-    rank_block_bytes,
 )
-from engine.recording import record_decode, rehearse_recording
+from engine.recording import record_decode
 from engine.runner import Engine, EngineFacts
 from engine.sampling.grammars import Grammars, open_grammars
 from engine.sampling.sampler import prepare_draws
 from kvpool.core.layout.layout import KvLayout
-from kvpool.memory.kv_memory import Allocate, KvMemory
+from kvpool.memory.kv_memory import Allocate
 from kvrelay.errors import ModelError
 from kvrelay.gc_pauses import paused
 
 _FP32_ANGLES = (5, 19)
-_NOTHING = MemoryProfile(total_bytes=0, weight_bytes=0, activation_bytes=0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assembly:
-    """`layout` is the whole model's, `own` this rank's. `records`: decode steps are to be recorded
-    as CUDA graphs."""
-
-    model: Model
-    facts: EngineFacts
-    layout: KvLayout
-    own: KvLayout
-    backend: ChosenBackend
-    limits: EngineLimits
-    needs_masks: bool
-    goes_first: bool
-    records: bool
-    ranks: Ranks
-
-    def check(self, reference: Reference) -> None:
-        """Raises ModelError if paged steps give other logits than `reference`."""
-        check_against_eager(self.model, self.own, reference, self._draft_logits)
-
-    def sizing(self, blocks: int | None) -> KvSizing:
-        """`blocks` None: as many as fit on all ranks beside a step's measured needs. Rank 0 decides
-        by what all have measured."""
-        profiles = (_NOTHING,) if blocks is not None else self.ranks.profiles(self._profile())
-        if not self._is_first:
-            return self._no_blocks()
-        longest = self.facts.max_model_len
-        parts = rank_block_bytes(self.layout, self.ranks.own)
-        if len(profiles) > 1 and lies_apart(self.model.device):
-            return size_ranks(
-                self.layout, self.limits, profiles, max_model_len=longest, block_bytes=parts
-            )
-        return size_kv(
-            self.layout,
-            self.limits,
-            of_one_host(profiles),
-            max_model_len=longest,
-            blocks=blocks,
-            block_bytes=sum(parts),
-        )
-
-    def serving(self, sizing: KvSizing, allocate: Allocate | None) -> Engine:
-        memory = self.ranks.memory(self.layout, sizing.blocks, self.model.device, allocate)
-        layers = None if self.model.stage is None else self.model.stage.layers
-        own = own_memory(memory, layers)
-        if self.model.stage is not None:
-            self.model.stage.join()
-        return self._engine(memory, sizing, self.ranks, own)
-
-    @property
-    def _is_first(self) -> bool:
-        return self.ranks.own is None or self.ranks.own.is_first
-
-    def _profile(self) -> MemoryProfile:
-        """Of this rank. Slabs are rank 0's alone."""
-        limits = self.limits if self._is_first else replace(self.limits, staging_slabs=0)
-        return profile_memory(
-            self.model,
-            self.own,
-            limits,
-            self.facts.max_model_len,
-            self._run_draft,
-            copies_kv=self.backend.copies_kv,
-            record=self._record_draft if self.records else None,
-            staged=self.layout,
-        )
-
-    def _draft_logits(self, memory: KvMemory, batch: StepBatch) -> torch.Tensor:
-        return self._engine(memory, self._no_blocks()).logits(batch)
-
-    def _run_draft(self, memory: KvMemory, batch: StepBatch) -> object:
-        return self._engine(memory, self._no_blocks()).run(batch)
-
-    def _record_draft(self, memory: KvMemory) -> object:
-        engine = self._engine(memory, self._no_blocks())
-        return rehearse_recording(engine, self.limits.max_running_requests)
-
-    def _no_blocks(self) -> KvSizing:
-        longest = self.facts.max_model_len
-        return KvSizing(blocks=0, tokens=0, max_model_len=longest, kv_bytes=0, reason="")
-
-    def _engine(
-        self,
-        memory: KvMemory,
-        sizing: KvSizing,
-        ranks: Ranks = ALONE,
-        own: KvMemory | None = None,
-    ) -> Engine:
-        """`own`: this rank's part of `memory`; None: all of it."""
-        return Engine(
-            self.model,
-            memory,
-            replace(self.facts, max_model_len=sizing.max_model_len),
-            sizing,
-            needs_masks=self.needs_masks,
-            own=own or memory,
-            backend=self.backend.open(own or memory),
-            goes_first=self.goes_first,
-            ranks=ranks,
-        )
 
 
 def set_matmul_precision(*, tf32: bool) -> None:
@@ -299,12 +187,13 @@ class _Order:
         layout = derive_layout(loaded.shapes, dtype=kept, block_size=self.block_size)
         own_rank = self.ranks.own
         own = own_layout(layout, own_rank, None if model.stage is None else model.layers)
+        first, *others = choose_backends(self.attention, model, own, loaded.own)
         assembly = Assembly(
             model=model,
             facts=_facts(self.checkpoint, layout, model, self.longest, own_rank),
             layout=layout,
             own=own,
-            backend=choose_backend(self.attention, model, own, loaded.own),
+            backend=first,
             limits=self.limits,
             needs_masks=loaded.needs_masks,
             goes_first=self.cuda.goes_first,
@@ -314,7 +203,7 @@ class _Order:
         self.report(StartActivity(stage=Stage.CHECKS))
         with _memory_errors(self.device):
             assembly.check(loaded.reference)
-        return assembly
+            return assembly.fastest_of(others, loaded.reference)
 
     def _made_fast(self, model: Model, expected: Expected | None) -> Model:
         """Prepares decode steps of all sizes, the first of which would take longer otherwise."""

@@ -112,9 +112,10 @@ class AttentionSection(Section):
     """How attention over the paged KV is computed."""
 
     backend: AttentionBackend = "auto"
-    """auto: triton on CUDA and native on a CPU if they can serve the model, else sdpa. native and
-    triton: our own kernels for CPUs and CUDA; flashinfer and flash (FlashAttention-3): where
-    installed; sdpa: plain torch operations."""
+    """auto: native on a CPU; on CUDA the one of triton, flashinfer and flash whose decode steps are
+    the fastest when a worker starts; sdpa where none can serve the model. native and triton: our
+    own kernels; flashinfer and flash (FlashAttention-3): where installed; sdpa: plain torch
+    operations."""
 
 
 class SchedulerSection(Section):

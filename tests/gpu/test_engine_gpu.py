@@ -3,14 +3,17 @@ are recorded."""
 
 from __future__ import annotations
 
+import logging
 from itertools import product
 
 import pytest
 import torch
 
+from engine.attention.choosing import choice
 from engine.checks import self_check
 from engine.core.options import CudaOptions
 from engine.core.sizing import EngineLimits
+from engine.device.cuda_memory import STEP_BYTES, CudaMemory
 from engine.load import load_engine
 from engine.model.checkpoint import open_checkpoint
 from tests.drive import run_mixed, start
@@ -110,3 +113,35 @@ def test_recorded_steps_change_no_token(
     _check_mixed(case)
     monkeypatch.setattr(case.engine, "graphs", None)
     _check_mixed(case)
+
+
+def test_auto_compares_whole_steps_and_gives_the_memory_back(
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Recorded steps against plain torch, which no library is needed for."""
+    monkeypatch.setattr(choice, "_ON_CUDA", ("triton", "sdpa"))
+    checkpoint = open_checkpoint(str(random_checkpoint(tmp_path_factory.mktemp("auto"), "llama")))
+    limits = EngineLimits(
+        max_model_len=256, prefill_chunk_tokens=CHUNK_TOKENS, max_running_requests=4
+    )
+
+    def reserved(attention: str) -> int:
+        CudaMemory(torch.device("cuda")).release()
+        engine = load_engine(
+            checkpoint,
+            device="cuda",
+            dtype="float32",
+            block_size=BLOCK_SIZE,
+            blocks=32,
+            limits=limits,
+            attention=attention,
+        )
+        assert engine.graphs is not None
+        return torch.cuda.memory_reserved()
+
+    alone = reserved("triton")
+    with caplog.at_level(logging.INFO):
+        assert reserved("auto") <= alone + STEP_BYTES
+    assert "attention.backend: auto is triton: ms of a decode step of 1 and 4" in caplog.text

@@ -81,7 +81,7 @@ def test_auto_on_a_cpu_takes_our_kernel_if_it_can(
     reason: str | None, taken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(needs.NEEDS, "native", lambda wanted: reason)
-    assert choice.choose("auto", _wanted(_CPU)) == taken
+    assert choice.choose("auto", _wanted(_CPU)) == (taken,)
 
 
 def test_the_cpus_kernel_is_refused_on_cuda_and_where_it_isnt_built(
@@ -98,22 +98,30 @@ def test_fp8_kv_is_served_by_triton_alone(name: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     kept = replace(_LAYOUT, dtype="float8_e4m3fn")
     assert "use triton" in _refusal(name, _CUDA, layout=kept) or name == "sdpa"
-    assert choice.choose("auto", _wanted(_CUDA, layout=kept)) == "triton"
+    assert choice.choose("auto", _wanted(_CUDA, layout=kept)) == ("triton",)
     with pytest.raises(ModelError, match=r"only triton, on CUDA, serves engine\.kv_dtype: fp8"):
         choice.choose("auto", _wanted(_CPU, layout=kept))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert "capability 8.9" in _refusal("triton", _CUDA, layout=kept)
 
 
-@pytest.mark.parametrize(("reason", "taken"), [(None, "triton"), ("not installed", "sdpa")])
-def test_auto_on_cuda_takes_what_is_recorded_if_it_can(
-    reason: str | None, taken: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("installed", "compared"),
+    [
+        (("triton", "flash", "flashinfer"), ("triton", "flashinfer", "flash")),
+        (("triton",), ("triton",)),
+        (("flash",), ("flash",)),
+        ((), ("sdpa",)),
+    ],
+)
+def test_auto_on_cuda_compares_what_is_installed(
+    installed: tuple[str, ...], compared: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever else is installed."""
-    for name in ("flash", "flashinfer"):
-        monkeypatch.setitem(needs.NEEDS, name, lambda wanted: None)
-    monkeypatch.setitem(needs.NEEDS, "triton", lambda wanted: reason)
-    assert choice.choose("auto", _wanted(_CUDA)) == taken
+    """What is recorded comes first."""
+    for name in ("triton", "flash", "flashinfer"):
+        reason = None if name in installed else "not installed"
+        monkeypatch.setitem(needs.NEEDS, name, lambda wanted, reason=reason: reason)
+    assert choice.choose("auto", _wanted(_CUDA)) == compared
 
 
 @pytest.mark.parametrize(

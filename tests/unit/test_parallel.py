@@ -19,7 +19,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine import follower, load
+from engine import assembly, follower
 from engine.core.sizing import EngineLimits, MemoryProfile
 from engine.core.step import SequenceSlice, StepBatch
 from engine.device.layer_marks import LayerMarks
@@ -211,7 +211,7 @@ def test_no_rank_has_room_beside_the_weights_of_another(
         profile_memory(*args, **named)  # all ranks run its step
         return figures
 
-    monkeypatch.setattr(load, "profile_memory", measured)
+    monkeypatch.setattr(assembly, "profile_memory", measured)
     folder = random_checkpoint(tmp_path, "llama")
     refused(folder, r"tokens of KV fit: 0\.9 x .* - weights 3\d\d\.", blocks=None)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine import load
+from engine import assembly
 from engine.core.sizing import MemoryProfile, of_one_host
 from engine.core.step import StepBatch
 from engine.device.layer_marks import LayerMarks
@@ -132,7 +132,7 @@ def test_stages_are_charged_what_each_has_measured(
         told.append(profiles)
         return of_one_host(profiles)
 
-    monkeypatch.setattr(load, "of_one_host", heard)
+    monkeypatch.setattr(assembly, "of_one_host", heard)
     folder = random_checkpoint(tmp_path, "llama", num_hidden_layers=3)
     limits = replace(LIMITS, kv_memory_bytes=1 << 20, staging_slabs=2)
     engine, whole = ranks(folder, 1, stages=2, blocks=None, limits=limits), alone(folder)

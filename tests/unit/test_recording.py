@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from engine import load, recording
+from engine import assembly, load, recording
 from engine.core.options import CudaOptions
 from engine.core.sizing import EngineLimits, MemoryProfile
 from engine.memory_profile import profile_memory
@@ -39,15 +39,17 @@ def test_graphs_are_rehearsed_where_they_are_recorded(
 ) -> None:
     rehearsed: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        load, "rehearse_recording", lambda one, most: rehearsed.append((one.memory.blocks, most))
+        assembly,
+        "rehearse_recording",
+        lambda one, most: rehearsed.append((one.memory.blocks, most)),
     )
 
     def profile(*args: Any, record: Any = None, **others: Any) -> MemoryProfile:
         if record is not None:
-            record(load.KvMemory(args[1], 5, "cpu"))
+            record(assembly.KvMemory(args[1], 5, "cpu"))
         return profile_memory(*args, **others)
 
-    monkeypatch.setattr(load, "profile_memory", profile)
+    monkeypatch.setattr(assembly, "profile_memory", profile)
     load.load_engine(
         open_checkpoint(str(random_checkpoint(tmp_path))),
         device="cpu",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from engine.attention.choosing.choice import choose_backend
+from engine.attention.choosing.choice import choose_backends
 from engine.compiled.build import compile_model
 from engine.core.sizing import KvSizing
 from engine.core.step import SampleRequest, SequenceSlice, StepBatch
@@ -75,7 +75,7 @@ def random_engine(
     model = compile_model(Model(module, config, torch.device(device), torch.bfloat16), fp8=fp8)
     shapes = probe(model)
     layout = derive_layout(shapes, dtype=kv_dtype or model.dtype_name, block_size=_BLOCK_SIZE)
-    chosen = choose_backend(backend, model, layout, shapes)
+    chosen = choose_backends(backend, model, layout, shapes)[0]
     memory = KvMemory(layout, layout.blocks_for(tokens) + batch, device)
     for plane in memory.planes[0] if kv_dtype is None else ():
         plane.normal_()  # zeros take less power, and so less time

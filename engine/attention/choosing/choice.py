@@ -22,6 +22,7 @@ Places = Mapping[int, tuple[int, int]]
 OpenBackend = Callable[[KvMemory, tuple[GroupShape, ...], Places], Backend]
 
 TORCH = "sdpa"
+_ON_CUDA, _ON_CPU = ("triton", "flashinfer", "flash"), ("native",)
 
 
 class _Listed(NamedTuple):
@@ -61,17 +62,18 @@ def group_shapes(layout: KvLayout, layers: Mapping[int, LayerShape]) -> tuple[Gr
     return tuple(shapes)
 
 
-def choose(name: str, wanted: Wanted) -> str:
-    """`name` is a key of the table above, or "auto". Only decode steps of triton are recorded as
-    CUDA graphs, which is worth more than any layer's attention. Raises ModelError that names the
-    YAML key."""
+def choose(name: str, wanted: Wanted) -> tuple[str, ...]:
+    """`name` is a key of the table above, or "auto", which may give several: the first unless
+    decode steps of another are faster. Plain torch is there for what nothing else serves. Raises
+    ModelError that names the YAML key."""
     if name != "auto":
         reason = NEEDS[name](wanted)
         if reason is not None:
             raise ModelError(f"attention.backend: {name} can't be used: {reason}, or use auto")
-        return name
-    best = "triton" if wanted.on_cuda else "native"
-    return best if NEEDS[best](wanted) is None else choose(TORCH, wanted)
+        return (name,)
+    preferred = _ON_CUDA if wanted.on_cuda else _ON_CPU
+    found = tuple(name for name in preferred if NEEDS[name](wanted) is None)
+    return found or choose(TORCH, wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +89,20 @@ class ChosenBackend:
         return _BACKENDS[self.name].copies_kv
 
 
-def choose_backend(
+def choose_backends(
     name: str, model: Model, layout: KvLayout, layers: Mapping[int, LayerShape]
-) -> ChosenBackend:
-    """Raises ModelError."""
+) -> tuple[ChosenBackend, ...]:
+    """Like `choose`. Raises ModelError."""
     shapes = group_shapes(layout, layers)
     wanted = Wanted(device=model.device, dtype=model.dtype, layout=layout, groups=shapes)
-    chosen = choose(name, wanted)
-    if chosen == TORCH:
-        return ChosenBackend(chosen, lambda memory: None)
     places = layer_places(layout)
-    return ChosenBackend(chosen, lambda memory: opener(chosen)(memory, shapes, places))
+    return tuple(_chosen(name, shapes, places) for name in choose(name, wanted))
+
+
+def _chosen(name: str, shapes: tuple[GroupShape, ...], places: Places) -> ChosenBackend:
+    if name == TORCH:
+        return ChosenBackend(name, lambda memory: None)
+    return ChosenBackend(name, lambda memory: opener(name)(memory, shapes, places))
 
 
 def opener(name: str) -> OpenBackend:
