@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
-from engine import follower, load
+from engine import assembly, follower
 from engine.device.group import Line
 from engine.model.model import Model
 from engine.parallel import leader, nccl_line, opening, ranks
@@ -57,7 +57,7 @@ def use_gpus_ways(patch: Patch) -> None:
     patch(torch.cuda, "synchronize", lambda device: None)
     patch(nccl_line, "open_nccl", open_gloo)
     patch(opening, "_open_line", _open_line)
-    for module in (leader, follower, load):
+    for module in (leader, follower, assembly):
         patch(module, "lies_apart", lambda device: True)
     patch(ranks, "KvMemory", _SharedMemory)
     patch(ranks, "share", _share)
