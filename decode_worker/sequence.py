@@ -221,6 +221,7 @@ class Sequence:
         """The tokens of one step, or of several in a row, whose last one may end it. `emitted` does
         not have them yet."""
         last, first = drawn[-1], len(self.emitted)
+        ids = (last.token_id,) if len(drawn) == 1 else tuple([one.token_id for one in drawn])
         reason = finish_reason(self.spec.sampling, last, emitted=first + len(drawn))
         has_logprobs = last.logprobs is not None
         return Tokens(
@@ -228,7 +229,7 @@ class Sequence:
             at_s=now_s,
             choice=choice,
             first_index=first,
-            token_ids=tuple([one.token_id for one in drawn]),
+            token_ids=ids,
             logprobs=tuple([one.logprobs for one in drawn if one.logprobs]) if has_logprobs else (),
             finish_reason=reason,
             stop_token_id=last.token_id if reason is FinishReason.STOP else None,

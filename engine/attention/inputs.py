@@ -83,13 +83,15 @@ def _as_arrays(tables: Tables) -> tuple[Tables, Arrays]:
 
 
 def step_arrays(layout: KvLayout, slices: Sequence[SequenceSlice], cache: TableCache) -> StepArrays:
-    is_chunk = [len(s.token_ids) > 1 for s in slices]
-    order = sorted(range(len(slices)), key=is_chunk.__getitem__)
-    ordered = [slices[i] for i in order]
-    counts = np.array([len(s.token_ids) for s in ordered], dtype=np.int64)
+    lengths = [len(s.token_ids) for s in slices]
+    decodes, order, ordered = lengths.count(1), [*range(len(slices))], slices
+    if decodes != len(slices):
+        order.sort(key=lambda i: lengths[i] > 1)
+        ordered = [slices[i] for i in order]
+        lengths = [lengths[i] for i in order]
+    counts = np.array(lengths, dtype=np.int64)
     starts = np.array([s.start for s in ordered], dtype=np.int64)
     rows, owner, positions = _spread(counts, starts)
-    decodes = is_chunk.count(False)
     tables = cache.arrays(ordered)
     return StepArrays(
         order=order,

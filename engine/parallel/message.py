@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from struct import pack
 from typing import NamedTuple
 
 import numpy as np
@@ -68,7 +69,7 @@ class StepTeller:
         for piece in slices:
             row, known = self._row(piece)
             flags = _SAMPLES if piece.samples else 0
-            if known != piece.tables:
+            if known is not piece.tables and known != piece.tables:
                 flags |= _CHANGED
                 for table, old in zip(piece.tables, known or _nothing(piece), strict=True):
                     kept = len(old) if table[: len(old)] == old else 0
@@ -80,7 +81,8 @@ class StepTeller:
         self._forget(len(slices))
         groups = len(slices[0].tables)
         head = (len(slices), groups, kind.packed(), len(changes) // (2 * groups))
-        return np.array([*head, *facts, *changes, *tokens, *blocks], dtype=np.int32).tobytes()
+        numbers = (*head, *facts, *changes, *tokens, *blocks)
+        return pack(f"={len(numbers)}i", *numbers)  # a quarter of what an array takes
 
     def _row(self, piece: SequenceSlice) -> tuple[int, Tables | None]:
         """The row of the sequence, and the tables known there; None: those of another sequence."""

@@ -160,7 +160,8 @@ class TritonBackend:
                 work = self._work(g, step, chosen, group.table_starts + begin, tiling)
                 named.arrays |= {f"{g}.{kind}.{name}": array for name, array in work.items()}
             begin += len(group.tables)
-        named.arrays["tables"] = np.concatenate([group.tables for group in step.groups])
+        tables = [group.tables for group in step.groups]
+        named.arrays["tables"] = tables[0] if len(tables) == 1 else np.concatenate(tables)
         return named, tilings
 
     def programs(self, tiling: Tiling) -> int:
