@@ -58,6 +58,12 @@ class Lanes(Generic[Job]):
             jobs.put(job)
         return True
 
+    def has_more(self, lane: str) -> bool:
+        """Jobs wait there. In its own thread this stays true."""
+        with self._lock:
+            jobs = self._lanes.get(lane)
+            return jobs is not None and not jobs.empty() and not self._closed
+
     def clear(self, lane: str) -> None:
         """Drops the jobs that wait there."""
         with self._lock:

@@ -6,11 +6,12 @@ side, blocks reserved for a handoff on the other.
 
 The copies over each connection have lanes of their own: if one hangs, it holds up none of another
 peer, nor of the peer's next connection. Where a slab can't be mapped, the next is gathered while
-one is sent. On a device a gather is queued behind the one before, and only who sends it waits. What
-touches this worker's memory only has one lane. Each scatter is waited for there, before the header
-of the next slab is read: 64 MiB take a device 0.06 ms, less than preparing the next one, and a
-second thread that waits would come later to the last piece, on which the prompt's first token
-hangs. Slabs are replaced in another lane, as their peers must hear of it.
+one is sent. What touches this worker's memory only has one lane. Slabs are replaced in another, as
+their peers must hear of it.
+
+On a device a job is queued behind the one before. Where more jobs wait in its lane, the next is
+prepared meanwhile, and then this one is waited for by its event and told of: in order, and by the
+same thread. The last one is waited for at once, as a prompt's first token may hang on it.
 """
 
 from __future__ import annotations
@@ -49,6 +50,11 @@ from kvpool.transport.send_buffers import SendBuffers
 from kvrelay.errors import PeerError
 from kvrelay.types import RequestKey
 
+_Wait = Callable[[], None]
+"""Returns when the device has done something."""
+_Tell = Callable[[], None]
+"""Tells of a job that is done."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Send:
@@ -58,7 +64,7 @@ class _Send:
     connection: Connection
     staging: SharedRegion
     nbytes: int
-    gathered: Callable[[], None]  # waits for it
+    gathered: _Wait
     gathered_s: float
 
 
@@ -92,6 +98,9 @@ class Mover:
             SlabId(i): links.endpoints.register(self._slab_bytes) for i in range(slabs)
         }
         self._buffers = SendBuffers(links.endpoints, slab_bytes)
+        self._untold: dict[str, tuple[_Wait, _Tell]] = {}
+        """# lane |-> the job that its device does while the next is prepared. A lane's thread alone
+        has it."""
         self._lanes: Lanes[Job] = Lanes("kvrelay-mover", self._move, crashed, around=self._beside)
 
     def put(self, job: Job) -> None:
@@ -102,6 +111,8 @@ class Mover:
         """Drops the jobs that have not begun."""
         self._buffers.close()
         self._lanes.close()
+        for wait, _ in self._untold.values():
+            wait()
         for region in self.regions.values():
             self._links.endpoints.deregister(region)
         self.regions.clear()
@@ -128,32 +139,61 @@ class Mover:
             case _Send():
                 self._send(job)
             case ScatterSlab():
-                self._post(self._scatter(job))
+                self._scatter(job)
             case FetchPiece():
-                self._post(self._fetch(job))
+                self._fetch(job)
             case PullBlocks():
-                self._post(self._pull(job))
+                self._pull(job)
             case DigestBlocks():
+                self._tell_last(_OWN)
                 self._post(self._digest(job))
             case ReplaceSlab(slab_id=slab_id):
                 self._post(self._replace(slab_id))
 
+    def _tell(self, lane: str, tell: _Tell) -> None:
+        """Once all that this thread has queued is done."""
+        self._tell_last(lane)
+        if self._memory.queues and self._lanes.has_more(lane):
+            self._untold[lane] = self._memory.mark(), tell
+        else:
+            self._memory.settle()
+            tell()
+
+    def _tell_last(self, lane: str) -> None:
+        """The lane's job before this one goes first."""
+        if lane in self._untold:
+            wait, tell = self._untold.pop(lane)
+            wait()
+            tell()
+
     def _write(self, job: WriteSlab) -> None:
         """Into the peer's slab, or into staging that is sent next."""
-        started_s = time.monotonic()
+        started_s, lane = time.monotonic(), self._lane_of(job)
+
+        def tell(error: str | None = None) -> None:
+            self._tell_written(job, time.monotonic() - started_s, error)
+
+        def filled() -> None:
+            error = None
+            try:
+                self._tell_filled(job)
+            except PeerError as failure:
+                error = str(failure)
+            tell(error)
+
         try:
             connection = self._links.connection(job.peer)
             window = connection.window(RegionName(job.lent.region))
             if window is None:
+                self._tell_last(lane)
                 self.put(self._staged(job, connection, started_s))
                 return
             self._gather(job, window)
-            self._memory.settle()
-            self._tell_filled(job)
         except PeerError as failure:
-            self._tell_written(job, time.monotonic() - started_s, str(failure))
-            return
-        self._tell_written(job, time.monotonic() - started_s)
+            self._tell_last(lane)
+            tell(str(failure))
+        else:
+            self._tell(lane, filled)
 
     def _staged(self, job: WriteSlab, connection: Connection, started_s: float) -> _Send:
         staging = self._buffers.take(connection, HEADER_BYTES + job.write.nbytes)
@@ -216,7 +256,7 @@ class Mover:
             )
         )
 
-    def _scatter(self, job: ScatterSlab) -> SlabScattered:
+    def _scatter(self, job: ScatterSlab) -> None:
         started_s, error = time.monotonic(), None
         filled = job.filled
         try:
@@ -230,38 +270,50 @@ class Mover:
                     lease_id=filled.lease_id,
                     window=self.regions[filled.slab_id].memory_on(self._links.scheme(job.peer)),
                 )
-            self._memory.settle()
         except PeerError as failure:
             error = str(failure)
-        return SlabScattered(
-            key=filled.key,
-            piece=filled.piece,
-            slab_id=filled.slab_id,
-            lease_id=filled.lease_id,
-            bytes=job.write.nbytes,
-            seconds=time.monotonic() - started_s,
-            error=error,
-        )
 
-    def _fetch(self, job: FetchPiece) -> PieceFetched:
+        def tell() -> None:
+            scattered = SlabScattered(
+                key=filled.key,
+                piece=filled.piece,
+                slab_id=filled.slab_id,
+                lease_id=filled.lease_id,
+                bytes=job.write.nbytes,
+                seconds=time.monotonic() - started_s,
+                error=error,
+            )
+            self._post(scattered)
+
+        self._tell(_OWN, tell)
+
+    def _fetch(self, job: FetchPiece) -> None:
         started_s = time.monotonic()
         with self._trace.queued("fetch", **_facts(job.key, job.piece, job.write)):
             error = self._read(job)
-        self._memory.settle()
-        return PieceFetched(
-            key=job.key,
-            piece=job.piece,
-            bytes=job.write.nbytes,
-            seconds=time.monotonic() - started_s,
-            error=error,
-        )
 
-    def _pull(self, job: PullBlocks) -> BlocksPulled:
+        def tell() -> None:
+            fetched = PieceFetched(
+                key=job.key,
+                piece=job.piece,
+                bytes=job.write.nbytes,
+                seconds=time.monotonic() - started_s,
+                error=error,
+            )
+            self._post(fetched)
+
+        self._tell(self._lane_of(job), tell)
+
+    def _pull(self, job: PullBlocks) -> None:
         started_s = time.monotonic()
         error = self._read(job)
-        self._memory.settle()
-        seconds = time.monotonic() - started_s
-        return BlocksPulled(pull=job.pull, bytes=job.write.nbytes, seconds=seconds, error=error)
+
+        def tell() -> None:
+            seconds = time.monotonic() - started_s
+            nbytes = job.write.nbytes
+            self._post(BlocksPulled(pull=job.pull, bytes=nbytes, seconds=seconds, error=error))
+
+        self._tell(self._lane_of(job), tell)
 
     def _digest(self, job: DigestBlocks) -> BlocksDigested:
         with self._trace.span("digest", request=job.holder.key.request_id):
@@ -273,6 +325,8 @@ class Mover:
         target = Side(tables=job.tables, block_size=self._memory.layout.block_size)
         try:
             connection = self._links.connection(job.peer)
+            if connection.window(RegionName(job.kv.region)) is None:
+                self._tell_last(self._lane_of(job))  # this read returns when it is done
             fetch(self._memory, target, connection, job.kv, job.source, job.write)
         except PeerError as failure:
             return str(failure)

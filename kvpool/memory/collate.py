@@ -9,7 +9,7 @@ A pool that lies on several devices is collated by rank 0, through one slab for 
 is cut by layers alone and nothing is encoded, a rank's part of a slab is a slab too.
 
 On a CUDA device the work is queued on the caller's current stream, the header of a slab too; the
-caller waits for it.
+caller waits for it. Headers are read on a stream of their own.
 """
 
 from __future__ import annotations
@@ -263,12 +263,15 @@ def read_slab(
     window: torch.Tensor,
 ) -> SlabHeader:
     """Checks that a filled slab is `write`, the reader's own cut of `piece`, and scatters it. On a
-    device that is done, and the slab read, once the caller has waited (KvMemory.settle).
+    device that is done, and the slab read, once the caller has waited (KvMemory.settle). The writer
+    has waited before this is called.
 
     Raises PeerError, with no block touched, if it is incomplete or of another model, dtype, codec,
     lease or piece.
     """
-    header = SlabHeader.unpack(bytes(_buffer(window[:HEADER_BYTES])), fingerprint=fingerprint)
+    with memory.beside():  # it doesn't wait for scatters that this thread has queued
+        told = bytes(_buffer(window[:HEADER_BYTES]))
+    header = SlabHeader.unpack(told, fingerprint=fingerprint)
     _check(header, piece, write, lease_id)
     payload = window[HEADER_BYTES:]
     if payload.is_cpu:

@@ -127,9 +127,14 @@ class KvMemory:
         """The planes `[slots, heads, dim]` of the group's `index`-th layer."""
         return [plane[index] for plane in self.planes[group]]
 
+    @property
+    def queues(self) -> bool:
+        """Work is queued for a device, which does it later."""
+        return self.device.type == "cuda"
+
     def mark(self) -> Callable[[], None]:
         """Waits until the device has done what this thread has queued up to now."""
-        if self.device.type != "cuda":
+        if not self.queues:
             return _no_wait
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self.device))
@@ -137,13 +142,13 @@ class KvMemory:
 
     def settle(self) -> None:
         """Returns once everything that this thread has queued for the device is done."""
-        if self.device.type == "cuda":
+        if self.queues:
             torch.cuda.current_stream(self.device).synchronize()
 
     def beside(self) -> AbstractContextManager[object]:
         """Within the context, this thread's work runs in parallel with other threads' work on the
         device. Only blocks that the device has finished with may be touched. `settle` ends it."""
-        if self.device.type != "cuda":
+        if not self.queues:
             return nullcontext()
         return torch.cuda.stream(torch.cuda.Stream(self.device))
 

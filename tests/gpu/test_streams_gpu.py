@@ -16,7 +16,7 @@ from kvpool.core.transfer.piece import Piece
 from kvpool.core.transfer.plan import cut
 from kvpool.core.transfer.slabs import HEADER_BYTES
 from kvpool.core.transfer.write import Side, SlabWrite, TokenSpan
-from kvpool.memory.collate import gather_write, write_slab
+from kvpool.memory.collate import gather_write, read_slab, write_slab
 from kvpool.memory.kv_memory import KvMemory
 
 pytestmark = pytest.mark.gpu
@@ -69,6 +69,28 @@ def test_a_gather_is_queued_with_its_header() -> None:
         gathered()
         assert before.query()
     assert torch.equal(slab, expected)
+
+
+def test_a_scatter_is_queued_and_its_header_read_at_once() -> None:
+    """Nobody waits for the scatter before it."""
+    memory, read = _random_memory(), _random_memory()
+    write, piece = _whole(memory), Piece(span=_SPAN, index=0)
+    slab = torch.zeros(HEADER_BYTES + write.nbytes, dtype=torch.uint8, device="cuda")
+    facts: dict[str, Any] = {"fingerprint": "5a" * 16, "lease_id": 1, "window": slab}
+    write_slab(memory, _TABLES, piece, write, **facts)
+    memory.settle()
+    read_slab(read, _TABLES, piece, write, **facts)  # compiled, and the device is warm
+    read.flat.zero_()
+    torch.cuda.synchronize()
+    with read.beside():
+        torch.cuda._sleep(_LONG_CYCLES)
+        before = torch.cuda.Event()
+        before.record()
+        read_slab(read, _TABLES, piece, write, **facts)
+        scattered = read.mark()
+        assert not before.query(), "it was waited for"
+        scattered()
+    assert torch.equal(read.flat, memory.flat)
 
 
 def test_a_gather_runs_beside_a_step() -> None:
