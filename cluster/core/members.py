@@ -221,6 +221,10 @@ class Members:
             if pool in desired and not (anew and desired[pool].role)
         }
         self.desired, self.roles = desired, _roles_of(desired, before)
+        for process in self:
+            wish = desired.get(process.pool)
+            if wish is not None and wish.revision != process.revision:
+                process.tries_anew()
 
     def is_settled(self) -> bool:
         """Everything serves as desired, and nothing else is there."""

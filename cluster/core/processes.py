@@ -44,6 +44,7 @@ class Process:
     home: Home | None = None
     activity: StartActivity = STARTS  # while its state is STARTING
     left_out: str = ""  # why, while its state is LEFT_OUT
+    hopeless: str = ""  # why its starts fail, where another one is not likely to help
     leave_by_s: float | None = None  # it must have begun to leave then: its node ends
     adopted: bool = False  # a former controller started it, and it may still serve
     starting_s: float = 0.0  # for how long, without its wait for a place
@@ -53,6 +54,12 @@ class Process:
     @property
     def refusals(self) -> list[str]:
         return [f"{router} refused {self.name}: {why}" for router, why in self.refused.items()]
+
+    @property
+    def troubles(self) -> list[str]:
+        """Why it won't serve, though it is tried on and on."""
+        failed = [f"{self.name} can't start: {self.hopeless}"] if self.hopeless else []
+        return [*failed, *self.refusals]
 
     def is_due(self, now_s: float) -> bool:
         return self.state is State.BACKING_OFF and self.start_at_s <= now_s
@@ -92,6 +99,11 @@ class Process:
         self.address, self.joined, self.refused, self.adopted = None, set(), {}, False
         return wait_s
 
+    def tries_anew(self) -> None:
+        """With other settings: what failed with the old ones says nothing."""
+        if self.state is State.BACKING_OFF and not self.adopted:
+            self.failures, self.start_at_s, self.hopeless = 0, 0.0, ""
+
     def _was_stable(self, now_s: float) -> bool:
         if self.state is not State.SERVING or self.served_s is None:
             return False
@@ -107,6 +119,8 @@ def doing(process: Process, routers: Collection[str]) -> str:
             return str(process.activity)
         case State.LEFT_OUT:
             return process.left_out
+        case State.BACKING_OFF if process.hopeless:
+            return process.hopeless
         case State.SERVING:
             knows_all = process.kind is ProcessKind.ROUTER or process.joined == routers
             return "" if knows_all else "; ".join(process.refusals) or "joins"

@@ -276,7 +276,7 @@ class Supervisor:
             return []
         moved = [] if process.known_at == event.address else self.members.withdrawal(process)
         process.state, process.address = State.SERVING, event.address
-        process.known_at, process.served_s = event.address, now_s
+        process.known_at, process.served_s, process.hopeless = event.address, now_s, ""
         process.hears(now_s)
         note = Note(f"{process.name} serves on {event.address}")
         told = [*self._announcements(process), *self._set_role(process)]
@@ -323,11 +323,13 @@ class Supervisor:
         process = self.current(event.name, event.life)
         if process is None or process.state not in (State.STARTING, State.SERVING):
             return []
-        if self._hopeless(process, event):
+        is_vain = self._is_vain(process, event)
+        if is_vain and process.served_s is None and self._may_give_up():
             return self._fail(f"{process.name}: {event.reason}")
         if event.fatal and process.kind is ProcessKind.POOL_NODE and not self._pool_required:
             return self._leave_out(process, event.reason)
         wait_s = process.back_off(now_s)
+        process.hopeless = event.reason if is_vain else ""
         self._forget_router(process.name)
         self._left.discard(process.name)
         note = Note(f"{process.name} is lost: {event.reason}; starting it again in {wait_s:g} s")
@@ -346,11 +348,10 @@ class Supervisor:
             process.joined.discard(name)
             process.refused.pop(name, None)
 
-    def _hopeless(self, process: Process, event: Lost) -> bool:
-        """A process that never served, in a cluster that is starting, holds up the start."""
-        if process.served_s is not None or not self._may_give_up():
-            return False
-        return event.fatal or process.failures + 1 >= STARTS_BEFORE_FATAL
+    def _is_vain(self, process: Process, event: Lost) -> bool:
+        """To start it again. A process that never served then holds up a cluster that starts."""
+        never = process.served_s is None
+        return event.fatal or (never and process.failures + 1 >= STARTS_BEFORE_FATAL)
 
     # The desired state
 

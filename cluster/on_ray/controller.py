@@ -128,7 +128,7 @@ class Controller:
             phase=self._core.phase,
             settled=self._wishes.are_settled,
             error=self._core.error,
-            refused=tuple(self._wishes.refusals()),
+            troubles=tuple(self._wishes.troubles()),
             notes=tuple(self._notes[seen:]),
             noted=len(self._notes),
             model=self._record.plan.routers[0].settings.served_model_name,

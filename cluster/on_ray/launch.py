@@ -93,11 +93,11 @@ class Driver:
 
     def wait_settled(self) -> ControllerReport:
         """Returns when every process is there as desired and serves, or `stop` was called. Raises
-        KvrelayError if the cluster stops, or a router refuses a process."""
+        KvrelayError if the cluster stops, or a process can't start or is refused by a router."""
         report = self.wait_ready()
         while report.phase is Phase.READY and not report.settled and not self._stopping.is_set():
-            if report.refused:
-                raise KvrelayError("; ".join(report.refused))
+            if report.troubles:
+                raise KvrelayError("; ".join(report.troubles))
             self._stopping.wait(BEAT_S)
             report = self._beat()
         return report if report.phase is Phase.READY else self.follow()

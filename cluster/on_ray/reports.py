@@ -23,8 +23,9 @@ class ControllerReport:
     settled: bool
     """Every process is there as desired, and serves."""
     error: str | None
-    refused: tuple[str, ...]
-    """Which routers refused which processes, and why: these will never serve."""
+    troubles: tuple[str, ...]
+    """Which processes can't start, or which routers refused them, and why: they are not likely to
+    serve."""
     notes: tuple[str, ...]
     noted: int
     model: str

@@ -139,14 +139,17 @@ class Wishes:
             case _:
                 assert_never(wish)
 
-    def refusals(self) -> list[str]:
-        """Processes that no router will use: to wait until they serve would be in vain."""
-        return [text for worker in self._core.workers.values() for text in worker.refusals]
+    def troubles(self) -> list[str]:
+        """Of processes that can't start, or that no router will use: to wait until they serve would
+        be in vain."""
+        known = (*self._core.routers.values(), *self._core.workers.values())
+        stay = [] if self.are_unheard else [one for one in known if not one.leaves]
+        return [text for one in stay for text in one.troubles]
 
     def _pending(self) -> list[str]:
         """Raises ConfigError."""
-        if refused := self.refusals():
-            raise ConfigError("; ".join(refused))
+        if troubles := self.troubles():
+            raise ConfigError("; ".join(troubles))
         return [] if self.are_settled else self._moving()
 
     def _moving(self) -> list[str]:

@@ -40,7 +40,7 @@ def report(
         controller=controller,
         phase=phase,
         error=None,
-        refused=(),
+        troubles=(),
         notes=notes,
         noted=len(notes),
         model="m",
@@ -123,8 +123,8 @@ def test_a_controller_that_ended_its_cluster_is_not_lost(
         assert one.follow().phase is Phase.STOPPED
 
 
-def test_nobody_waits_for_a_process_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = replace(READY, settled=False, refused=("router-0 refused d: another model",))
+def test_nobody_waits_for_a_process_that_will_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = replace(READY, settled=False, troubles=("router-0 refused d: another model",))
     one = driver(monkeypatch, [], replace(READY, settled=False), refused)
     monkeypatch.setattr(launch, "BEAT_S", 0.0)
     with pytest.raises(KvrelayError, match="router-0 refused d: another model"):

@@ -287,6 +287,41 @@ def test_a_worker_that_is_refused_later_says_why_it_does_not_serve() -> None:
     assert core.workers["decode-1"].refusals == [] and core.is_settled()
 
 
+def test_a_worker_whose_start_fails_for_good_is_tried_again_and_says_why() -> None:
+    """Whoever waits for it hears that it won't serve, also while it is tried again."""
+    core, now_s = ready(), 0.0
+    act(core, DesiredChanged(pools(decode=2)))
+    act(core, SupervisionTick())
+    newcomer = core.workers["decode-1"]
+    for life in range(1, STARTS_BEFORE_FATAL + 1):
+        assert newcomer.troubles == [], "it may only have been bad luck"
+        act(core, Lost(name="decode-1", life=life, reason="no room"), now_s)
+        now_s += 10.0
+        act(core, SupervisionTick(), now_s)
+    assert newcomer.state is State.STARTING
+    assert newcomer.troubles == ["decode-1 can't start: no room"]
+    act(core, Serving(name="decode-1", life=STARTS_BEFORE_FATAL + 1, address="d1"), now_s)
+    assert newcomer.troubles == []
+    act(core, Lost(name="decode-1", life=STARTS_BEFORE_FATAL + 1, reason="crashed"), now_s)
+    assert newcomer.troubles == [], "it has served"
+    act(core, SupervisionTick(), now_s + 60.0)
+    fatal = Lost(name="decode-1", life=STARTS_BEFORE_FATAL + 2, reason="no files", fatal=True)
+    act(core, fatal, now_s + 60.0)
+    assert newcomer.troubles == ["decode-1 can't start: no files"]
+    assert core.doing(newcomer) == "no files"
+
+
+def test_another_file_is_tried_at_once_by_what_can_not_start() -> None:
+    core = ready()
+    first, second = ({"decode": pools(revision=revision)["decode"]} for revision in "23")
+    act(core, DesiredChanged({**pools(), **first}))
+    act(core, SupervisionTick())
+    act(core, Lost(name="decode-1", life=1, reason="no files", fatal=True))
+    act(core, DesiredChanged({**pools(), **second}))
+    assert core.workers["decode-1"].troubles == [] and core.workers[D].state is State.SERVING
+    assert Start("decode-1", 2, None, Role.DECODE) in act(core, SupervisionTick())
+
+
 def test_a_worker_that_starts_again_is_no_longer_refused() -> None:
     core = ready()
     refuse(core, D)
