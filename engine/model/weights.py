@@ -51,6 +51,19 @@ Cuts = Mapping[str, Cut]
 """# parameter |-> this rank's part; parameters that are not named are whole on every rank"""
 
 
+@dataclass(frozen=True, slots=True)
+class _Uploaded:
+    """Indexing it copies that part of the file's mapped pages to the device. Parts are joined
+    there, and never on the host."""
+
+    source: Any  # of a safetensors file
+    device: torch.device
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        found: torch.Tensor = self.source[index].to(self.device, copy=True)
+        return found.contiguous()
+
+
 class WeightReader:
     """Tensors of safetensors files, or parts of them. Threads may share it."""
 
@@ -68,9 +81,10 @@ class WeightReader:
     def read(self, name: str, cut: Cut | None) -> torch.Tensor:
         """A copy on the device, in the file's dtype."""
         source = self._source(name)
-        part = source[...] if cut is None else cut.of(source)
+        taken = _Uploaded(source, self._device)
+        part = taken[...] if cut is None else cut.of(taken)
         self._count(source.get_shape(), part.element_size())
-        return part.to(self._device, copy=True).contiguous()
+        return part
 
     def _source(self, name: str) -> Any:
         path = self._paths[name]

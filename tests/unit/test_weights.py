@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import (
     Chunk,
@@ -114,6 +115,55 @@ def test_files_are_unmapped_when_a_window_has_been_read(
         reader.read("model.layers.0.self_attn.k_proj.weight", None)  # 8,192 bytes
         maps = Path("/proc/self/maps").read_text()
     assert str(folder / "model.safetensors") not in maps
+
+
+MAPPED = ("empty", "set_")
+"""How safetensors shows mapped pages as a tensor."""
+
+
+class Passes(TorchDispatchMode):
+    """What makes a tensor, and on which device; views make none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[str, str]] = []
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = operation(*args, **(kwargs or {}))
+        name = operation.overloadpacket.__name__
+        if isinstance(found, torch.Tensor) and not operation.is_view and name not in MAPPED:
+            self.made.append((name, found.device.type))
+        return found
+
+
+ROWS = Cut(dim=0, ranges=(range(2, 6),), size=4, whole=8)
+UPLOAD = ("_to_copy", "meta")
+
+
+@pytest.mark.parametrize(
+    ("cut", "expected"),
+    [
+        (None, [UPLOAD]),
+        (ROWS, [UPLOAD]),
+        (replace(ROWS, dim=1), [UPLOAD]),
+        (replace(ROWS, ranges=(range(2), range(4, 6))), [UPLOAD, UPLOAD, ("cat", "meta")]),
+        (replace(ROWS, size=5), [UPLOAD, ("new_zeros", "meta"), ("cat", "meta")]),
+    ],
+    ids=["whole", "rows", "columns", "two ranges", "padded"],
+)
+def test_weights_pass_the_host_once(
+    cut: Cut | None, expected: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    """From mapped pages to the device, where parts are joined. The device is stood in for: this has
+    not run on one. There, columns are gathered on the host, as one copy takes whole rows."""
+    files = open_checkpoint(str(random_checkpoint(tmp_path))).weights
+    reader = WeightReader(files, torch.device("meta"))
+    with Passes() as passes:
+        found = reader.read("model.layers.0.self_attn.o_proj.weight", cut)
+    assert passes.made == expected
+    assert found.is_contiguous() and found.device.type == "meta"
 
 
 PART = Cut(dim=1, ranges=(range(2, 4), range(8, 10)), size=4, whole=12)
