@@ -1,4 +1,4 @@
-"""Prefill workers of two stages in a live cluster: their KV goes to ranks that share heads, aborts
+"""Prefill workers of two stages in a live cluster: their KV goes to ranks that share heads. Aborts
 leave nothing behind, and a stage that dies takes only its worker along."""
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ def test_aborts_leave_nothing_behind(hosts: tuple[WorkerHost, WorkerHost], tmp_p
     asked = prompts([700, 650, 600, 500])
     reference = generate_reference(loaded, asked[0], tokens=TOKENS)
     common = {"prefill_chunk_tokens": 16, "compile": "off", "prefix_caching": False}
-    stages = {"pipeline": 2, "cpu_threads": 2}
+    stages, ranks = threads({"pipeline": 2}), threads({"tensor": 2})
     workers = [
         (hosts[0], worker_settings("prefill-0", Role.PREFILL, model, **stages, **common)),
-        (hosts[1], worker_settings("decode-0", Role.DECODE, model, **common)),
+        (hosts[1], worker_settings("decode-0", Role.DECODE, model, **ranks, **common)),
     ]
     with running_cluster(model, workers) as cluster:
         for _ in range(5):
@@ -149,7 +149,7 @@ def test_a_stage_that_dies_takes_its_worker_along_and_no_request(
     router, address = start_router(here, tmp_path / "router")
     logs = [tmp_path / f"prefill-{i}" for i in (0, 1)]
     prefill = [start_worker(here, address, "prefill", log, stages=2) for log in logs]
-    decode = start_worker(here, address, "decode", tmp_path / "decode")
+    decode = start_worker(here, address, "decode", tmp_path / "decode", tensor=2)
     until(lambda: len(servers(address)) == 3)
     expected = [generate(address, number) for number in range(4)]
     with ThreadPoolExecutor(4) as pool:
