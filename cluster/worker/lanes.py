@@ -20,9 +20,14 @@ FAREWELL_S = 2.0
 """`close` waits this long for jobs that hang."""
 
 
+def _rest() -> None:
+    pass
+
+
 class Lanes(Generic[Job]):
-    """`work` does one job. `around` is entered by each thread, for its whole life; `crashed` hears
-    what `work` raised. Thread safe."""
+    """`work` does one job. `rest` is called by a thread for which no job waits, and at its end.
+    `around` is entered by each thread, for its whole life; `crashed` hears what `work` raised.
+    Thread safe."""
 
     def __init__(
         self,
@@ -31,6 +36,7 @@ class Lanes(Generic[Job]):
         crashed: Callable[[BaseException], None],
         *,
         most: int | None = None,
+        rest: Callable[[], None] = _rest,
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """At most `most` jobs wait in a lane."""
@@ -38,6 +44,7 @@ class Lanes(Generic[Job]):
         self._work = work
         self._crashed = crashed
         self._most = most
+        self._rest = rest
         self._around = around
         self._lock = threading.Lock()
         self._lanes: dict[str, queue.SimpleQueue[Job | None]] = {}
@@ -57,12 +64,6 @@ class Lanes(Generic[Job]):
                 return False
             jobs.put(job)
         return True
-
-    def has_more(self, lane: str) -> bool:
-        """Jobs wait there. In its own thread this stays true."""
-        with self._lock:
-            jobs = self._lanes.get(lane)
-            return jobs is not None and not jobs.empty() and not self._closed
 
     def clear(self, lane: str) -> None:
         """Drops the jobs that wait there."""
@@ -100,11 +101,15 @@ class Lanes(Generic[Job]):
             with self._around():
                 while (job := self._next(lane, jobs)) is not None:
                     self._work(job)
+                self._rest()
         except Exception as error:
             self._crashed(error)
 
     def _next(self, lane: str, jobs: queue.SimpleQueue[Job | None]) -> Job | None:
         """None: the thread's time is over."""
+        with suppress(queue.Empty):
+            return jobs.get_nowait()
+        self._rest()
         while True:
             with suppress(queue.Empty):
                 return jobs.get(timeout=LINGER_S)

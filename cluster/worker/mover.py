@@ -9,17 +9,19 @@ peer, nor of the peer's next connection. Where a slab can't be mapped, the next 
 one is sent. What touches this worker's memory only has one lane. Slabs are replaced in another, as
 their peers must hear of it.
 
-On a device a job is queued behind the one before. Where more jobs wait in its lane, the next is
-prepared meanwhile, and then this one is waited for by its event and told of: in order, and by the
-same thread. The last one is waited for at once, as a prompt's first token may hang on it.
+On a device a job is queued behind the one before. The next of its lane is prepared meanwhile, and
+then this one is waited for by its event and told of: in order, and by the same thread. One behind
+which no other waits is waited for at once, as a prompt's first token may hang on it.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 from cluster.process.trace import NO_TRACE, Trace, Value
 from cluster.worker.lanes import Lanes
@@ -52,8 +54,25 @@ from kvrelay.types import RequestKey
 
 _Wait = Callable[[], None]
 """Returns when the device has done something."""
-_Tell = Callable[[], None]
-"""Tells of a job that is done."""
+_Tell = Callable[[float], None]
+"""Tells of a job that is done. Hears how long it took, in seconds, without the one before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Untold:
+    """The device does it while its thread prepares the next. `memory` stays mapped meanwhile."""
+
+    wait: _Wait
+    tell: _Tell
+    started_s: float
+    memory: Slab
+
+
+class _Thread(threading.local):
+    """What a thread of a lane has of its own."""
+
+    untold: _Untold | None = None
+    told_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,10 +117,10 @@ class Mover:
             SlabId(i): links.endpoints.register(self._slab_bytes) for i in range(slabs)
         }
         self._buffers = SendBuffers(links.endpoints, slab_bytes)
-        self._untold: dict[str, tuple[_Wait, _Tell]] = {}
-        """# lane |-> the job that its device does while the next is prepared. A lane's thread alone
-        has it."""
-        self._lanes: Lanes[Job] = Lanes("kvrelay-mover", self._move, crashed, around=self._beside)
+        self._thread = _Thread()
+        self._lanes: Lanes[Job] = Lanes(
+            "kvrelay-mover", self._move, crashed, rest=self._rest, around=self._beside
+        )
 
     def put(self, job: Job) -> None:
         """Never waits."""
@@ -111,8 +130,6 @@ class Mover:
         """Drops the jobs that have not begun."""
         self._buffers.close()
         self._lanes.close()
-        for wait, _ in self._untold.values():
-            wait()
         for region in self.regions.values():
             self._links.endpoints.deregister(region)
         self.regions.clear()
@@ -145,55 +162,56 @@ class Mover:
             case PullBlocks():
                 self._pull(job)
             case DigestBlocks():
-                self._tell_last(_OWN)
+                self._tell_last()
                 self._post(self._digest(job))
             case ReplaceSlab(slab_id=slab_id):
                 self._post(self._replace(slab_id))
 
-    def _tell(self, lane: str, tell: _Tell) -> None:
-        """Once all that this thread has queued is done."""
-        self._tell_last(lane)
-        if self._memory.queues and self._lanes.has_more(lane):
-            self._untold[lane] = self._memory.mark(), tell
+    def _tell(self, tell: _Tell, started_s: float, memory: Slab | None) -> None:
+        """Once all that this thread has queued is done. `memory`: another one than the pool's that
+        is copied from or to; where it is no device's, that is done already."""
+        self._tell_last()
+        if self._memory.queues and memory is not None and memory.is_cuda:
+            wait = self._memory.mark()
+            self._thread.untold = _Untold(wait=wait, tell=tell, started_s=started_s, memory=memory)
         else:
             self._memory.settle()
-            tell()
+            self._told(tell, started_s)
 
-    def _tell_last(self, lane: str) -> None:
-        """The lane's job before this one goes first."""
-        if lane in self._untold:
-            wait, tell = self._untold.pop(lane)
-            wait()
-            tell()
+    def _tell_last(self) -> None:
+        """The thread's job before this one goes first."""
+        untold, self._thread.untold = self._thread.untold, None
+        if untold is not None:
+            untold.wait()
+            self._told(untold.tell, untold.started_s)
+
+    def _rest(self) -> None:
+        """No other job waits. Whoever asks the stream hears of its end sooner than an event
+        tells."""
+        if self._thread.untold is not None:
+            self._memory.settle()
+        self._tell_last()
+
+    def _told(self, tell: _Tell, started_s: float) -> None:
+        now_s = time.monotonic()
+        tell(now_s - max(started_s, self._thread.told_s))
+        self._thread.told_s = now_s
 
     def _write(self, job: WriteSlab) -> None:
         """Into the peer's slab, or into staging that is sent next."""
-        started_s, lane = time.monotonic(), self._lane_of(job)
-
-        def tell(error: str | None = None) -> None:
-            self._tell_written(job, time.monotonic() - started_s, error)
-
-        def filled() -> None:
-            error = None
-            try:
-                self._tell_filled(job)
-            except PeerError as failure:
-                error = str(failure)
-            tell(error)
-
+        started_s = time.monotonic()
         try:
             connection = self._links.connection(job.peer)
             window = connection.window(RegionName(job.lent.region))
             if window is None:
-                self._tell_last(lane)
+                self._tell_last()
                 self.put(self._staged(job, connection, started_s))
                 return
             self._gather(job, window)
         except PeerError as failure:
-            self._tell_last(lane)
-            tell(str(failure))
+            self._tell(partial(self._tell_written, job, error=str(failure)), started_s, None)
         else:
-            self._tell(lane, filled)
+            self._tell(partial(self._tell_filled, job), started_s, window)
 
     def _staged(self, job: WriteSlab, connection: Connection, started_s: float) -> _Send:
         staging = self._buffers.take(connection, HEADER_BYTES + job.write.nbytes)
@@ -232,18 +250,26 @@ class Mover:
                 send.gathered()
                 region = RegionName(job.lent.region)
                 send.connection.write(region, 0, memory[: send.nbytes])
-            self._tell_filled(job)
         except PeerError as failure:
             error = str(failure)
         self._buffers.give_back(send.connection, send.staging)
-        self._tell_written(job, send.gathered_s + time.monotonic() - started_s, error)
+        seconds = send.gathered_s + time.monotonic() - started_s
+        if error is None:
+            self._tell_filled(job, seconds)
+        else:
+            self._tell_written(job, seconds, error)
 
-    def _tell_filled(self, job: WriteSlab) -> None:
-        lent = job.lent
+    def _tell_filled(self, job: WriteSlab, seconds: float) -> None:
+        """First the peer, who scatters it."""
+        error, lent = None, job.lent
         filled = SlabFilled(
             key=lent.key, piece=lent.piece, slab_id=lent.slab_id, lease_id=lent.lease_id
         )
-        self._links.notify(job.peer, filled)
+        try:
+            self._links.notify(job.peer, filled)
+        except PeerError as failure:
+            error = str(failure)
+        self._tell_written(job, seconds, error)
 
     def _tell_written(self, job: WriteSlab, seconds: float, error: str | None = None) -> None:
         self._post(
@@ -257,9 +283,10 @@ class Mover:
         )
 
     def _scatter(self, job: ScatterSlab) -> None:
-        started_s, error = time.monotonic(), None
-        filled = job.filled
+        started_s, error, filled = time.monotonic(), None, job.filled
+        slab: Slab | None = None
         try:
+            slab = self.regions[filled.slab_id].memory_on(self._links.scheme(job.peer))
             with self._trace.queued("scatter", **_facts(filled.key, filled.piece, job.write)):
                 read_slab(
                     self._memory,
@@ -268,69 +295,70 @@ class Mover:
                     job.write,
                     fingerprint=self._fingerprint,
                     lease_id=filled.lease_id,
-                    window=self.regions[filled.slab_id].memory_on(self._links.scheme(job.peer)),
+                    window=slab,
                 )
         except PeerError as failure:
             error = str(failure)
 
-        def tell() -> None:
+        def tell(seconds: float) -> None:
             scattered = SlabScattered(
                 key=filled.key,
                 piece=filled.piece,
                 slab_id=filled.slab_id,
                 lease_id=filled.lease_id,
                 bytes=job.write.nbytes,
-                seconds=time.monotonic() - started_s,
+                seconds=seconds,
                 error=error,
             )
             self._post(scattered)
 
-        self._tell(_OWN, tell)
+        self._tell(tell, started_s, slab)
 
     def _fetch(self, job: FetchPiece) -> None:
         started_s = time.monotonic()
         with self._trace.queued("fetch", **_facts(job.key, job.piece, job.write)):
-            error = self._read(job)
+            window, error = self._read(job)
 
-        def tell() -> None:
+        def tell(seconds: float) -> None:
             fetched = PieceFetched(
                 key=job.key,
                 piece=job.piece,
                 bytes=job.write.nbytes,
-                seconds=time.monotonic() - started_s,
+                seconds=seconds,
                 error=error,
             )
             self._post(fetched)
 
-        self._tell(self._lane_of(job), tell)
+        self._tell(tell, started_s, window)
 
     def _pull(self, job: PullBlocks) -> None:
         started_s = time.monotonic()
-        error = self._read(job)
+        window, error = self._read(job)
 
-        def tell() -> None:
-            seconds = time.monotonic() - started_s
+        def tell(seconds: float) -> None:
             nbytes = job.write.nbytes
             self._post(BlocksPulled(pull=job.pull, bytes=nbytes, seconds=seconds, error=error))
 
-        self._tell(self._lane_of(job), tell)
+        self._tell(tell, started_s, window)
 
     def _digest(self, job: DigestBlocks) -> BlocksDigested:
         with self._trace.span("digest", request=job.holder.key.request_id):
             digests = digest(self._memory, job.tables, job.span)
         return BlocksDigested(holder=job.holder, digests=digests)
 
-    def _read(self, job: FetchPiece | PullBlocks) -> str | None:
-        """Why it failed, if it did."""
+    def _read(self, job: FetchPiece | PullBlocks) -> tuple[Slab | None, str | None]:
+        """The peer's pool, if it is mapped; and why it failed, if it did."""
+        window = None
         target = Side(tables=job.tables, block_size=self._memory.layout.block_size)
         try:
             connection = self._links.connection(job.peer)
-            if connection.window(RegionName(job.kv.region)) is None:
-                self._tell_last(self._lane_of(job))  # this read returns when it is done
+            window = connection.window(RegionName(job.kv.region))
+            if window is None:
+                self._tell_last()  # this read returns when it is done
             fetch(self._memory, target, connection, job.kv, job.source, job.write)
         except PeerError as failure:
-            return str(failure)
-        return None
+            return window, str(failure)
+        return window, None
 
     def _replace(self, slab_id: SlabId) -> SlabReplaced:
         self._links.endpoints.deregister(self.regions[slab_id])

@@ -269,7 +269,7 @@ def read_slab(
     Raises PeerError, with no block touched, if it is incomplete or of another model, dtype, codec,
     lease or piece.
     """
-    with memory.beside():  # it doesn't wait for scatters that this thread has queued
+    with memory.reading():  # while scatters run
         told = bytes(_buffer(window[:HEADER_BYTES]))
     header = SlabHeader.unpack(told, fingerprint=fingerprint)
     _check(header, piece, write, lease_id)

@@ -26,6 +26,8 @@ class KvMemory:
     apart: those of stages always do.
     """
 
+    _reads: torch.cuda.Stream | None = None
+
     def __init__(
         self,
         layout: KvLayout,
@@ -151,6 +153,14 @@ class KvMemory:
         if not self.queues:
             return nullcontext()
         return torch.cuda.stream(torch.cuda.Stream(self.device))
+
+    def reading(self) -> AbstractContextManager[object]:
+        """Within the context, a read doesn't wait for what threads have queued on their streams."""
+        if not self.queues:
+            return nullcontext()
+        if self._reads is None:
+            self._reads = torch.cuda.Stream(self.device)
+        return torch.cuda.stream(self._reads)
 
     def copy_blocks(self, pairs: CopyPairs) -> None:
         """Copy-on-write: `pairs[group]` are (source, destination) blocks. Done on return."""

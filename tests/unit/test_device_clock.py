@@ -414,7 +414,7 @@ def moves_of(kind: str) -> tuple[WriteSlab | ScatterSlab | FetchPiece, str, str]
 def waits(kind: str) -> list[str]:
     if kind == "gather into staging":
         return ["event on stream 1", "waited for"]
-    return ["stream 1 synchronized"]
+    return ["event on stream 1", "stream 1 synchronized", "waited for"]
 
 
 KINDS = ["gather into a window", "gather into staging", "scatter", "fetch"]
@@ -465,7 +465,7 @@ def test_a_slab_is_given_back_when_the_device_has_read_it(
 
     moves.mover._post = put
     moves.run(moves_of("scatter")[0])
-    assert cuda.log == ["read_slab", "stream 1 synchronized", "told"]
+    assert cuda.log == ["read_slab", *waits("scatter"), "told"]
 
 
 @pytest.mark.parametrize(("device", "kind"), [("cuda:1", DeviceClock), ("cpu", type(None))])
