@@ -41,6 +41,7 @@ from kvrelay.errors import ModelError
 
 log = logging.getLogger(__name__)
 
+_NO_ROOM = "attention.backend: auto has no memory in which to compare what is installed: name one"
 _NOTHING = MemoryProfile(total_bytes=0, weight_bytes=0, activation_bytes=0)
 
 
@@ -66,11 +67,25 @@ class Assembly:
 
     def fastest_of(self, others: Sequence[ChosenBackend], reference: Reference) -> Assembly:
         """This one unless whole decode steps of another backend take less here. What `reference`
-        refuses is left out."""
+        refuses is left out. Raises ModelError."""
         if not others or self.model.stage is not None:
             return self
-        device, most = CudaMemory(self.model.device), self.limits.max_running_requests
-        memory = self._compared_memory(device)
+        device = CudaMemory(self.model.device)
+        device.release()  # what the check has left
+        try:
+            return self._fastest_of(others, reference, device)
+        except torch.OutOfMemoryError as error:
+            if self.model.group is not None:
+                raise ModelError(f"{_NO_ROOM}, such as {self.backend.name}") from error
+            log.warning("%s: it is %s", _NO_ROOM, self.backend.name)
+            return self
+        finally:
+            device.release()
+
+    def _fastest_of(
+        self, others: Sequence[ChosenBackend], reference: Reference, device: CudaMemory
+    ) -> Assembly:
+        memory, most = self._compared_memory(device), self.limits.max_running_requests
         tried = {self.backend.name: self}
         engines = {self.backend.name: self._warm(memory)}
         for backend in others:
@@ -79,11 +94,8 @@ class Assembly:
             if engine is not None:
                 tried[backend.name], engines[backend.name] = other, engine
         found = step_times(engines, most)
-        times = {name: self._of_all_ranks(own) for name, own in found.items()}
-        taken = fastest(times)
-        log.info("attention.backend: auto is %s: %s", taken, told(times, most))
-        del engine, engines, memory
-        device.release()
+        taken = fastest({name: self._of_all_ranks(own) for name, own in found.items()})
+        log.info("attention.backend: auto is %s: %s", taken, told(found, most))
         return tried[taken]
 
     def sizing(self, blocks: int | None) -> KvSizing:
@@ -151,6 +163,8 @@ class Assembly:
         try:
             self.check(reference)
             return self._warm(memory)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             reason = f"{self.backend.name} failed ({' '.join(str(error).split())[:300]})"
             if self.model.group is not None or not _is_well(self.model.device):

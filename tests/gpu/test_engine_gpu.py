@@ -4,18 +4,21 @@ are recorded."""
 from __future__ import annotations
 
 import logging
+import weakref
 from itertools import product
 
 import pytest
 import torch
 
+from engine.assembly import Assembly
 from engine.attention.choosing import choice
 from engine.checks import self_check
 from engine.core.options import CudaOptions
 from engine.core.sizing import EngineLimits
-from engine.device.cuda_memory import STEP_BYTES, CudaMemory
 from engine.load import load_engine
 from engine.model.checkpoint import open_checkpoint
+from engine.runner import Engine
+from kvpool.memory.kv_memory import KvMemory
 from tests.drive import run_mixed, start
 from tests.models import FAMILIES, random_checkpoint
 from tests.reference import assert_same_tokens
@@ -122,26 +125,26 @@ def test_auto_compares_whole_steps_and_gives_the_memory_back(
 ) -> None:
     """Recorded steps against plain torch, which no library is needed for."""
     monkeypatch.setattr(choice, "_ON_CUDA", ("triton", "sdpa"))
-    checkpoint = open_checkpoint(str(random_checkpoint(tmp_path_factory.mktemp("auto"), "llama")))
-    limits = EngineLimits(
-        max_model_len=256, prefill_chunk_tokens=CHUNK_TOKENS, max_running_requests=4
-    )
+    compared: list[weakref.ref[Engine]] = []
+    warm = Assembly._warm
 
-    def reserved(attention: str) -> int:
-        CudaMemory(torch.device("cuda")).release()
+    def warmed(one: Assembly, memory: KvMemory) -> Engine:
+        engine = warm(one, memory)
+        compared.append(weakref.ref(engine))
+        return engine
+
+    monkeypatch.setattr(Assembly, "_warm", warmed)
+    with caplog.at_level(logging.INFO):
         engine = load_engine(
-            checkpoint,
+            open_checkpoint(str(random_checkpoint(tmp_path_factory.mktemp("auto"), "llama"))),
             device="cuda",
             dtype="float32",
             block_size=BLOCK_SIZE,
             blocks=32,
-            limits=limits,
-            attention=attention,
+            limits=EngineLimits(
+                max_model_len=256, prefill_chunk_tokens=CHUNK_TOKENS, max_running_requests=4
+            ),
         )
-        assert engine.graphs is not None
-        return torch.cuda.memory_reserved()
-
-    alone = reserved("triton")
-    with caplog.at_level(logging.INFO):
-        assert reserved("auto") <= alone + STEP_BYTES
+    assert engine.graphs is not None and len(compared) == 2
+    assert [one() for one in compared] == [None, None]
     assert "attention.backend: auto is triton: ms of a decode step of 1 and 4" in caplog.text

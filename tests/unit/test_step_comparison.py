@@ -1,5 +1,8 @@
 """`attention.backend: auto` where several are installed: whole decode steps are compared, planning
-and replays included. Here on a CPU: a step costs what its backend says, on a clock of its own."""
+and replays included.
+
+Not run on a device: a step costs what its backend says, on a clock of its own.
+"""
 
 from __future__ import annotations
 
@@ -236,6 +239,26 @@ def test_where_the_start_cant_go_on_without_it_the_error_says_what_to_do(
     monkeypatch.setattr(Assembly, "_tried", in_trouble)
     with pytest.raises(ModelError, match=r"attention\.backend: auto compared.*name another one"):
         world.load(TRITON, {"name": "flash", "step_s": 0.1, "breaks_at": 40})
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_where_there_is_no_memory_to_compare_in_the_first_is_taken(
+    world: World, ranks: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ranks would not all know."""
+
+    def full(one: Assembly, device: object) -> KvMemory:
+        if ranks == 2:
+            object.__setattr__(one.model, "group", object())
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Assembly, "_compared_memory", full)
+    if ranks == 2:
+        with pytest.raises(ModelError, match=r"no memory in which to compare.*name one, such as t"):
+            world.load(TRITON, {"name": "flash", "step_s": 0.1})
+    else:
+        assert world.load(TRITON, {"name": "flash", "step_s": 0.1}).backend.name == "triton"
+        assert "no memory in which to compare" in caplog.text
 
 
 def test_of_several_ranks_the_sums_decide(world: World) -> None:
