@@ -65,7 +65,9 @@ def run_pytest(options: Sequence[str], log: Path) -> Run:
             last = line.strip() or last
             broken += [line] if "INTERNALERROR> " in line else []
     failed = json.loads(failures.read_text())["failed"] if failures.exists() else {}
-    return Run(code=process.returncode, failed=failed, last_lines=[last], broken=broken)
+    code = process.returncode
+    why = broken if code == BROKEN else []  # else a test prints such lines
+    return Run(code=code, failed=failed, last_lines=[last], broken=why)
 
 
 def run_all(options: Sequence[str], log: Path) -> Run:
@@ -75,14 +77,14 @@ def run_all(options: Sequence[str], log: Path) -> Run:
     if first.code != BROKEN or not known.exists():
         return first
     print("\npytest broke: on with the tests that had not ended\n", flush=True)
-    rest = run_pytest([*options, f"--leave-out={known}"], log.with_name(f"{log.stem}-rest.log"))
+    rest = run_pytest([*options, f"--leave-out={known}"], _rest_of(log))
     failed = first.failed | rest.failed
     went_well = rest.code in (PASSED, SOME_FAILED, NO_TESTS)
     return Run(
         code=(SOME_FAILED if failed else PASSED) if went_well else rest.code,
         failed=failed,
         last_lines=[*first.last_lines, *rest.last_lines],
-        broken=first.broken,
+        broken=[*first.broken, *rest.broken],
     )
 
 
@@ -91,6 +93,10 @@ def compile_sources() -> None:
     takes half a second."""
     for folder in SOURCES:
         compileall.compile_dir(ROOT / folder, quiet=1)
+
+
+def _rest_of(log: Path) -> Path:
+    return log.with_name(f"{log.stem}-rest.log")
 
 
 def second_chances(first: Run) -> list[str]:
@@ -107,14 +113,15 @@ def told(name: str, first: Run, again: list[str], second: Run | None, log: Path)
     lines = [f"needed a second run: {test}" for test in again if test not in still]
     lines += [f"failed: {test}" for test in failed]
     if first.failed:
-        lines.append(f"the log of the first failures is {log}")
+        more = f" and {_rest_of(log)}" if len(first.last_lines) > 1 else ""
+        lines.append(f"the log of the first failures is {log}{more}")
     lines += reasons(first.broken)
     return [*lines, f"{name}: {', then '.join(first.last_lines)}"]
 
 
 def reasons(broken: list[str]) -> list[str]:
     """Each error, behind the line of code that raised it."""
-    said = [line.partition("INTERNALERROR> ")[2].removeprefix("E").strip() for line in broken]
+    said = [line.partition("INTERNALERROR> ")[2].removeprefix("E ").strip() for line in broken]
     errors = [place for place, line in enumerate(said) if ERROR.match(line)]
     return [f"pytest broke: {line}" for at in errors for line in said[max(0, at - 2) : at + 1]]
 
