@@ -44,15 +44,14 @@ class Run:
 
 def run_pytest(options: Sequence[str], log: Path) -> Run:
     """Prints what pytest prints, and keeps it in `log`."""
-    failures = log.with_suffix(".json")
-    failures.unlink(missing_ok=True)
-    broken: list[str] = []
+    told = log.with_suffix(".json")
+    told.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-p", "tests.second_chance"]
     line = last = ""
     with (
         log.open("w") as kept,
         subprocess.Popen(
-            [*command, f"--failures={failures}", *options],
+            [*command, f"--failures={told}", *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -63,28 +62,12 @@ def run_pytest(options: Sequence[str], log: Path) -> Run:
             print(line, end="", flush=True)
             kept.write(line)
             last = line.strip() or last
-            broken += [line] if "INTERNALERROR> " in line else []
-    failed = json.loads(failures.read_text())["failed"] if failures.exists() else {}
-    code = process.returncode
-    why = broken if code == BROKEN else []  # else a test prints such lines
-    return Run(code=code, failed=failed, last_lines=[last], broken=why)
-
-
-def run_all(options: Sequence[str], log: Path) -> Run:
-    """Goes on once where pytest broke."""
-    first = run_pytest(options, log)
-    known = log.with_suffix(".json")
-    if first.code != BROKEN or not known.exists():
-        return first
-    print("\npytest broke: on with the tests that had not ended\n", flush=True)
-    rest = run_pytest([*options, f"--leave-out={known}"], _rest_of(log))
-    failed = first.failed | rest.failed
-    went_well = rest.code in (PASSED, SOME_FAILED, NO_TESTS)
+    found = json.loads(told.read_text()) if told.exists() else {}
     return Run(
-        code=(SOME_FAILED if failed else PASSED) if went_well else rest.code,
-        failed=failed,
-        last_lines=[*first.last_lines, *rest.last_lines],
-        broken=[*first.broken, *rest.broken],
+        code=process.returncode,
+        failed=found.get("failed", {}),
+        last_lines=[last],
+        broken=found.get("broken", []),
     )
 
 
@@ -93,6 +76,24 @@ def compile_sources() -> None:
     takes half a second."""
     for folder in SOURCES:
         compileall.compile_dir(ROOT / folder, quiet=1)
+
+
+def run_all(options: Sequence[str], log: Path) -> Run:
+    """Goes on once where pytest broke."""
+    first = run_pytest(options, log)
+    if not first.broken:
+        return first
+    print("\npytest broke: on with the tests that had not ended\n", flush=True)
+    known = log.with_suffix(".json")
+    rest = run_pytest([*options, f"--leave-out={known}"], _rest_of(log))
+    failed = first.failed | rest.failed
+    went_well = rest.code in (PASSED, SOME_FAILED, NO_TESTS) and not rest.broken
+    return Run(
+        code=(SOME_FAILED if failed else PASSED) if went_well else rest.code or BROKEN,
+        failed=failed,
+        last_lines=[*first.last_lines, *rest.last_lines],
+        broken=[*first.broken, *rest.broken],
+    )
 
 
 def _rest_of(log: Path) -> Path:
@@ -121,7 +122,7 @@ def told(name: str, first: Run, again: list[str], second: Run | None, log: Path)
 
 def reasons(broken: list[str]) -> list[str]:
     """Each error, behind the line of code that raised it."""
-    said = [line.partition("INTERNALERROR> ")[2].removeprefix("E ").strip() for line in broken]
+    said = [line.removeprefix("E ").strip() for line in broken]
     errors = [place for place, line in enumerate(said) if ERROR.match(line)]
     return [f"pytest broke: {line}" for at in errors for line in said[max(0, at - 2) : at + 1]]
 

@@ -23,6 +23,11 @@ class Failures:
         self._path = path
         self._failed: dict[str, bool] = {}  # test |-> whether it starts processes
         self._ended: list[str] = []
+        self._broken: list[str] = []
+
+    def pytest_internalerror(self, excrepr: object) -> None:
+        """Of this process, or of one of its workers: then the run may go on without it."""
+        self._broken += str(excrepr).splitlines()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -35,8 +40,9 @@ class Failures:
             self._failed[report.nodeid] = False
 
     def pytest_sessionfinish(self) -> None:
+        written = {"failed": self._failed, "ended": self._ended, "broken": self._broken}
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps({"failed": self._failed, "ended": self._ended}))
+        self._path.write_text(json.dumps(written))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
