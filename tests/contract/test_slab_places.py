@@ -20,8 +20,9 @@ from kvpool.core.transfer.commands import SendPeer
 from kvpool.core.transfer.link_cost import Sample, TimedStep
 from kvpool.core.transfer.messages import PeerHello, RenewLeases
 from kvpool.core.transfer.pool_map import KvFacts
-from kvpool.transport import gpudirect, link_kind, registry
+from kvpool.transport import registry
 from kvpool.transport.endpoints import EndpointOptions, Endpoints
+from kvpool.transport.link_kind import LinkKind
 from kvpool.transport.mapped import memfd
 from kvpool.transport.peer.base import Callbacks, Endpoint, RegionName
 from kvpool.transport.peer.rendezvous import SameHost
@@ -29,7 +30,7 @@ from kvpool.transport.rdma.one_sided import OneSidedExposure
 from kvpool.transport.rdma.slab_memory import SlabMemory, SlabPlace
 from kvrelay.errors import ConfigError
 from kvrelay.types import WIRE_VERSION, Incarnation, RequestKey
-from tests.contract.fake_device import FakeAgent, FakeDevice, install_network
+from tests.contract.fake_device import FakeAgent, FakeDevice, install_network, reaches_devices
 from tests.contract.transport_kit import SECRET, until
 
 OPTIONS = EndpointOptions(secret=SECRET, device="cuda:3")
@@ -112,9 +113,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 @pytest.fixture(params=[True, False], ids=["gpudirect", "no gpudirect"])
 def direct(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(link_kind, "rdma_obstacle", lambda scheme, ucx: None)
-    why = None if request.param else NO_MODULE
-    monkeypatch.setattr(gpudirect, "no_gpudirect", lambda device: why)
+    reaches_devices(monkeypatch.setattr, no_module=None if request.param else NO_MODULE)
     return bool(request.param)
 
 
@@ -169,6 +168,25 @@ def test_the_log_says_once_what_passes_through_host_memory(
         endpoints.label("nixl")
     told = f"nixl moves the KV of cuda:3 through host memory: {NO_MODULE}"
     assert [one.getMessage() for one in caplog.records] == ([] if direct else [told])
+
+
+@pytest.mark.parametrize("direct", [True], indirect=True)
+@pytest.mark.parametrize("scheme", FAR)
+def test_where_the_network_takes_none_of_the_device_slabs_lie_on_the_host(
+    cuda: FakeCuda, direct: bool, scheme: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Though the module is loaded. It is tried once, and all who ask hear the same."""
+    cuda.device.refusal = "out of BAR space"
+    why = f"memory can't be registered: {cuda.device.refusal}"
+    assert not OPTIONS.on_device([scheme]), "nothing is charged to the device"
+    with caplog.at_level(logging.WARNING), opened(scheme) as endpoints:
+        assert cuda.is_pinned(endpoints.register(1000).memory_on(scheme))
+        assert endpoints.label(scheme) == f"{scheme}-host"
+    told = f"{scheme} moves the KV of cuda:3 through host memory: {why}"
+    assert [one.getMessage() for one in caplog.records] == [told]
+    assert len(cuda.device.seen) == 1
+    with pytest.raises(ConfigError, match=rf"\[gpudirect\] and {scheme} is rdma \({why}\)"):
+        Endpoints([scheme], Incarnation("a"), QUIET, options=OPTIONS, require=[LinkKind.GPUDIRECT])
 
 
 def test_a_worker_on_a_cpu_has_neither(caplog: pytest.LogCaptureFixture) -> None:
