@@ -20,6 +20,7 @@ import torch
 from kvpool.transport import gpudirect, link_kind
 from kvpool.transport.link_kind import UCX_SCHEMES, LinkKind
 from kvpool.transport.peer.base import Callbacks, Connection, Endpoint, Region, RegionName
+from kvpool.transport.peer.rendezvous import ON_DEVICE
 from kvpool.transport.rdma.slab_memory import SlabMemory, SlabPlace
 from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvpool.transport.registry import LOOPBACK_HOST, open_endpoint
@@ -30,11 +31,15 @@ log = logging.getLogger(__name__)
 
 
 _SHARES_ONLY_ITS_OWN = "shm"
-_SUFFIXES = {SlabPlace.HOST: "", SlabPlace.PINNED: "-host", SlabPlace.DEVICE: "-gpu"}
 
 
 def scheme_of(address: str) -> str:
     return address.partition(":")[0]
+
+
+def lies_on_device(address: str) -> bool:
+    """Whether the slabs of the end of nixl or ucx with this address do."""
+    return address.partition("/")[2].startswith(f"{ON_DEVICE}/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,9 +169,17 @@ class Endpoints:
         self._regions: dict[RegionName, SharedRegion] = {}
         self._numbers = itertools.count()
 
-    def label(self, scheme: str) -> str:
-        """For people: on a GPU's worker it says where the slabs of nixl and ucx lie."""
-        return scheme + (_SUFFIXES[self._slabs[scheme].place] if scheme in UCX_SCHEMES else "")
+    def label(self, peer_address: str) -> str:
+        """For people: of nixl and ucx it says where the slabs lie, on GPUs at both ends (`-gpu`) or
+        at one (`-gpu-host`), or for a GPU here on the host at both (`-host`)."""
+        scheme = scheme_of(peer_address)
+        if scheme not in UCX_SCHEMES:
+            return scheme
+        place = self._slabs[scheme].place
+        on_device = place is SlabPlace.DEVICE, lies_on_device(peer_address)
+        if any(on_device):
+            return scheme + ("-gpu" if all(on_device) else "-gpu-host")
+        return scheme + ("-host" if place is SlabPlace.PINNED else "")
 
     def _tell_host_slabs(self) -> None:
         for scheme, slabs in self._slabs.items():

@@ -254,6 +254,7 @@ def test_a_link_of_a_known_kind_keeps_the_figures(side) -> None:
     [
         ("shm:decode-0.1", "shm"),
         ("nixl:10.0.0.7:4711/decode-0.1", "nixl:10.0.0.7"),
+        ("nixl:10.0.0.7:4711/gpu/decode-0.1", "nixl:10.0.0.7/gpu"),
         ("nixl:[fd00::7]:4711/decode-0.1", "nixl:[fd00::7]"),
         ("cuda_ipc:3f1c9a2e/decode-0.1", "cuda_ipc:3f1c9a2e"),
     ],
