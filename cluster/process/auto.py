@@ -9,9 +9,8 @@ from functools import cache, partial
 from cluster.config.types import format_size
 from cluster.core.settings import PoolNodeSettings, WorkerSettings
 from engine.device.host_memory import available_bytes
-from kvpool.transport import link_kind
 from kvpool.transport.choice import ChosenTransports, Machine, choose_transports, spans_hosts
-from kvpool.transport.endpoints import obstacle
+from kvpool.transport.endpoints import EndpointOptions, obstacle
 from kvpool.transport.gpus import GpuCount, count_gpus
 from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError, ModelError
@@ -111,7 +110,7 @@ def _machine(ucx: dict[str, str | int], device: str, gpus: GpuCount) -> Machine:
     options = UcxOptions(**ucx)  # type: ignore[arg-type]
     return Machine(
         obstacle=cache(partial(obstacle, ucx=options, gpus=gpus.count, device=device)),
-        kind=partial(link_kind.link_kind, ucx=options, device=device),
+        kind=EndpointOptions(ucx=options, device=device).kind,
     )
 
 

@@ -30,7 +30,6 @@ from kvpool.transport.choice import BETWEEN_HOSTS, TRANSPORTS, Machine, choose_t
 from kvpool.transport.endpoints import PROBE_BYTES, EndpointOptions, obstacle
 from kvpool.transport.gpus import GpuFacts, gpu_facts
 from kvpool.transport.link_kind import LinkKind
-from kvpool.transport.rdma.slab_memory import SlabPlace
 from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError
 from kvrelay.types import Role
@@ -108,7 +107,7 @@ def _finding(transport: str, ucx: UcxOptions, gpus: GpuFacts) -> Finding:
     return Finding(
         transport=transport,
         usable=not why,
-        kind=link_kind.link_kind(transport, ucx, _device(gpus)),
+        kind=EndpointOptions(ucx=ucx, device=_device(gpus)).kind(transport),
         why=why,
         needs=NEEDS[transport],
         facts={name: text for name, text in _facts(transport, ucx, gpus).items() if text},
@@ -130,13 +129,9 @@ def _facts(transport: str, ucx: UcxOptions, gpus: GpuFacts) -> dict[str, str]:
 def _direct(transport: str, ucx: UcxOptions, gpus: GpuFacts) -> dict[str, str]:
     if not gpus.count:
         return {}
-    device = _device(gpus)
-    slabs = EndpointOptions(ucx=ucx, device=device).slabs(transport)
-    told = f"no, by way of the host's: {slabs.why_host}"
-    if slabs.place is SlabPlace.DEVICE:
-        why = obstacle(transport, ucx, gpus=gpus.count, device=device, slabs=slabs)
-        told = f"no: {why}" if why else f"yes, {PROBE_BYTES} bytes of it were registered"
-    return {"GPU memory (GPUDirect)": told}
+    why = EndpointOptions(ucx=ucx, device=_device(gpus)).no_gpudirect(transport)
+    yes = f"yes, {PROBE_BYTES} bytes of it were registered"
+    return {"GPU memory (GPUDirect)": f"no, by way of the host's: {why}" if why else yes}
 
 
 def _device(gpus: GpuFacts) -> str:
@@ -300,8 +295,8 @@ def _refusal(config: Config, finding: Finding) -> str:
     kinds = ", ".join(config.transfer.require)
     text = f"it is {finding.kind} and transfer.require is [{kinds}]"
     options = UcxOptions(**dict(ucx_options(config.transfer.ucx)))  # type: ignore[arg-type]
-    device = _device(gpu_facts())
-    why = link_kind.lacks(config.transfer.require, finding.transport, options, device)
+    here = EndpointOptions(ucx=options, device=_device(gpu_facts()))
+    why = here.lacks(config.transfer.require, finding.transport)
     return f"{text} ({why})" if why else text
 
 

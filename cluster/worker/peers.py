@@ -343,12 +343,15 @@ class PeerLinks:
         speed, latency_us = cost.bytes_per_s / 1e9, cost.latency_s * 1e6
         text = "%s -> %s over %s: %.1f GB/s, %.0f us"
         level = logging.INFO if link.opened and is_new else logging.DEBUG
-        log.log(level, text, *ends, self.endpoints.label(cost.transport), speed, latency_us)
+        log.log(level, text, *ends, self._label(link), speed, latency_us)
         self._post(LinkMeasured(peer=link.peer, cost=cost, name=link.name))
+
+    def _label(self, link: Link) -> str:
+        return self.endpoints.label(link.connection.peer_address)
 
     def _state(self, link: Link) -> LinkState:
         cost = self._costs.get(link.connection)
-        transport = self.endpoints.label(link.transport)
+        transport = self._label(link)
         if cost is None:
             return LinkState(peer=link.peer, transport=transport)
         return LinkState(

@@ -1,8 +1,9 @@
 """Measures each link of a worker once it stands, on a thread of its own, one at a time.
 
 The side that was connected to goes first and then tells the other. Links of a kind (same
-transport, same host) are measured by one of them. That one measurement may have met a busy machine,
-so there are later ones, further and further apart; what failed is tried again as well.
+transport, same host, same kind of memory there) are measured by one of them. That one measurement
+may have met a busy machine, so there are later ones, further and further apart; what failed is
+tried again as well.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from math import inf
 from kvpool.core.transfer.link_cost import LinkCost, Sample, fit
 from kvpool.core.transfer.messages import LinkProbed, Ping, Pong
 from kvpool.transport import probe
-from kvpool.transport.endpoints import Endpoints, scheme_of
+from kvpool.transport.endpoints import Endpoints, lies_on_device, scheme_of
 from kvpool.transport.peer.base import Connection, RegionName
 from kvpool.wire.peer import encode
 from kvrelay.errors import PeerError
@@ -48,11 +49,13 @@ class Link:
 
     @property
     def kind(self) -> str:
-        """All links of a kind cost the same: of shm, of cuda_ipc to one GPU, and of each transport
-        to one host."""
-        place = _place(self.connection.peer_address)
+        """All links of a kind cost the same: of shm, of cuda_ipc to one GPU, and of each other
+        transport to the host memory of one host and to that of its GPUs."""
+        address = self.connection.peer_address
+        place = _place(address)
         host = place if self.transport == "cuda_ipc" else place.rpartition(":")[0]
-        return f"{self.transport}:{host}" if host else self.transport
+        gpu = "/gpu" if lies_on_device(address) else ""
+        return f"{self.transport}:{host}{gpu}" if host else self.transport
 
     def is_apart(self, own_address: str) -> bool:
         """Of cuda_ipc, and to another GPU than that of the own end."""
@@ -61,8 +64,8 @@ class Link:
 
 
 def _place(address: str) -> str:
-    """What stands between transport and worker: host and port, of cuda_ipc the GPU; empty for shm
-    and loopback."""
+    """What stands between transport and worker: host and port, and whether slabs lie on a GPU; of
+    cuda_ipc the GPU; empty for shm and loopback."""
     return address.partition(":")[2].rpartition("/")[0]
 
 

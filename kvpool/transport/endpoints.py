@@ -12,13 +12,15 @@ import itertools
 import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from uuid import uuid4
 
 import torch
 
-from kvpool.transport import link_kind
+from kvpool.transport import gpudirect, link_kind
 from kvpool.transport.link_kind import UCX_SCHEMES, LinkKind
 from kvpool.transport.peer.base import Callbacks, Connection, Endpoint, Region, RegionName
+from kvpool.transport.peer.rendezvous import ON_DEVICE
 from kvpool.transport.rdma.slab_memory import SlabMemory, SlabPlace
 from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvpool.transport.registry import LOOPBACK_HOST, open_endpoint
@@ -29,11 +31,15 @@ log = logging.getLogger(__name__)
 
 
 _SHARES_ONLY_ITS_OWN = "shm"
-_SUFFIXES = {SlabPlace.HOST: "", SlabPlace.PINNED: "-host", SlabPlace.DEVICE: "-gpu"}
 
 
 def scheme_of(address: str) -> str:
     return address.partition(":")[0]
+
+
+def lies_on_device(address: str) -> bool:
+    """Whether the slabs of the end of nixl or ucx with this address do."""
+    return address.partition("/")[2].startswith(f"{ON_DEVICE}/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +72,37 @@ class EndpointOptions:
         return self.device.startswith("cuda")
 
     def kind(self, scheme: str) -> LinkKind:
-        return link_kind.link_kind(scheme, self.ucx, self.device)
+        """The kind of this transport's links for KV on the device, between hosts if it connects
+        hosts."""
+        if scheme not in UCX_SCHEMES:
+            return LinkKind(scheme)
+        if link_kind.rdma_obstacle(scheme, self.ucx):
+            return LinkKind.TCP
+        return LinkKind.RDMA if self.no_gpudirect(scheme) else LinkKind.GPUDIRECT
+
+    def no_gpudirect(self, scheme: str) -> str | None:
+        """Why KV passes through host memory over nixl or ucx; None: the network reaches it where it
+        lies. Asks UCX in another process, and registers a little memory of the device."""
+        if no_rdma_here := link_kind.rdma_obstacle(scheme, self.ucx):
+            return no_rdma_here
+        if not self.on_gpu:
+            return f"KV is on {self.device}"
+        known = link_kind.cuda_obstacle(scheme, self.ucx) or gpudirect.no_gpudirect(self.device)
+        return known or _refusal(scheme, self.ucx, self.device) or None
+
+    def lacks(self, required: Collection[str], scheme: str) -> str | None:
+        """Why nixl or ucx is of none of the required kinds, if one of these is of RDMA."""
+        if scheme not in UCX_SCHEMES:
+            return None
+        if LinkKind.RDMA in required:
+            return link_kind.rdma_obstacle(scheme, self.ucx)
+        return self.no_gpudirect(scheme) if LinkKind.GPUDIRECT in required else None
 
     def slabs(self, scheme: str) -> SlabMemory:
-        """On the device if the link reaches it there, else on the host. Asks UCX in another
-        process."""
+        """On the device if the link reaches it there, else on the host."""
         if not self.on_gpu or scheme not in (*UCX_SCHEMES, "cuda_ipc"):
             return SlabMemory()
-        why = None
-        if scheme in UCX_SCHEMES:
-            why = link_kind.why_not(LinkKind.GPUDIRECT, scheme, self.ucx, self.device)
+        why = self.no_gpudirect(scheme) if scheme in UCX_SCHEMES else None
         place = SlabPlace.PINNED if why else SlabPlace.DEVICE
         return SlabMemory(place=place, device=self.device, why_host=why or "")
 
@@ -142,9 +169,17 @@ class Endpoints:
         self._regions: dict[RegionName, SharedRegion] = {}
         self._numbers = itertools.count()
 
-    def label(self, scheme: str) -> str:
-        """For people: on a GPU's worker it says where the slabs of nixl and ucx lie."""
-        return scheme + (_SUFFIXES[self._slabs[scheme].place] if scheme in UCX_SCHEMES else "")
+    def label(self, peer_address: str) -> str:
+        """For people: of nixl and ucx it says where the slabs lie, on GPUs at both ends (`-gpu`) or
+        at one (`-gpu-host`), or for a GPU here on the host at both (`-host`)."""
+        scheme = scheme_of(peer_address)
+        if scheme not in UCX_SCHEMES:
+            return scheme
+        place = self._slabs[scheme].place
+        on_device = place is SlabPlace.DEVICE, lies_on_device(peer_address)
+        if any(on_device):
+            return scheme + ("-gpu" if all(on_device) else "-gpu-host")
+        return scheme + ("-host" if place is SlabPlace.PINNED else "")
 
     def _tell_host_slabs(self) -> None:
         for scheme, slabs in self._slabs.items():
@@ -228,7 +263,7 @@ class Endpoints:
     def _check_kind(self, scheme: str) -> None:
         if not self._require or (kind := self._options.kind(scheme)).meets(self._require):
             return
-        why = link_kind.lacks(self._require, scheme, self._options.ucx, self._options.device)
+        why = self._options.lacks(self._require, scheme)
         wanted = ", ".join(sorted(self._require))
         reason = f" ({why})" if why else ""
         raise ConfigError(f"transfer.require is [{wanted}] and {scheme} is {kind}{reason}")
@@ -276,3 +311,11 @@ def obstacle(
         except (ConfigError, OSError, RuntimeError) as error:
             return f"memory can't be registered: {error}"
     return ""
+
+
+@cache
+def _refusal(scheme: str, ucx: UcxOptions, device: str) -> str:
+    """Why the network doesn't take the device's memory; empty: it does. Tried once in a process: a
+    worker's budget, slabs and links follow the same answer."""
+    slabs = SlabMemory(place=SlabPlace.DEVICE, device=device)
+    return obstacle(scheme, ucx, gpus=1, device=device, slabs=slabs)

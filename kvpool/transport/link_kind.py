@@ -22,10 +22,10 @@ import sys
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from kvpool.transport import gpudirect
 from kvpool.transport.rdma.ucx_options import UcxOptions
 
 _NIXL_PACKAGES = ("nixl_cu12", "nixl_cu13")
@@ -65,8 +65,10 @@ def library_of_ucxx() -> Path | None:
     return _first(_site("libucx") / "libucx" / "lib", "libucp.so*")
 
 
+@cache
 def describe(library: Path, options: UcxOptions) -> UcxInfo | str:
-    """The library's facts with these options, or the reason why there are none."""
+    """The library's facts with these options, or the reason why there are none. Asked once in a
+    process: it takes a second."""
     command = [sys.executable, "-m", "kvpool.transport.link_kind", str(library)]
     variables = {f"UCX_{name}": value for name, value in options.settings().items()}
     environment = {**os.environ, **variables, "UCX_LOG_LEVEL": "fatal"}
@@ -266,40 +268,21 @@ def _excluded(active: set[str], environment: Mapping[str, str]) -> str | None:
 UCX_SCHEMES = ("nixl", "ucx")
 
 
-def link_kind(scheme: str, ucx: UcxOptions, device: str = "cpu") -> LinkKind:
-    """The kind of this transport's links for KV on the device (PyTorch's name), between hosts if
-    it connects hosts."""
-    if scheme not in UCX_SCHEMES:
-        return LinkKind(scheme)
-    if rdma_obstacle(scheme, ucx):
-        return LinkKind.TCP
-    on_gpu = device.startswith("cuda")
-    return LinkKind.GPUDIRECT if on_gpu and not gpudirect.no_gpudirect(device) else LinkKind.RDMA
-
-
-def lacks(required: Collection[str], scheme: str, ucx: UcxOptions, device: str) -> str | None:
-    """Why nixl or ucx is of none of the required kinds, if one of these is of RDMA."""
-    asked = [kind for kind in (LinkKind.RDMA, LinkKind.GPUDIRECT) if kind in required]
-    return why_not(asked[0], scheme, ucx, device) if asked and scheme in UCX_SCHEMES else None
-
-
-def why_not(kind: LinkKind, scheme: str, ucx: UcxOptions, device: str) -> str | None:
-    """Why nixl or ucx has no links of that kind here, RDMA or GPUDirect; None if it has."""
-    no_rdma_here = rdma_obstacle(scheme, ucx)
-    if no_rdma_here or kind is not LinkKind.GPUDIRECT:
-        return no_rdma_here
-    if not device.startswith("cuda"):
-        return f"KV is on {device}"
-    return gpudirect.no_gpudirect(device)
-
-
 def rdma_obstacle(scheme: str, ucx: UcxOptions) -> str | None:
-    """Why nixl or ucx doesn't use RDMA here, or None. Asks its UCX in another process."""
-    library = library_of_nixl() if scheme == "nixl" else library_of_ucxx()
-    if library is None:
-        return f"{scheme} is not installed"
-    info = describe(library, ucx)
+    """Why nixl or ucx doesn't use RDMA here, or None."""
+    info = _asked(scheme, ucx)
     return info if isinstance(info, str) else obstacle_of(info)
+
+
+def cuda_obstacle(scheme: str, ucx: UcxOptions) -> str | None:
+    """Why the UCX of nixl or ucx can't tell a CUDA device's memory from the host's, or None."""
+    info = _asked(scheme, ucx)
+    return info if isinstance(info, str) else no_cuda(info)
+
+
+def _asked(scheme: str, ucx: UcxOptions) -> UcxInfo | str:
+    library = library_of_nixl() if scheme == "nixl" else library_of_ucxx()
+    return f"{scheme} is not installed" if library is None else describe(library, ucx)
 
 
 def obstacle_of(info: UcxInfo) -> str | None:
@@ -308,6 +291,15 @@ def obstacle_of(info: UcxInfo) -> str | None:
     if "ib" not in info.components:
         return "its UCX was built without verbs"
     return no_rdma() or "UCX uses no RDMA device here"
+
+
+def no_cuda(info: UcxInfo) -> str | None:
+    """UCX knows the memory of CUDA devices by its transport cuda_copy."""
+    if any(name.startswith("cuda_copy/") for name in info.resources):
+        return None
+    if not any(name.startswith("cuda") for name in info.components):
+        return "its UCX was built without CUDA, or can't load its part for it"
+    return "its UCX leaves out cuda_copy: UCX_TLS must name cuda"
 
 
 PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")

@@ -12,11 +12,11 @@ from kvpool.transport.mapped.shm import ShmExposure
 from kvpool.transport.peer.base import SEND_TIMEOUT_S, Callbacks, Endpoint
 from kvpool.transport.peer.endpoint import PeerEndpoint
 from kvpool.transport.peer.exposure import Exposure
-from kvpool.transport.peer.rendezvous import Network, Rendezvous, SameHost
+from kvpool.transport.peer.rendezvous import ON_DEVICE, Network, Rendezvous, SameHost
 from kvpool.transport.rdma.agent import Agent
 from kvpool.transport.rdma.nixl import NixlAgent
 from kvpool.transport.rdma.one_sided import OneSidedExposure
-from kvpool.transport.rdma.slab_memory import SlabMemory
+from kvpool.transport.rdma.slab_memory import SlabMemory, SlabPlace
 from kvpool.transport.rdma.ucx import UcxAgent
 from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError
@@ -120,11 +120,13 @@ def open_endpoint(
 
 
 def _one_sided(options: _Options, scheme: str, agent: Agent) -> Endpoint:
+    """Peers see by the address whether its slabs lie on a device."""
     exposure = OneSidedExposure(agent, options.slabs)
+    on_device = options.slabs.place is SlabPlace.DEVICE
     try:
         network = Network(
             scheme,
-            options.incarnation,
+            f"{ON_DEVICE}/{options.incarnation}" if on_device else options.incarnation,
             host=options.host,
             port_range=options.port_range,
             secret=options.secret,

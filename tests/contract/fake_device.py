@@ -10,18 +10,19 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.context import ForkServerProcess
 
 import torch
 
-from kvpool.transport import registry
+from kvpool.transport import endpoints, gpudirect, link_kind, registry
 from kvpool.transport.peer.base import RegionName
 from kvpool.transport.peer.exposure import Check
 from kvpool.transport.rdma import one_sided
 from kvpool.transport.rdma.agent import HOST, Operation, RegionPiece, RegionPlace
 from kvpool.transport.rdma.slab_memory import SlabMemory
-from kvrelay.errors import PeerError
+from kvrelay.errors import ConfigError, PeerError
 from tests.contract import transport_kit
 from tests.contract.transport_kit import PATIENCE_S, Side
 from tests.forks import forks
@@ -46,10 +47,12 @@ class _OnDevice(torch.Tensor):
 
 @dataclass(slots=True)
 class FakeDevice:
-    """Each allocation is mapped twice: without any access, and for the fake network."""
+    """Each allocation is mapped twice: without any access, and for the fake network. `refusal`: why
+    that takes none of it. `log`: what was done, in order."""
 
     seen: list[tuple[int, mmap.mmap]] = field(default_factory=list)
-    settled: int = 0
+    refusal: str = ""
+    log: list[str] = field(default_factory=list)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         fd = os.memfd_create("fake-device")
@@ -74,7 +77,7 @@ class FakeDevice:
         return ctypes.string_at(self.reached(tensor.data_ptr()), tensor.numel())
 
     def settle(self, tensors: object) -> None:
-        self.settled += 1
+        self.log.append("settled")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +108,8 @@ class FakeAgent:
         self.gives_up = False
 
     def register(self, memory: torch.Tensor) -> None:
+        if memory.is_cuda and self.fake.refusal:
+            raise ConfigError(self.fake.refusal)
         self.registrations += 1
         self.registered.append(memory)
 
@@ -132,6 +137,7 @@ class FakeAgent:
             check()
         if self.gives_up:
             raise PeerError("this end closes")
+        self.fake.log.append("transferred")
         for data, _, address in pieces:
             here, there = self.fake.reached(data.data_ptr()), self.fake.reached(address)
             target, source = (there, here) if operation is Operation.WRITE else (here, there)
@@ -153,6 +159,20 @@ def install_network(device: FakeDevice, put: Callable[[object, str, object], Non
     put(registry, "NixlAgent", lambda incarnation, options: FakeAgent(device))
     put(registry, "UcxAgent", lambda options, slabs: FakeAgent(device))
     put(one_sided, "_settle", device.settle)
+
+
+def reaches_devices(
+    put: Callable[[object, str, object], None],
+    *,
+    no_rdma: str | None = None,
+    no_module: str | None = None,
+) -> None:
+    """What UCX and the system say of RDMA and of GPUs' memory from now on. What was tried before is
+    forgotten. `put` sets an attribute."""
+    put(link_kind, "rdma_obstacle", lambda scheme, ucx: no_rdma)
+    put(link_kind, "cuda_obstacle", lambda scheme, ucx: None)
+    put(gpudirect, "no_gpudirect", lambda device: no_module)
+    put(endpoints, "_refusal", cache(endpoints._refusal.__wrapped__))
 
 
 def install(device: FakeDevice, put: Callable[[object, str, object], None]) -> None:

@@ -63,7 +63,8 @@ def test_registered_once_and_never_touched(fake: FakeDevice, make: Callable[[], 
     assert fake.bytes_of(here.memory) == bytes([7]) * 100 + bytes([99]) * 9900
     assert [agent_of(side).registrations for side in (owner, writer)] == before
     assert writer.endpoint.staging_bytes == 0
-    assert fake.settled == 101, "what the device still does is waited for before each batch"
+    told = "what the device still does is waited for before each batch"
+    assert fake.log == ["settled", "transferred"] * 101, told
 
 
 def test_what_is_retired_is_reached_no_more(fake: FakeDevice, make: Callable[[], Side]) -> None:

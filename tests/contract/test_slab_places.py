@@ -6,8 +6,9 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from uuid import uuid4
@@ -16,12 +17,13 @@ import pytest
 import torch
 
 from cluster.worker.peers import PeerLinks
-from kvpool.core.transfer.commands import SendPeer
+from kvpool.core.transfer.commands import LinkMeasured, SendPeer
 from kvpool.core.transfer.link_cost import Sample, TimedStep
 from kvpool.core.transfer.messages import PeerHello, RenewLeases
 from kvpool.core.transfer.pool_map import KvFacts
-from kvpool.transport import gpudirect, link_kind, registry
+from kvpool.transport import gpudirect, registry
 from kvpool.transport.endpoints import EndpointOptions, Endpoints
+from kvpool.transport.link_kind import LinkKind
 from kvpool.transport.mapped import memfd
 from kvpool.transport.peer.base import Callbacks, Endpoint, RegionName
 from kvpool.transport.peer.rendezvous import SameHost
@@ -29,7 +31,7 @@ from kvpool.transport.rdma.one_sided import OneSidedExposure
 from kvpool.transport.rdma.slab_memory import SlabMemory, SlabPlace
 from kvrelay.errors import ConfigError
 from kvrelay.types import WIRE_VERSION, Incarnation, RequestKey
-from tests.contract.fake_device import FakeAgent, FakeDevice, install_network
+from tests.contract.fake_device import FakeAgent, FakeDevice, install_network, reaches_devices
 from tests.contract.transport_kit import SECRET, until
 
 OPTIONS = EndpointOptions(secret=SECRET, device="cuda:3")
@@ -43,6 +45,7 @@ COPIES = {
     )
 }
 """The fake device's tensors say so of themselves."""
+RENEW = RenewLeases(keys=(RequestKey("r", 0),))
 QUIET = Callbacks(on_connect=lambda _: None, on_message=lambda *_: None, on_lost=lambda _: None)
 
 
@@ -112,9 +115,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 @pytest.fixture(params=[True, False], ids=["gpudirect", "no gpudirect"])
 def direct(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(link_kind, "rdma_obstacle", lambda scheme, ucx: None)
-    why = None if request.param else NO_MODULE
-    monkeypatch.setattr(gpudirect, "no_gpudirect", lambda device: why)
+    reaches_devices(monkeypatch.setattr, no_module=None if request.param else NO_MODULE)
     return bool(request.param)
 
 
@@ -156,9 +157,10 @@ def test_the_name_of_a_link_says_where_slabs_lie(cuda: FakeCuda, direct: bool) -
         with opened(*order) as endpoints:
             slab = endpoints.register(1000)
             for scheme in order:
-                where = "-gpu" if slab.memory_on(scheme).is_cuda else "-host"
-                suffix = where if scheme in FAR else ""
-                assert endpoints.label(scheme) == scheme + suffix
+                names = [endpoints.label(f"{scheme}:h:1/{peer}") for peer in ("gpu/a", "a")]
+                on_gpu = slab.memory_on(scheme).is_cuda
+                where = ["-gpu", "-gpu-host"] if on_gpu else ["-gpu-host", "-host"]
+                assert names == [scheme + (one if scheme in FAR else "") for one in where]
 
 
 def test_the_log_says_once_what_passes_through_host_memory(
@@ -166,9 +168,28 @@ def test_the_log_says_once_what_passes_through_host_memory(
 ) -> None:
     with caplog.at_level(logging.WARNING), opened("cuda_ipc", "shm", "nixl") as endpoints:
         endpoints.register(1000)
-        endpoints.label("nixl")
+        endpoints.label("nixl:h:1/a")
     told = f"nixl moves the KV of cuda:3 through host memory: {NO_MODULE}"
     assert [one.getMessage() for one in caplog.records] == ([] if direct else [told])
+
+
+@pytest.mark.parametrize("direct", [True], indirect=True)
+@pytest.mark.parametrize("scheme", FAR)
+def test_where_the_network_takes_none_of_the_device_slabs_lie_on_the_host(
+    cuda: FakeCuda, direct: bool, scheme: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Though the module is loaded. It is tried once, and all who ask hear the same."""
+    cuda.device.refusal = "out of BAR space"
+    why = f"memory can't be registered: {cuda.device.refusal}"
+    assert not OPTIONS.on_device([scheme]), "nothing is charged to the device"
+    with caplog.at_level(logging.WARNING), opened(scheme) as endpoints:
+        assert cuda.is_pinned(endpoints.register(1000).memory_on(scheme))
+        assert endpoints.label(endpoints.addresses[0]) == f"{scheme}-host"
+    told = f"{scheme} moves the KV of cuda:3 through host memory: {why}"
+    assert [one.getMessage() for one in caplog.records] == [told]
+    assert len(cuda.device.seen) == 1
+    with pytest.raises(ConfigError, match=rf"\[gpudirect\] and {scheme} is rdma \({why}\)"):
+        Endpoints([scheme], Incarnation("a"), QUIET, options=OPTIONS, require=[LinkKind.GPUDIRECT])
 
 
 def test_a_worker_on_a_cpu_has_neither(caplog: pytest.LogCaptureFixture) -> None:
@@ -176,7 +197,8 @@ def test_a_worker_on_a_cpu_has_neither(caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level(logging.WARNING):
         endpoints = Endpoints(["nixl"], Incarnation(uuid4().hex), QUIET, options=options)
         endpoints.close()
-    assert endpoints.label("nixl") == "nixl"
+    assert endpoints.label("nixl:h:1/a") == "nixl"
+    assert endpoints.label("nixl:h:1/gpu/a") == "nixl-gpu-host", "the peer's are on a GPU"
     assert not caplog.records
 
 
@@ -184,8 +206,7 @@ def test_links_are_told_by_that_name(
     cuda: FakeCuda, direct: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO), worker("a") as (a, _), worker("b") as (b, name):
-        message = RenewLeases(keys=(RequestKey("r", 0),))
-        a.send(SendPeer(peer=name, addresses=b.endpoints.addresses, message=message))
+        a.send(SendPeer(peer=name, addresses=b.endpoints.addresses, message=RENEW))
         until(lambda: any(state.bytes_per_s for state in a.states()))
         (state,) = a.states()
     suffix = "gpu" if direct else "host"
@@ -193,8 +214,35 @@ def test_links_are_told_by_that_name(
     assert state.transport == f"nixl-{suffix}"
 
 
+@pytest.mark.parametrize("direct", [True], indirect=True)
+def test_to_a_gpu_and_to_the_memory_of_its_host_are_two_costs_and_two_names(
+    cuda: FakeCuda, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three peers on one host the network reaches the GPUs of two."""
+    reached = {OPTIONS.device: None}
+    monkeypatch.setattr(gpudirect, "no_gpudirect", lambda device: reached.get(device, NO_MODULE))
+    other, events = replace(OPTIONS, device="cuda:4"), queue.SimpleQueue[object]()
+    with ExitStack() as stack:
+        a, _ = stack.enter_context(worker("a", post=events.put))
+        places = (OPTIONS, OPTIONS, other)
+        peers = [stack.enter_context(worker(f"b{i}", one)) for i, one in enumerate(places)]
+        for links, name in peers:
+            a.send(SendPeer(peer=name, addresses=links.endpoints.addresses, message=RENEW))
+        until(lambda: sum(state.bytes_per_s > 0 for state in a.states()) == 3)
+        told = {state.peer: state.transport for state in a.states()}
+        got = [events.get() for _ in range(events.qsize())]
+    costs = {event.peer: event.cost for event in got if isinstance(event, LinkMeasured)}
+    gpu, same, host = (name for _, name in peers)
+    assert told == {gpu: "nixl-gpu", same: "nixl-gpu", host: "nixl-gpu-host"}
+    assert costs[gpu] is costs[same] is not costs[host]
+
+
 @contextmanager
-def worker(name: str) -> Iterator[tuple[PeerLinks, Incarnation]]:
+def worker(
+    name: str,
+    options: EndpointOptions = OPTIONS,
+    post: Callable[[object], None] = lambda event: None,
+) -> Iterator[tuple[PeerLinks, Incarnation]]:
     hello = PeerHello(
         wire_version=WIRE_VERSION,
         incarnation=Incarnation(uuid4().hex),
@@ -202,7 +250,7 @@ def worker(name: str) -> Iterator[tuple[PeerLinks, Incarnation]]:
         kv=KvFacts(dtype="float32", block_size=16, blocks=8, slab_bytes=1024),
         name=name,
     )
-    links = PeerLinks(["nixl"], hello, lambda event: None, options=OPTIONS, copies=COPIES)
+    links = PeerLinks(["nixl"], hello, post, options=options, copies=COPIES)
     try:
         yield links, hello.incarnation
     finally:

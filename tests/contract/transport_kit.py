@@ -37,6 +37,7 @@ class Side:
         send_timeout_s: float = SEND_TIMEOUT_S,
         secret: bytes = SECRET,
         ucx: UcxOptions | None = None,
+        device: str = "cuda",
     ) -> None:
         self.connected: queue.Queue[Connection] = queue.Queue()
         self.messages: queue.Queue[bytes] = queue.Queue()
@@ -56,6 +57,7 @@ class Side:
             secret=secret,
             ucx=ucx,
             slabs=slabs_of(scheme),
+            device=device,
         )
 
     def __enter__(self) -> Self:

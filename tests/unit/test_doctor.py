@@ -19,12 +19,10 @@ from cluster.config.load import load_config
 from cluster.config.overrides import Override
 from cluster.process import auto, doctor
 from cluster.process.doctor import Diagnosis, examine
-from kvpool.transport import gpudirect, link_kind, registry
 from kvpool.transport.gpus import GpuFacts
 from kvpool.transport.link_kind import LinkKind
 from kvpool.transport.rdma.slab_memory import SlabMemory, SlabPlace
-from kvrelay.errors import ConfigError
-from tests.contract.fake_device import FakeAgent, FakeDevice
+from tests.contract.fake_device import FakeDevice, install_network, reaches_devices
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
@@ -137,21 +135,8 @@ def test_cuda_ipc_is_for_pairs_of_gpus(two_gpus: None, monkeypatch: pytest.Monke
     assert [choice.same_host for choice in found.choices] == ["cuda_ipc", "shm"]
 
 
-class Agent(FakeAgent):
-    """Of a network that may not take the memory of devices, whatever the modules promise."""
-
-    def __init__(self, device: FakeDevice, refusal: str | None) -> None:
-        super().__init__(device)
-        self._refusal = refusal
-
-    def register(self, memory: torch.Tensor) -> None:
-        if memory.is_cuda and self._refusal:
-            raise ConfigError(self._refusal)
-        super().register(memory)
-
-
-def on_fake_device(monkeypatch: pytest.MonkeyPatch, refusal: str | None) -> FakeDevice:
-    device, allocate = FakeDevice(), SlabMemory.allocate
+def on_fake_device(monkeypatch: pytest.MonkeyPatch, refusal: str) -> FakeDevice:
+    device, allocate = FakeDevice(refusal=refusal), SlabMemory.allocate
 
     def allocated(slabs: SlabMemory, nbytes: int) -> torch.Tensor:
         on_host = slabs.place is SlabPlace.HOST
@@ -159,8 +144,7 @@ def on_fake_device(monkeypatch: pytest.MonkeyPatch, refusal: str | None) -> Fake
 
     monkeypatch.setattr(SlabMemory, "check", lambda _: None)
     monkeypatch.setattr(SlabMemory, "allocate", allocated)
-    monkeypatch.setattr(registry, "NixlAgent", lambda *_: Agent(device, refusal))
-    monkeypatch.setattr(registry, "UcxAgent", lambda *_: Agent(device, refusal))
+    install_network(device, monkeypatch.setattr)
     return device
 
 
@@ -173,18 +157,14 @@ def test_whether_a_network_reaches_the_memory_of_gpus_is_shown(
 ) -> None:
     no_network = "no device" if lacks == "a network" else None
     no_module = "no module is loaded" if lacks == "GPUDirect" else None
-    monkeypatch.setattr(link_kind, "rdma_obstacle", lambda scheme, ucx: no_network)
-    refusal = "it took no memory of a device" if lacks == "registration" else None
-    monkeypatch.setattr(gpudirect, "no_gpudirect", lambda device: no_module)
+    reaches_devices(monkeypatch.setattr, no_rdma=no_network, no_module=no_module)
+    refusal = "it took no memory of a device" if lacks == "registration" else ""
     device = on_fake_device(monkeypatch, refusal)
     run(monkeypatch)
-    why = no_network or no_module
-    says = "yes, 4096 bytes of it were registered"
-    if refusal:
-        says = f"no: memory can't be registered: {refusal}"
-    elif why:
-        says = f"no, by way of the host's: {why}"
-    assert len(device.seen) == (0 if why else 2), "what is known to fail is not tried"
+    known = no_network or no_module
+    why = f"memory can't be registered: {refusal}" if refusal else known
+    says = f"no, by way of the host's: {why}" if why else "yes, 4096 bytes of it were registered"
+    assert len(device.seen) == (0 if known else 2), "what is known to fail is not tried"
     told = f"GPU memory (GPUDirect): {says}"
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert [line for line in lines if line.startswith("GPU memory")] == [told, told]

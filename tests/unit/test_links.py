@@ -29,7 +29,7 @@ from kvpool.core.transfer.pool_map import KvFacts
 from kvpool.core.transfer.slabs import LeaseId, SlabId
 from kvpool.memory.kv_memory import KvMemory
 from kvpool.memory.probe import measure_copies
-from kvpool.transport import gpudirect, link_kind, probe
+from kvpool.transport import endpoints, link_kind, probe
 from kvpool.transport.endpoints import EndpointOptions
 from kvpool.transport.gpudirect import no_gpudirect
 from kvpool.transport.link_kind import (
@@ -37,6 +37,7 @@ from kvpool.transport.link_kind import (
     UcxInfo,
     describe,
     library_of_nixl,
+    no_cuda,
     no_rdma,
     obstacle_of,
     rdma_ports,
@@ -47,6 +48,7 @@ from kvpool.transport.rdma.slab_memory import SlabMemory, SlabPlace
 from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError, PeerError
 from kvrelay.types import WIRE_VERSION, Incarnation, RequestKey
+from tests.contract.fake_device import reaches_devices
 
 RENEW = RenewLeases(keys=(RequestKey("r", 0),))
 LAYOUT = KvLayout(
@@ -252,6 +254,7 @@ def test_a_link_of_a_known_kind_keeps_the_figures(side) -> None:
     [
         ("shm:decode-0.1", "shm"),
         ("nixl:10.0.0.7:4711/decode-0.1", "nixl:10.0.0.7"),
+        ("nixl:10.0.0.7:4711/gpu/decode-0.1", "nixl:10.0.0.7/gpu"),
         ("nixl:[fd00::7]:4711/decode-0.1", "nixl:[fd00::7]"),
         ("cuda_ipc:3f1c9a2e/decode-0.1", "cuda_ipc:3f1c9a2e"),
     ],
@@ -468,6 +471,13 @@ def test_ucx_itself_says_whether_it_uses_rdma(monkeypatch) -> None:
     assert obstacle_of(info("tcp/eth0")) == "UCX uses no RDMA device here"
 
 
+def test_ucx_itself_says_whether_it_knows_cuda() -> None:
+    cuda = ("tcp", "ib", "cuda_cpy", "cuda_ipc")
+    assert no_cuda(info("rc_mlx5/mlx5_0:1", "cuda_copy/cuda", components=cuda)) is None
+    assert "leaves out cuda_copy" in (no_cuda(info("cuda_ipc/cuda", components=cuda)) or "")
+    assert "built without CUDA" in (no_cuda(info("rc_mlx5/mlx5_0:1")) or "")
+
+
 def test_the_library_of_nixl_can_be_asked() -> None:
     library = library_of_nixl()
     assert library is not None
@@ -489,31 +499,36 @@ def test_what_is_required_and_absent_is_refused_at_start(side, monkeypatch) -> N
 
 
 def test_what_gpudirect_lacks_is_told(side, monkeypatch) -> None:
-    monkeypatch.setattr(link_kind, "rdma_obstacle", lambda scheme, ucx: None)
-    wanted = r"transfer.require is \[gpudirect\] and nixl is rdma \(KV is on cpu\)"
-    with pytest.raises(ConfigError, match=wanted):
-        side("a", "nixl", require=[LinkKind.GPUDIRECT])
+    reaches_devices(monkeypatch.setattr, no_module="no module is loaded")
+    lacks = {"cpu": "KV is on cpu", "cuda:1": "no module is loaded"}
+    for device, why in lacks.items():
+        options = EndpointOptions(secret=b"known", device=device)
+        wanted = rf"transfer.require is \[gpudirect\] and nixl is rdma \({why}\)"
+        with pytest.raises(ConfigError, match=wanted):
+            side("a", "nixl", options=options, require=[LinkKind.GPUDIRECT])
 
 
-@pytest.mark.parametrize("lacks", ["a network", "GPUDirect", None])
+@pytest.mark.parametrize("lacks", ["a network", "CUDA", "GPUDirect", "registration", None])
 def test_slabs_lie_where_the_network_reaches_them(monkeypatch, lacks: str | None) -> None:
-    no_rdma_here = "no device" if lacks == "a network" else None
-    monkeypatch.setattr(link_kind, "rdma_obstacle", lambda scheme, ucx: no_rdma_here)
-    no_direct = "no module" if lacks == "GPUDirect" else None
-    monkeypatch.setattr(gpudirect, "no_gpudirect", lambda device: no_direct)
+    why = f"it lacks {lacks}" if lacks else ""
+    network, module = (why if lacks == one else None for one in ("a network", "GPUDirect"))
+    reaches_devices(monkeypatch.setattr, no_rdma=network, no_module=module)
+    monkeypatch.setattr(link_kind, "cuda_obstacle", lambda *_: why if lacks == "CUDA" else None)
+    refusal = why if lacks == "registration" else ""
+    monkeypatch.setattr(endpoints, "obstacle", lambda *_, **__: refusal)
     options = EndpointOptions(device="cuda:1")
-    place, why = SlabPlace.PINNED if lacks else SlabPlace.DEVICE, no_rdma_here or no_direct
-    assert options.slabs("nixl") == SlabMemory(place=place, device="cuda:1", why_host=why or "")
+    place = SlabPlace.PINNED if lacks else SlabPlace.DEVICE
+    assert options.slabs("nixl") == SlabMemory(place=place, device="cuda:1", why_host=why)
     assert options.slabs("cuda_ipc") == SlabMemory(place=SlabPlace.DEVICE, device="cuda:1")
     assert options.slabs("shm") == EndpointOptions().slabs("nixl") == SlabMemory()
-    kinds = {"a network": LinkKind.TCP, "GPUDirect": LinkKind.RDMA, None: LinkKind.GPUDIRECT}
-    assert options.kind("ucx") is kinds[lacks]
+    kinds = {"a network": LinkKind.TCP, None: LinkKind.GPUDIRECT}
+    assert options.kind("ucx") is kinds.get(lacks, LinkKind.RDMA)
 
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_gpu_has_slabs_where_cuda_ipc_or_gpudirect_reaches_them(monkeypatch, direct) -> None:
-    monkeypatch.setattr(link_kind, "rdma_obstacle", lambda scheme, ucx: None)
-    monkeypatch.setattr(gpudirect, "no_gpudirect", lambda device: None if direct else "no module")
+    reaches_devices(monkeypatch.setattr, no_module=None if direct else "no module")
+    monkeypatch.setattr(endpoints, "obstacle", lambda *_, **__: "")
     on_gpu = EndpointOptions(device="cuda:0")
     assert on_gpu.on_device(["cuda_ipc", "shm"])
     assert on_gpu.on_device(["shm", "nixl"]) is direct

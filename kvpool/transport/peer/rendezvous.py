@@ -18,7 +18,6 @@ from kvpool.transport.peer import control_wire
 from kvpool.transport.peer.base import MAX_MESSAGE_BYTES
 from kvpool.transport.peer.control_wire import HANDSHAKE_TIMEOUT_S, Packet
 from kvrelay.errors import ConfigError, PeerError
-from kvrelay.types import Incarnation
 
 _MOST_BYTES = 1024
 """Of a packet from somebody who has proved nothing yet."""
@@ -27,6 +26,8 @@ _NONCE_BYTES = 32
 _SILENCE_S = 4
 """A path is gone when the peer's kernel has confirmed nothing for so long. That of a stopped
 process confirms."""
+ON_DEVICE = "gpu"
+"""Stands before the name in the address of an end of nixl or ucx whose slabs lie on a GPU."""
 _SEND_BUFFER_BYTES = 4 * MAX_MESSAGE_BYTES  # all that a connection has unread at a time
 
 
@@ -91,12 +92,12 @@ class SameHost:
 
 
 class Network:
-    """`SCHEME:HOST:PORT/INCARNATION`."""
+    """`SCHEME:HOST:PORT/NAME`."""
 
     def __init__(
         self,
         scheme: str,
-        incarnation: Incarnation,
+        name: str,
         *,
         host: str,
         port_range: tuple[int, int] | None,
@@ -107,7 +108,7 @@ class Network:
         self._scheme = scheme
         self._secret = secret or secrets.token_bytes(_NONCE_BYTES)
         self.listener = _listen(host, port_range)
-        self.address = f"{scheme}:{host}:{self.listener.getsockname()[1]}/{incarnation}"
+        self.address = f"{scheme}:{host}:{self.listener.getsockname()[1]}/{name}"
 
     def dial(self, address: str) -> socket.socket:
         try:
