@@ -23,6 +23,7 @@ from engine.attention.triton.work import Tiling, most_parts
 from engine.compiled.triton.operations import TritonOperations
 from engine.model.interface import Scores
 from tests.unit.attention_kit import Batch, plain_attention
+from tests.unit.test_fused import rotation
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run by tests/unit/test_triton.py"
 _TOLERANCE = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -133,6 +134,11 @@ def test_rotated_and_stored_at_once_is_one_after_the_other(
     at_once, apart = (torch.zeros(2, 9, kv_heads, dim).to(kept) for _ in range(2))
     asked = rotate_and_store(query[0], key[0], value[0], cos, sin, at_once[0], at_once[1], slots)
     rotate = TritonOperations().rotate
+    wide = [rotation(heads, cos, sin)[0].transpose(0, 1) for heads in (query, key)]
+    torch.testing.assert_close(asked.double(), wide[0], rtol=1e-6, atol=1e-6)
+    if kept == torch.float32:
+        stored = at_once[0][slots[slots >= 0]].double()
+        torch.testing.assert_close(stored, wide[1][slots >= 0], rtol=1e-6, atol=1e-6)
     store(rotate(key, cos, sin)[0], value[0], apart[0], apart[1], slots)
     assert torch.equal(asked, rotate(query, cos, sin)[0].transpose(0, 1))
     assert torch.equal(at_once.float(), apart.float())

@@ -1,4 +1,4 @@
-"""Rotary embeddings keep their precision where products take TF32 (engine.matmul_precision: high).
+"""Not run on a device. Rotary embeddings keep their precision where products take TF32 (engine.matmul_precision: high).
 Their angles are no products of matrices; ten bits of fraction would blur positions above 1,024."""
 
 from __future__ import annotations
