@@ -1,5 +1,6 @@
-"""Not run on a device. Rotary embeddings keep their precision where products take TF32 (engine.matmul_precision: high).
-Their angles are no products of matrices; ten bits of fraction would blur positions above 1,024."""
+"""Rotary embeddings keep their precision where products take TF32 (engine.matmul_precision: high).
+Their angles are no products of matrices; ten bits of fraction would blur positions above 1,024. Not
+run on a device."""
 
 from __future__ import annotations
 
