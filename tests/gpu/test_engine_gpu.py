@@ -12,8 +12,8 @@ import torch
 from engine.attention.choosing import choice
 from engine.checks import self_check
 from engine.core.options import CudaOptions
-from engine.core.sizing import EngineLimits
-from engine.device.cuda_memory import STEP_BYTES, CudaMemory
+from engine.core.sizing import STEP_BYTES, EngineLimits
+from engine.device.cuda_memory import CudaMemory
 from engine.load import load_engine
 from engine.model.checkpoint import open_checkpoint
 from tests.drive import run_mixed, start
