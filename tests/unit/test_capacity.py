@@ -80,7 +80,7 @@ def test_a_degree_whose_first_rank_has_no_room_for_slabs_is_refused() -> None:
 
 
 SHAPES = ("llama-2-13b", "llama-3.1-8b", "qwen3-235b-a22b", "deepseek-v2", "gpt-oss-120b")
-GRIDS = (Grid(), Grid(tensor=2), Grid(tensor=8), Grid(stages=2), Grid(tensor=2, stages=2))
+GRIDS = (Grid(), Grid(tensor=2), Grid(tensor=8), Grid(stages=4), Grid(tensor=2, stages=2))
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
