@@ -32,6 +32,8 @@ GRAPH_BYTES = 512 << 20
 _ELEMENT_BYTES = 2  # of activations
 _HIDDEN_COPIES = 8
 """Residual, inputs and outputs of a layer's parts, and those that norms widen to fp32."""
+_ROUTED_COPIES = 4
+"""For each expert of a token: what goes in and what comes out, and copies of both."""
 _LOGIT_BYTES = 2 + 4
 """As the model gives a logit, and in fp32."""
 _DRAW_BYTES = 3 * 4
@@ -111,7 +113,7 @@ class PlannedWorker:
         shape = self.shape
         widths = shape.active_parameters / (shape.layers * shape.hidden)
         kept = 2 * max(kind.kv_elements for kind in shape.attentions)
-        hidden = (_HIDDEN_COPIES + 2 * shape.experts_per_token) * shape.hidden
+        hidden = (_HIDDEN_COPIES + _ROUTED_COPIES * shape.experts_per_token) * shape.hidden
         return (widths + kept) / self.grid.tensor + hidden
 
     def _block_bytes(self) -> Iterator[int]:
