@@ -13,26 +13,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import psutil
-import torch
 
 from engine.attention.torch_plan import GATHER_BYTES, layer_block_bytes
-from engine.core.sizing import EngineLimits, MemoryProfile
+from engine.core.sizing import (
+    MOST_CONTEXT_BYTES,
+    STEP_BYTES,
+    EngineLimits,
+    MemoryProfile,
+    in_steps,
+    staging_bytes,
+)
 from engine.core.step import MOST_SCORED_TOKENS, SampleRequest, Scoring, SequenceSlice, StepBatch
-from engine.device.cuda_memory import STEP_BYTES, CudaMemory, in_steps
+from engine.device.cuda_memory import CudaMemory
 from engine.device.host_memory import available_bytes
 from engine.model.model import Model
 from kvpool.core.layout.layout import BlockId, KvLayout
-from kvpool.core.transfer.slabs import plan_staging
 from kvpool.memory.kv_memory import KvMemory
 from kvrelay.types import RequestKey, Sampling
-
-_GPU_COPIES = 2
-"""Slabs on the host are copied: one gathered and one received at a time."""
-
-MOST_CONTEXT_BYTES = 3 << 29
-"""A process alone on its device is charged what it takes outside torch's allocator. Where others
-are on the device too, it is at most this. Measured on H100 elsewhere (vLLM's logs in
-llm-d-benchmark, config_explorer): 0.61 GiB before the weights, up to 0.55 more with NCCL."""
 
 Run = Callable[[KvMemory, StepBatch], object]
 Record = Callable[[KvMemory], object]
@@ -69,7 +66,7 @@ def profile_memory(
         found,
         activation_bytes=found.activation_bytes
         + (_long_bytes(layout, chunk, max_model_len) if copies_kv else 0),
-        staging_bytes=_staging_bytes(model.device, staged or layout, limits),
+        staging_bytes=staging_bytes(staged or layout, limits, on_cpu=model.device.type == "cpu"),
     )
 
 
@@ -105,25 +102,6 @@ def _on_cpu(model: Model, step: Callable[[], object]) -> MemoryProfile:
         weight_bytes=model.weight_bytes,
         activation_bytes=peak,
     )
-
-
-def _staging_bytes(device: torch.device, layout: KvLayout, limits: EngineLimits) -> int:
-    """On a CPU all slabs take memory from the KV. On a GPU those do which a link reaches there;
-    slabs on the host are copied."""
-    if not limits.staging_slabs:
-        return 0
-    staging = plan_staging(
-        layout,
-        slabs=limits.staging_slabs,
-        chunk_tokens=limits.prefill_chunk_tokens,
-        total_bytes=limits.staging_bytes,
-        on_cpu=device.type == "cpu",
-    )
-    slabs = limits.staging_slabs + limits.sending_slabs
-    if device.type == "cpu":
-        return staging.slab_bytes * slabs
-    on_device = slabs if limits.slabs_on_device else 0
-    return in_steps(staging.slab_bytes) * (on_device + _GPU_COPIES)
 
 
 def _long_bytes(layout: KvLayout, chunk: int, max_model_len: int) -> int:

@@ -13,7 +13,7 @@ import typer
 from cluster.cli.options import Format, FormatOption
 
 if TYPE_CHECKING:
-    from cluster.sim.profiles.capacity import CopyCapacity, PlannedModel, Refusals
+    from cluster.sim.profiles.capacity import CopyCapacity, PlannedModel, Refusals, Unfit
     from cluster.sim.profiles.schema import Dtype
 
 
@@ -116,11 +116,12 @@ def _plan_alone(
 ) -> None:
     from cluster.sim.profiles.capacity import smallest_copy
     from cluster.sim.profiles.load import known_device
+    from cluster.sim.profiles.worker_memory import planned_limits
 
     names = [name.strip() for name in gpus.split(",")]
+    limits = planned_limits(memory_fraction)
     copies = {
-        name: smallest_copy(facts, name, known_device(name), context, memory_fraction)
-        for name in names
+        name: smallest_copy(facts, name, known_device(name), context, limits) for name in names
     }
     if format_ is Format.JSON:
         print(json.dumps(_as_json(facts, copies), indent=2))
@@ -141,7 +142,8 @@ def _dtype(given: str | None) -> Dtype | None:
     raise ConfigError(f"{given}: unknown format, expected one of {', '.join(BYTES_PER_PARAMETER)}")
 
 
-def _as_json(facts: PlannedModel, copies: dict[str, CopyCapacity | None]) -> dict[str, object]:
+def _as_json(facts: PlannedModel, copies: dict[str, CopyCapacity | Unfit]) -> dict[str, object]:
+    unfit = _unfit(copies)
     return {
         "model": facts.shape.name,
         "parameters": facts.shape.parameters,
@@ -155,14 +157,23 @@ def _as_json(facts: PlannedModel, copies: dict[str, CopyCapacity | None]) -> dic
         "unsplit": facts.refusals.unsplit,
         "stage_counts": facts.refusals.stages,
         "unstaged": facts.refusals.unstaged,
-        "devices": [asdict(copy) for copy in copies.values() if copy],
-        "too_small": [name for name, copy in copies.items() if copy is None],
+        "devices": [asdict(copy) for name, copy in copies.items() if name not in unfit],
+        "unfit": unfit,
     }
 
 
-def _print(facts: PlannedModel, copies: dict[str, CopyCapacity | None], context: int) -> None:
+def _unfit(copies: dict[str, CopyCapacity | Unfit]) -> dict[str, str]:
+    """# device |-> why"""
+    from cluster.sim.profiles.capacity import Unfit
+
+    return {name: copy.why for name, copy in copies.items() if isinstance(copy, Unfit)}
+
+
+def _print(facts: PlannedModel, copies: dict[str, CopyCapacity | Unfit], context: int) -> None:
     from rich.console import Console
     from rich.table import Table
+
+    from cluster.sim.profiles.capacity import CopyCapacity
 
     console = Console(width=None if sys.stdout.isatty() else _FILE_COLUMNS, highlight=False)
     for line in _facts_lines(facts):
@@ -171,8 +182,10 @@ def _print(facts: PlannedModel, copies: dict[str, CopyCapacity | None], context:
     for heading in _HEADINGS:
         table.add_column(heading, justify="left" if heading == "device" else "right")
     for name, copy in copies.items():
-        table.add_row(*(_cells(copy) if copy else (name, "too small")))
+        table.add_row(*(_cells(copy) if isinstance(copy, CopyCapacity) else (name, "unfit")))
     console.print(table)
+    for name, why in _unfit(copies).items():
+        console.print(f"{name}, {why}", markup=False, soft_wrap=True)
     console.print("bounds: every rate of the data sheet reached, no overheads", markup=False)
 
 

@@ -15,7 +15,14 @@ from rich.table import Table
 
 from cluster.cli.options import Format
 from cluster.config.types import parse_duration_s
-from cluster.sim.planning.candidates import fastest, fits, kinds, servable_file, smallest
+from cluster.sim.planning.candidates import (
+    fastest,
+    fits,
+    fleet_limits,
+    kinds,
+    servable_file,
+    smallest,
+)
 from cluster.sim.planning.estimate import PlanObjectives, Workload, copies, workload
 from cluster.sim.planning.settle import Settled, Task, parallel_enough, parallel_fastest
 from cluster.sim.profiles.capacity import PlannedModel
@@ -64,7 +71,7 @@ def search(facts: PlannedModel, asked: Asked, format_: Format) -> None:
             f"{asked.attainment:.0%} of the requests: allow more devices, --tries or a looser --slo"
         )
     if asked.out is not None:
-        _write(asked.out, found.enough[0], task)
+        _write(asked.out, found.enough[0], task, asked.memory_fraction)
     if format_ is Format.JSON:
         print(
             json.dumps(
@@ -140,7 +147,7 @@ def _search(task: Task, work: Workload, asked: Asked) -> Found:
         _devices(task.stock, asked.prices),
         task.stock,
         work.longest,
-        asked.memory_fraction,
+        fleet_limits(task.facts, asked.memory_fraction),
     )
     possible = list(kinds(ways, work, task.objectives))
     processes = asked.processes or cpu_count() or 1
@@ -160,8 +167,9 @@ def _search(task: Task, work: Workload, asked: Asked) -> Found:
 # --- how it is shown ----------------------------------------------------------------------------
 
 
-def _write(path: Path, settled: Settled, task: Task) -> None:
-    raw = servable_file(settled.fleet, task.model, task.facts, task.objectives)
+def _write(path: Path, settled: Settled, task: Task, memory_fraction: float) -> None:
+    limits = fleet_limits(task.facts, memory_fraction)
+    raw = servable_file(settled.fleet, task.model, task.facts, task.objectives, limits)
     path.write_text(f"# {settled.fleet}\n{yaml.safe_dump(raw, sort_keys=False)}")
 
 

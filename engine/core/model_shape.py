@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrelay.errors import ModelError
 
@@ -56,6 +56,7 @@ class Attention:
     pair and `state_bytes` (of a sequence, whatever its length) are those of one layer.
 
     `kv_heads` limits how far tensor parallelism can split the KV: beyond it, heads are kept twice.
+    `expanded`: the same layers where the keys and values of all heads are kept, if that is not so.
     """
 
     layers: int
@@ -67,6 +68,7 @@ class Attention:
     window: int | None = None
     reads_at_most: int | None = None
     state_bytes: int = 0
+    expanded: Attention | None = None
 
     def kept_tokens(self, tokens: float) -> float:
         """Tokens kept of a sequence of `tokens`."""
@@ -123,13 +125,22 @@ def _latent(keys: ShapeKeys, layers: int, hidden: int) -> tuple[Attention, ...]:
     query = heads * (nope + rope)
     down = hidden * (query_rank or 0) + hidden * (latent + rope)
     up = (query_rank or hidden) * query + latent * heads * (nope + value)
-    main = Attention(
+    flops = 2.0 * heads * (nope + rope + value)
+    expanded = Attention(
         layers=layers,
         parameters=down + up + heads * value * hidden,
-        kv_elements=latent + rope,
-        prefill_flops_per_pair=2.0 * heads * (nope + rope + value),
-        decode_flops_per_pair=2.0 * heads * (2 * latent + rope),
+        kv_elements=heads * (nope + rope + value),
+        kv_heads=heads,
+        prefill_flops_per_pair=flops,
+        decode_flops_per_pair=flops,
         reads_at_most=keys.get("index_topk"),
+    )
+    main = replace(
+        expanded,
+        kv_elements=latent + rope,
+        kv_heads=1,
+        decode_flops_per_pair=2.0 * heads * (2 * latent + rope),
+        expanded=expanded,
     )
     return (main, _indexer(keys, layers, hidden)) if keys.get("index_topk") else (main,)
 
@@ -192,6 +203,12 @@ class ModelShape:
         """The output head has no weights of its own."""
         counted = self.dense_parameters + self.expert_parameters + 2 * self.head_parameters
         return self.parameters < counted
+
+    @property
+    def as_served(self) -> ModelShape:
+        """As kvrelay's engine runs it: transformers' attention gets the keys and values of all
+        heads, and these are kept."""
+        return replace(self, attentions=tuple(one.expanded or one for one in self.attentions))
 
     @property
     def kv_elements_per_token(self) -> int:

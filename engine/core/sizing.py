@@ -9,8 +9,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from kvpool.core.layout.layout import KvLayout
+from kvpool.core.transfer.slabs import plan_staging
 from kvrelay.errors import ModelError
 from kvrelay.types import size_text
+
+MOST_CONTEXT_BYTES = 3 << 29
+"""A process alone on its device is charged what it takes outside torch's allocator. Where others
+are on the device too, it is at most this. Measured on H100 elsewhere (vLLM's logs in
+llm-d-benchmark, config_explorer): 0.61 GiB before the weights, up to 0.55 more with NCCL."""
+
+STEP_BYTES = 2 << 20
+"""torch's allocator takes large pieces from the driver in multiples of this (its
+CUDACachingAllocator: kRoundLarge)."""
+
+_GPU_COPIES = 2
+"""Slabs on the host are copied: one gathered and one received at a time."""
 
 _USEFUL_TOKENS = 64
 """A longest sequence of fewer tokens is useless (unless the model is that short)."""
@@ -91,6 +104,29 @@ class KvSizing:
     kv_bytes: int
     reason: str
     account: Mapping[str, int] = field(default_factory=dict)
+
+
+def in_steps(nbytes: int) -> int:
+    return -(-nbytes // STEP_BYTES) * STEP_BYTES
+
+
+def staging_bytes(layout: KvLayout, limits: EngineLimits, *, on_cpu: bool) -> int:
+    """On a CPU all slabs take memory from the KV. On a GPU those do which a link reaches there;
+    slabs on the host are copied."""
+    if not limits.staging_slabs:
+        return 0
+    staging = plan_staging(
+        layout,
+        slabs=limits.staging_slabs,
+        chunk_tokens=limits.prefill_chunk_tokens,
+        total_bytes=limits.staging_bytes,
+        on_cpu=on_cpu,
+    )
+    slabs = limits.staging_slabs + limits.sending_slabs
+    if on_cpu:
+        return staging.slab_bytes * slabs
+    on_device = slabs if limits.slabs_on_device else 0
+    return in_steps(staging.slab_bytes) * (on_device + _GPU_COPIES)
 
 
 def kv_budget_bytes(profile: MemoryProfile, limits: EngineLimits) -> int:

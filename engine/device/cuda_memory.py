@@ -17,14 +17,6 @@ from dataclasses import dataclass
 
 import torch
 
-STEP_BYTES = 2 << 20
-"""torch's allocator takes large pieces from the driver in multiples of this (its
-CUDACachingAllocator: kRoundLarge)."""
-
-
-def in_steps(nbytes: int) -> int:
-    return -(-nbytes // STEP_BYTES) * STEP_BYTES
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:

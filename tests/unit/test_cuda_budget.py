@@ -15,8 +15,15 @@ import pytest
 import torch
 
 from engine import memory_profile
-from engine.core.sizing import EngineLimits, KvSizing, MemoryProfile, size_kv, size_ranks
-from engine.memory_profile import MOST_CONTEXT_BYTES, profile_memory
+from engine.core.sizing import (
+    MOST_CONTEXT_BYTES,
+    EngineLimits,
+    KvSizing,
+    MemoryProfile,
+    size_kv,
+    size_ranks,
+)
+from engine.memory_profile import profile_memory
 from engine.model.model import Model
 from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
 from kvrelay.errors import ModelError

@@ -14,10 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig
 
-from engine import memory_profile
 from engine.attention import torch_paged
-from engine.core.sizing import EngineLimits
-from engine.device.cuda_memory import in_steps
+from engine.core.sizing import EngineLimits, in_steps, staging_bytes
 from engine.family.allowed import check_family
 from engine.family.build import load_model
 from engine.load import load_engine
@@ -106,8 +104,8 @@ def test_staging_is_all_slabs_or_a_gpus_two_copies(llama: Path) -> None:
     layout = load(llama).layout
     limits = replace(LIMITS, staging_slabs=4, prefill_chunk_tokens=100)
     slab = slab_bytes(layout, 100)
-    assert memory_profile._staging_bytes(torch.device("cpu"), layout, limits) == 4 * slab
-    assert memory_profile._staging_bytes(torch.device("cuda"), layout, limits) == 2 * in_steps(slab)
+    assert staging_bytes(layout, limits, on_cpu=True) == 4 * slab
+    assert staging_bytes(layout, limits, on_cpu=False) == 2 * in_steps(slab)
 
 
 def test_a_pool_that_memory_can_not_hold_is_refused(tmp_path: Path) -> None:

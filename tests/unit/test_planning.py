@@ -20,6 +20,7 @@ from cluster.sim.planning.candidates import (
     Kind,
     fastest,
     fits,
+    fleet_limits,
     grown,
     kinds,
     servable_file,
@@ -44,16 +45,20 @@ from cluster.sim.profiles.roofline import Parallel
 from cluster.sim.simulation import kv_layout
 from cluster.sim.trace import TraceRequest
 from engine.core.step_times import decode_work, prefill_work
+from kvpool.core.transfer.slabs import HEADER_BYTES
+from kvpool.transport.send_buffers import SEND_BUFFERS
 from kvrelay.errors import ConfigError, ModelError
 from kvrelay.types import Role
 
 FACTS = find_facts("llama-3.1-8b")
 OBJECTIVES = PlanObjectives(ttft_s=0.5, tpot_s=0.05, attainment=0.9)
+LIMITS = fleet_limits(FACTS, 0.9)
 REQUESTS = poisson(60, 20.0, 1000, 50, seed=5)
 
 
 def ways(stock: dict[str, int], longest: int = 1050) -> list[Copy]:
-    return copies(FACTS, {name: known_device(name) for name in stock}, stock, longest, 0.9)
+    devices = {name: known_device(name) for name in stock}
+    return copies(FACTS, devices, stock, longest, LIMITS)
 
 
 def possible(stock: dict[str, int]) -> list[Kind]:
@@ -81,8 +86,10 @@ def of_role(found: Sequence[Kind], *roles: Role) -> Kind:
 def test_copies_stay_within_the_stock_and_the_memory() -> None:
     assert {way.parallel.devices for way in ways({"h100-sxm": 4})} == {1, 2, 4}
     large = find_facts("llama-2-70b")
-    fitting = copies(large, {"h100-sxm": known_device("h100-sxm")}, {"h100-sxm": 4}, 4096, 0.9)
-    assert min(way.parallel.devices for way in fitting) == 2
+    fitting = copies(large, {"h100-sxm": known_device("h100-sxm")}, {"h100-sxm": 4}, 4096, LIMITS)
+    assert min(way.parallel.devices for way in fitting) == 4
+    with pytest.raises(ConfigError, match=r"no device holds llama-2-70b: l4, 1 of them: only 0"):
+        copies(large, {"l4": known_device("l4")}, {"l4": 1}, 4096, LIMITS)
 
 
 def test_a_device_without_a_price_is_refused() -> None:
@@ -227,7 +234,7 @@ def test_the_highest_rate_holds_and_three_times_of_it_does_not() -> None:
 def test_a_plan_of_single_devices_is_a_cluster_file_to_serve(tmp_path: Path) -> None:
     stock = {"h100-sxm": 2}
     fleet = CandidateFleet(of_role(possible(stock), Role.PREFILL, Role.DECODE))
-    raw = servable_file(fleet, "llama-3.1-8b", FACTS, OBJECTIVES)
+    raw = servable_file(fleet, "llama-3.1-8b", FACTS, OBJECTIVES, LIMITS)
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(raw))
     loaded = load_config(tmp_path / "plan.yaml")
     assert [pool.role for pool in loaded.workers] == [Role.PREFILL, Role.DECODE]
@@ -235,10 +242,29 @@ def test_a_plan_of_single_devices_is_a_cluster_file_to_serve(tmp_path: Path) -> 
     assert [pool.parallel.tensor for pool in loaded.workers] == [1, 1]
 
 
+@pytest.mark.parametrize("roles", [(Role.BOTH,), (Role.PREFILL, Role.DECODE)])
+def test_a_worker_of_a_plan_has_the_limits_that_its_kv_was_sized_for(
+    roles: tuple[Role, ...], tmp_path: Path
+) -> None:
+    eight = find_facts("llama-3.1-8b", weights="float8", kv="float8")
+    limits = fleet_limits(eight, 0.8)
+    fleet = CandidateFleet(of_role(possible({"h100-sxm": 2}), *roles))
+    raw = servable_file(fleet, "llama-3.1-8b", eight, OBJECTIVES, limits)
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(raw))
+    loaded = load_config(tmp_path / "plan.yaml")
+    assert loaded.transfer.staging_bytes == 4 * (HEADER_BYTES + 2048 * 65_536)
+    assert loaded.transfer.staging_slabs == limits.staging_slabs
+    assert loaded.engine.memory_fraction == 0.8 and loaded.engine.kv_dtype == "fp8"
+    assert (loaded.model.quantization, loaded.model.dtype) == ("fp8", "bfloat16")
+    assert loaded.scheduler.chunk_tokens(on_gpu=True) <= limits.prefill_chunk_tokens
+    assert loaded.scheduler.max_running_requests == limits.max_running_requests
+    assert limits.sending_slabs == SEND_BUFFERS
+
+
 def test_a_worker_has_a_rank_on_each_of_its_gpus(tmp_path: Path) -> None:
     for way in ways({"h100-sxm": 8}):
         pool = CandidatePool(role=Role.BOTH, copy=way, replicas=1, seconds=1.0)
-        raw = servable_file(CandidateFleet((pool,)), "llama-3.1-8b", FACTS, OBJECTIVES)
+        raw = servable_file(CandidateFleet((pool,)), "llama-3.1-8b", FACTS, OBJECTIVES, LIMITS)
         (tmp_path / "plan.yaml").write_text(yaml.safe_dump(raw))
         loaded = load_config(tmp_path / "plan.yaml").workers[0].parallel
         assert (loaded.tensor, loaded.pipeline) == (way.parallel.tensor, way.parallel.pipeline)
@@ -247,7 +273,7 @@ def test_a_worker_has_a_rank_on_each_of_its_gpus(tmp_path: Path) -> None:
 def test_no_copy_has_a_degree_that_no_worker_can_start() -> None:
     why = {8: "it has twelve heads"}
     facts = replace(FACTS, refusals=Refusals(unsplit=why, unstaged={4: "it has three layers"}))
-    found = copies(facts, {"l40s": known_device("l40s")}, {"l40s": 8}, 1050, 0.9)
+    found = copies(facts, {"l40s": known_device("l40s")}, {"l40s": 8}, 1050, LIMITS)
     degrees = [(way.parallel.tensor, way.parallel.pipeline) for way in found]
     assert degrees == [(tensor, stages) for tensor in (1, 2, 4) for stages in (1, 2)]
 

@@ -8,14 +8,17 @@ from pathlib import Path
 import pytest
 
 from cluster.config.load import read_yaml
+from cluster.sim.profiles.capacity import IDEAL as REACHES_ALL
 from cluster.sim.profiles.load import (
     HardwareProfile,
     _bundled,
     known_device,
+    known_shape,
     load_profile,
     parse_profile,
 )
-from engine.core.step_times import NotCovered, decode_work, prefill_work
+from cluster.sim.profiles.roofline import Parallel, Precision, roofline_times
+from engine.core.step_times import NotCovered, StepTimes, decode_work, prefill_work
 from kvrelay.errors import ConfigError
 
 _DATA = Path(__file__).parents[1] / "data"
@@ -226,14 +229,29 @@ def test_tensor_parallelism_divides_all_but_the_all_reduces(tmp_path: Path) -> N
     assert eight.step_s(work) == pytest.approx(one.step_s(work) / 8 + moved_s)
 
 
-def test_a_latent_is_kept_by_every_device(tmp_path: Path) -> None:
-    """MLA has one KV head: tensor parallelism shares out no reading of it."""
+def test_a_latent_is_kept_by_every_device_and_kvrelay_expands_it(tmp_path: Path) -> None:
+    """MLA has one KV head: tensor parallelism shares out no reading of it. Of heads it does."""
 
-    def kv_s(tensor: int) -> float:
-        times = ideal(tmp_path, tensor=tensor, model="deepseek-v2").times
+    def kv_s(times: StepTimes) -> float:
         return times.step_s(decode_work(1, 100_000)) - times.step_s(decode_work(1, 0))
 
-    assert kv_s(8) == pytest.approx(kv_s(4), rel=1e-6)
+    latent = known_shape("deepseek-v2")
+    assert latent is not None
+    four, eight = (
+        kv_s(
+            roofline_times(
+                known_device("h200-sxm"),
+                latent,
+                precision=Precision(),
+                parallel=Parallel(tensor=degree),
+                efficiency=REACHES_ALL,
+            )
+        )
+        for degree in (4, 8)
+    )
+    assert eight == pytest.approx(four, rel=1e-6)
+    expanded = kv_s(ideal(tmp_path, tensor=8, model="deepseek-v2").times)
+    assert expanded == pytest.approx(four * 128 * (192 + 128) / 576 / 8, rel=1e-6)
 
 
 def test_a_pipeline_reads_its_weights_for_every_micro_batch(tmp_path: Path) -> None:

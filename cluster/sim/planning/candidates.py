@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import ceil, floor, inf
 
 from cluster.sim.planning.estimate import (
@@ -21,6 +21,9 @@ from cluster.sim.planning.estimate import (
     simulated_kv,
 )
 from cluster.sim.profiles.capacity import PlannedModel
+from cluster.sim.profiles.worker_memory import planned_limits
+from engine.core.sizing import EngineLimits
+from kvpool.core.transfer.slabs import HEADER_BYTES
 from kvrelay.types import Role
 
 
@@ -143,6 +146,23 @@ def _with(pool: CandidatePool, replicas: int) -> CandidatePool:
 _BLOCK_TOKENS = 128
 _MIXED_CHUNK, _ALONE_CHUNK = 2048, 8192
 """Prefill tokens of a step: few where others decode in it (Sarathi-Serve's relaxed budget)."""
+_MOST_SEQUENCES = 1024
+_SENDING_SLABS = 4
+"""As kvpool.transport.send_buffers has them, where a fleet is on several machines."""
+
+
+def fleet_limits(facts: PlannedModel, memory_fraction: float) -> EngineLimits:
+    """Of a worker of any of these fleets at most. A slab holds a part of the longest chunks: it
+    would take four times as much of the memory."""
+    limits = planned_limits(memory_fraction)
+    slab_bytes = HEADER_BYTES + ceil(_MIXED_CHUNK * facts.kv_bytes_per_token)
+    return replace(
+        limits,
+        prefill_chunk_tokens=_ALONE_CHUNK,
+        max_running_requests=_MOST_SEQUENCES,
+        staging_bytes=limits.staging_slabs * slab_bytes,
+        sending_slabs=_SENDING_SLABS,
+    )
 
 
 def cluster_file(
@@ -154,7 +174,7 @@ def cluster_file(
         "workers": [{"role": str(p.role), "replicas": p.replicas} for p in fleet.pools],
         "scheduler": {
             "prefill_chunk_tokens": _chunk_tokens(fleet),
-            "max_running_requests": 1024,
+            "max_running_requests": _MOST_SEQUENCES,
         },
         "simulation": {
             "block_size": _BLOCK_TOKENS,
@@ -184,11 +204,25 @@ def _pool(pool: CandidatePool, model: str, facts: PlannedModel) -> dict[str, obj
 
 
 def servable_file(
-    fleet: CandidateFleet, model: str, facts: PlannedModel, objectives: PlanObjectives
+    fleet: CandidateFleet,
+    model: str,
+    facts: PlannedModel,
+    objectives: PlanObjectives,
+    limits: EngineLimits,
 ) -> dict[str, object]:
-    """The same with the model and its devices, for `kvrelay serve` and `kvrelay simulate`."""
-    raw = cluster_file(fleet, model, facts, objectives)
-    return {"model": {"path": model}, **raw, "workers": [_workers(pool) for pool in fleet.pools]}
+    """The same with the model, its devices, and the memory that was planned, for `kvrelay serve`
+    and `kvrelay simulate`."""
+    eight = {"quantization": "fp8", "dtype": "bfloat16"}
+    return {
+        "model": {"path": model} | (eight if facts.precision.weights == "float8" else {}),
+        **cluster_file(fleet, model, facts, objectives),
+        "workers": [_workers(pool) for pool in fleet.pools],
+        "engine": {
+            "memory_fraction": limits.memory_fraction,
+            "kv_dtype": "fp8" if facts.precision.kv == "float8" else "auto",
+        },
+        "transfer": {"staging_bytes": f"{limits.staging_bytes}B"},
+    }
 
 
 def _workers(pool: CandidatePool) -> dict[str, object]:

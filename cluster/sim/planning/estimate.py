@@ -14,10 +14,11 @@ from itertools import product
 from math import ceil
 from statistics import fmean
 
-from cluster.sim.profiles.capacity import PlannedModel, capacity
+from cluster.sim.profiles.capacity import PlannedModel, Unfit, capacity
 from cluster.sim.profiles.roofline import Parallel, RooflineTimes, roofline_times
 from cluster.sim.profiles.schema import BYTES_PER_PARAMETER, DeviceProfile, Efficiency
 from cluster.sim.trace import TraceRequest
+from engine.core.sizing import EngineLimits
 from engine.core.step_times import decode_work, prefill_work
 from kvrelay.errors import ConfigError
 
@@ -64,16 +65,20 @@ def copies(
     devices: Mapping[str, DeviceProfile],
     stock: Mapping[str, int],
     longest_tokens: int,
-    memory_fraction: float,
+    limits: EngineLimits,
 ) -> list[Copy]:
     """Those that hold a sequence of `longest_tokens`, and that a worker can start. Raises
-    ConfigError: a price isn't known."""
-    found = []
+    ConfigError: a price isn't known, or there are none."""
+    found, why = list[Copy](), list[str]()
     for name, device in devices.items():
         for parallel in _degrees(facts, stock[name]):
-            room = capacity(facts, name, device, parallel, longest_tokens, memory_fraction)
-            if room.batch:
+            room = capacity(facts, name, device, parallel, longest_tokens, limits)
+            if isinstance(room, Unfit):
+                why.append(f"{name}, {room.why}")
+            else:
                 found.append(_copy(facts, name, device, parallel, room.kv_tokens))
+    if not found:
+        raise ConfigError(f"no device holds {facts.shape.name}: {why[-1]}")
     return found
 
 

@@ -20,17 +20,26 @@ from engine.model.checkpoint import (
 )
 from kvrelay.errors import ModelError
 
+_SERVED: tuple[Dtype, ...] = ("float32", "float16", "float8")
+
 
 def find_facts(model: str, weights: Dtype | None = None, kv: Dtype | None = None) -> PlannedModel:
     """Of a hub id only the configuration is fetched. `weights` and `kv` replace the formats that
     the configuration says. Raises ModelError."""
+    facts = _found(model, weights, kv)
+    unserved = facts.refusals.refused or _unserved(weights, kv)
+    return replace(facts, refusals=replace(facts.refusals, refused=unserved))
+
+
+def _found(model: str, weights: Dtype | None, kv: Dtype | None) -> PlannedModel:
     known = known_shape(model)
     if known is not None:
-        return PlannedModel.of(known, _precision({}, weights, kv), known_refusals(model))
+        precision, refusals = _precision({}, weights, kv), known_refusals(model)
+        return PlannedModel.of(known.as_served, precision, refusals)
     folder = _folder(model)
     config, files = read_config(folder), _weights_here(Path(model).expanduser())
     refusals = _refusals(folder, files)
-    shape = _shape(config, model, refusals)
+    shape = _shape(config, model, refusals).as_served
     facts = PlannedModel.of(shape, _precision(config, weights, kv), refusals)
     if weights or not files:
         return facts
@@ -38,12 +47,30 @@ def find_facts(model: str, weights: Dtype | None = None, kv: Dtype | None = None
 
 
 def _precision(config: Mapping[str, object], weights: Dtype | None, kv: Dtype | None) -> Precision:
+    """As `model.quantization: fp8` does, float8 leaves experts in 16 bits. KV has the dtype of the
+    weights, unless they are quantised."""
     stored = precision_of(config)
+    dense = weights or stored.weights
     return Precision(
-        weights=weights or stored.weights,
-        experts=weights or stored.experts,
-        kv=kv or stored.kv,
+        weights=dense,
+        experts="float16" if weights == "float8" else weights or stored.experts,
+        kv=kv or ("float32" if dense == "float32" else stored.kv),
     )
+
+
+def _unserved(weights: Dtype | None, kv: Dtype | None) -> str:
+    """Why a worker can't have these formats; empty: it can."""
+    if weights not in (None, *_SERVED):
+        return (
+            f"--weights {weights}: a worker loads weights of 16 or 32 bits, and converts them to "
+            "float8 at most (model.quantization: fp8)"
+        )
+    if kv not in (None, *_SERVED):
+        return (
+            f"--kv {kv}: a worker keeps KV in the dtype of the weights, or as float8 "
+            "(engine.kv_dtype: fp8)"
+        )
+    return ""
 
 
 def _folder(model: str) -> Path:

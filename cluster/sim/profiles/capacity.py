@@ -6,12 +6,17 @@ The bounds take the data sheet at its word: no overheads, no latencies, every ra
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cluster.sim.profiles.roofline import Parallel, Precision, roofline_times, weight_bytes
 from cluster.sim.profiles.schema import BYTES_PER_PARAMETER, DeviceProfile, Efficiency
+from cluster.sim.profiles.worker_memory import PlannedWorker
 from engine.core.model_shape import ModelShape
+from engine.core.sizing import MOST_CONTEXT_BYTES, EngineLimits
 from engine.core.step_times import decode_work, prefill_work
+from engine.parallel.grid import Grid
+from kvrelay.errors import ModelError
+from kvrelay.types import size_text
 
 IDEAL = Efficiency(memory=1.0, compute=1.0, overhead_s=0.0, all_reduce_latency_s=0.0)
 TENSOR_DEGREES = (1, 2, 4, 8)
@@ -63,34 +68,56 @@ class PlannedModel:
     def kv_bytes_per_token(self) -> float:
         return self.shape.kv_bytes_per_token(BYTES_PER_PARAMETER[self.precision.kv])
 
-    def rank_bytes(self, parallel: Parallel) -> float:
-        """The weights of each device. All ranks keep the embeddings whole; a head that shares their
-        weights becomes a matrix of its own, of which each has a part."""
-        if parallel.tensor == 1:
-            return self.weight_bytes / parallel.pipeline
+    def rank_bytes(self, parallel: Parallel) -> tuple[float, ...]:
+        """# stage |-> the weights on each of its devices. All ranks of the first stage keep the
+        embeddings whole. A head that shares their weights becomes a matrix of its own, of which
+        each rank of the last stage has a part."""
+        if parallel.devices == 1:
+            return (self.weight_bytes,)
         whole = _EMBEDDING_BYTES * self.shape.head_parameters
-        split = self.weight_bytes - whole + (whole if self.shape.is_tied else 0.0)
-        return (split / parallel.tensor + whole) / parallel.pipeline
+        layers = self.weight_bytes - whole * (1 if self.shape.is_tied else 2)
+        grid, total = Grid(tensor=parallel.tensor, stages=parallel.pipeline), self.shape.layers
+        shares = [len(grid.layers(at, total)) / total for at in range(grid.stages)]
+        held = [layers * share / grid.tensor for share in shares]
+        held[0] += whole
+        held[-1] += whole / grid.tensor
+        return tuple(held)
 
-    def kv_bytes(self, tokens: float, parallel: Parallel) -> float:
-        """On each device, of a sequence of `tokens` with its state."""
-        element_bytes = BYTES_PER_PARAMETER[self.precision.kv]
-        kept = sum(
-            kind.layers
-            * kind.kv_elements
-            * kind.kept_tokens(tokens)
-            * element_bytes
-            / min(parallel.tensor, kind.kv_heads)
-            for kind in self.shape.attentions
+    def worker(
+        self, device: DeviceProfile, parallel: Parallel, limits: EngineLimits
+    ) -> PlannedWorker:
+        """Raises ModelError for a device that can't hold the weights as they are loaded."""
+        held = self.rank_bytes(parallel)
+        if not self.refusals.refused and "float8" in (self.precision.weights, self.precision.kv):
+            self._check_float8(device, parallel)
+        return PlannedWorker(
+            shape=self.shape,
+            grid=Grid(tensor=parallel.tensor, stages=parallel.pipeline),
+            weight_bytes=held,
+            kv_element_bytes=BYTES_PER_PARAMETER[self.precision.kv],
+            memory_bytes=device.memory_bytes,
+            limits=limits,
         )
-        state = self.shape.state_bytes_per_sequence / parallel.tensor
-        return (kept + state) / parallel.pipeline
+
+    def _check_float8(self, device: DeviceProfile, parallel: Parallel) -> None:
+        """A worker loads 16 bits and converts them there."""
+        if "float8" not in device.flops_per_s:
+            raise ModelError("float8 needs a device of compute capability 8.9, which it has not")
+        wide = PlannedModel.of(
+            self.shape, replace(self.precision, weights="float16"), self.refusals
+        )
+        loaded = max(wide.rank_bytes(parallel))
+        if loaded + MOST_CONTEXT_BYTES > device.memory_bytes:
+            raise ModelError(
+                f"a worker converts weights to float8 on the device, where {size_text(loaded)} of "
+                f"them in 16 bits don't fit in {size_text(device.memory_bytes)}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyCapacity:
-    """Of `devices` that share one copy. `kv_tokens` fit with all their KV, as none that a window
-    has passed yet; `batch` sequences of the context asked for fit. The decode bounds are at that
+    """Of `devices` that share one copy. `weight_bytes_per_device` are those of the fullest.
+    `kv_tokens` fit; `batch` sequences of the context asked for fit. The decode bounds are at that
     context, of one sequence and of the batch; the prefill bound is of one prompt of it."""
 
     device: str
@@ -105,22 +132,29 @@ class CopyCapacity:
     prefill_tokens_per_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    """No worker starts, or it has no room for one sequence of the context asked for."""
+
+    why: str
+
+
 def smallest_copy(
     facts: PlannedModel,
     name: str,
     device: DeviceProfile,
     context_tokens: int,
-    memory_fraction: float,
-) -> CopyCapacity | None:
+    limits: EngineLimits,
+) -> CopyCapacity | Unfit:
     """With the fewest devices (a power of two, by tensor parallelism) that hold the weights and
-    one sequence. None: not even 8 do, or no worker can start with so many."""
+    one sequence, of the numbers with which a worker can start. If none do: why the most don't."""
+    found: CopyCapacity | Unfit | None = None
     for ways in facts.refusals.degrees:
-        found = capacity(
-            facts, name, device, Parallel(tensor=ways), context_tokens, memory_fraction
-        )
-        if found.batch:
+        found = capacity(facts, name, device, Parallel(tensor=ways), context_tokens, limits)
+        if isinstance(found, CopyCapacity):
             return found
-    return None
+    assert found is not None, "a worker with one rank starts"
+    return found
 
 
 def capacity(
@@ -129,12 +163,17 @@ def capacity(
     device: DeviceProfile,
     parallel: Parallel,
     context_tokens: int,
-    memory_fraction: float,
-) -> CopyCapacity:
-    """`batch` is 0 where the weights, or one sequence beside them, don't fit."""
-    held = facts.rank_bytes(parallel)
-    free = max(0.0, memory_fraction * device.memory_bytes - held)
-    batch = int(free / facts.kv_bytes(context_tokens, parallel))
+    limits: EngineLimits,
+) -> CopyCapacity | Unfit:
+    try:
+        worker = facts.worker(device, parallel, limits)
+        sizing = worker.sizing()
+    except ModelError as error:
+        return Unfit(f"{parallel.devices} of them: {error}")
+    batch = _batch(facts, parallel, worker, sizing.blocks, context_tokens)
+    if not batch:
+        room = f"{sizing.tokens} tokens of KV fit, a sequence has {context_tokens}"
+        return Unfit(f"{parallel.devices} of them: {room}")
     times = roofline_times(
         device,
         facts.shape,
@@ -142,13 +181,13 @@ def capacity(
         parallel=parallel,
         efficiency=IDEAL,
     )
-    batch_tpot_s = times.step_s(decode_work(max(1, batch), max(1, batch) * context_tokens))
+    batch_tpot_s = times.step_s(decode_work(batch, batch * context_tokens))
     prefill_s = times.step_s(prefill_work(context_tokens))
     return CopyCapacity(
         device=name,
         devices=parallel.devices,
-        weight_bytes_per_device=held,
-        kv_tokens=_tokens(facts, parallel, free),
+        weight_bytes_per_device=max(worker.weight_bytes),
+        kv_tokens=sizing.tokens,
         batch=batch,
         least_tpot_s=times.step_s(decode_work(1, context_tokens)),
         batch_tpot_s=batch_tpot_s,
@@ -158,7 +197,12 @@ def capacity(
     )
 
 
-def _tokens(facts: PlannedModel, parallel: Parallel, free_bytes: float) -> int:
-    state_bytes = facts.shape.state_bytes_per_sequence / parallel.devices
-    per_token = facts.kv_bytes(1, parallel) - state_bytes
-    return int(free_bytes / per_token) if per_token else 0
+def _batch(
+    facts: PlannedModel, parallel: Parallel, worker: PlannedWorker, blocks: int, context: int
+) -> int:
+    """Each kind of layers has as many blocks as any other, so windows help only where all have
+    them. A state, which no worker can keep, is counted as if it took blocks."""
+    shape, layout = facts.shape, worker.layout
+    kept = max(kind.kept_tokens(context) for kind in shape.attentions)
+    state = shape.state_bytes_per_sequence / layout.bytes_per_block
+    return int(blocks / (layout.blocks_for(int(kept)) + state))

@@ -213,7 +213,7 @@ def _roofline(profile: RooflineProfile, device: DeviceProfile | None, data: Path
         raise ConfigError(f"{profile.name}: device: missing, a roofline needs a known one")
     return roofline_times(
         device,
-        shape_of(profile.model, data),
+        shape_of(profile.model, data).as_served,
         precision=Precision(
             weights=profile.weight_dtype,
             experts=profile.expert_dtype or profile.weight_dtype,
