@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from kvpool.core.layout.codec import Codec
-from kvpool.core.layout.layout import BlockId, KvLayout, Tables
+from kvpool.core.layout.layout import DTYPE_BYTES, BlockId, KvLayout, Tables
 from kvpool.core.transfer.piece import Piece
 from kvpool.core.transfer.slabs import HEADER_BYTES
 from kvpool.core.transfer.write import SlabWrite, TokenSpan
@@ -42,6 +43,20 @@ def _read(
     memory: KvMemory, tables: Tables, piece: Piece, write: SlabWrite, slab: torch.Tensor
 ) -> None:
     read_slab(memory, tables, piece, write, fingerprint=_MODEL, lease_id=5, window=slab)
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_kv_of_any_dtype_goes_through_a_slab(dtype: str) -> None:
+    ours = replace(layout(4), dtype=dtype)
+    source, target = KvMemory(ours, BLOCKS, "cpu"), KvMemory(ours, BLOCKS, "cpu")
+    source.flat.random_(1, 100)
+    tables = random_tables(ours, 12, 3)
+    span = TokenSpan(start=0, tokens=12, next_position=12)
+    ((piece, write),) = pieces(ours, span)
+    _read(target, tables, piece, write, _write(source, tables, piece, write))
+    slots = [block * 4 + token for block in tables[0] for token in range(4)]
+    for before, found in zip(source.planes[0], target.planes[0], strict=True):
+        assert torch.equal(found[:, slots].view(torch.uint8), before[:, slots].view(torch.uint8))
 
 
 @pytest.mark.parametrize("seed", range(20))

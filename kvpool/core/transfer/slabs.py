@@ -234,7 +234,7 @@ _FIELDS = struct.Struct("<8sHHH16sQQQQIQQ")
 _CHECKSUM = struct.Struct("<Q")  # of all that stands before it
 _PADDING = bytes(HEADER_BYTES - _FIELDS.size - _CHECKSUM.size)
 NO_CHECKSUM = 0
-_DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 _CODECS = (Codec.NONE, Codec.FP8, Codec.INT8)
 
 
