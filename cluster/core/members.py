@@ -214,7 +214,8 @@ class Members:
         return {_number(name): role for name, role in known if pool_of(name) == pool}
 
     def want(self, desired: Desired, *, anew: bool) -> None:
-        """`anew`: also the roles of pools that say theirs."""
+        """`anew`: a file says so. Then pools that say their roles have these again, and what could
+        not start is tried at once."""
         before = {
             pool: roles
             for pool, roles in self.roles.items()
@@ -223,7 +224,7 @@ class Members:
         self.desired, self.roles = desired, _roles_of(desired, before)
         for process in self:
             wish = desired.get(process.pool)
-            if wish is not None and wish.revision != process.revision:
+            if wish is not None and (anew or wish.revision != process.revision):
                 process.tries_anew()
 
     def is_settled(self) -> bool:

@@ -100,9 +100,10 @@ class Process:
         return wait_s
 
     def tries_anew(self) -> None:
-        """With other settings: what failed with the old ones says nothing."""
+        """What failed before says nothing any more."""
+        self.hopeless = ""
         if self.state is State.BACKING_OFF and not self.adopted:
-            self.failures, self.start_at_s, self.hopeless = 0, 0.0, ""
+            self.failures, self.start_at_s, self.served_s = 0, 0.0, None
 
     def _was_stable(self, now_s: float) -> bool:
         if self.state is not State.SERVING or self.served_s is None:

@@ -142,9 +142,9 @@ class Wishes:
     def troubles(self) -> list[str]:
         """Of processes that can't start, or that no router will use: to wait until they serve would
         be in vain."""
-        known = (*self._core.routers.values(), *self._core.workers.values())
-        stay = [] if self.are_unheard else [one for one in known if not one.leaves]
-        return [text for one in stay for text in one.troubles]
+        members = self._core.members
+        stay = (one for one in members if one.pool in members.desired and not one.leaves)
+        return [] if self.are_unheard else [text for one in stay for text in one.troubles]
 
     def _pending(self) -> list[str]:
         """Raises ConfigError."""

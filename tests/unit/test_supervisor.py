@@ -322,6 +322,33 @@ def test_another_file_is_tried_at_once_by_what_can_not_start() -> None:
     assert Start("decode-1", 2, None, Role.DECODE) in act(core, SupervisionTick())
 
 
+def test_the_same_file_is_tried_at_once_too() -> None:
+    """What was missing may be there now. The number of workers says nothing of that."""
+    core = ready()
+    act(core, DesiredChanged(pools(decode=2), anew=True))
+    act(core, SupervisionTick())
+    newcomer = core.workers["decode-1"]
+    for life in (1, 2):
+        act(core, Lost(name="decode-1", life=life, reason="no files", fatal=True))
+        act(core, DesiredChanged(pools(decode=2)))
+        assert newcomer.troubles and act(core, SupervisionTick()) == []
+        act(core, DesiredChanged(pools(decode=2), anew=True))
+        assert newcomer.troubles == []
+        assert Start("decode-1", life + 1, None, Role.DECODE) in act(core, SupervisionTick())
+
+
+def test_one_that_served_with_another_file_can_fail_for_good_too() -> None:
+    core, now_s = ready(), 100.0
+    act(core, Lost(name=D, life=1, reason="crashed"), now_s)
+    act(core, DesiredChanged({**pools(), "decode": pools(revision="2")["decode"]}), now_s)
+    for life in range(2, 2 + STARTS_BEFORE_FATAL):
+        assert core.workers[D].troubles == []
+        act(core, SupervisionTick(), now_s)
+        act(core, Lost(name=D, life=life, reason="out of memory"), now_s)
+        now_s += 60.0
+    assert core.workers[D].troubles == ["decode-0 can't start: out of memory"]
+
+
 def test_a_worker_that_starts_again_is_no_longer_refused() -> None:
     core = ready()
     refuse(core, D)
