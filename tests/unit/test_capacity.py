@@ -66,7 +66,7 @@ def test_seventy_billion_take_two_h200_and_what_is_left_holds_kv() -> None:
     slabs = 6 * 322 * 2**21  # of 2,048 tokens, with their headers, in steps of 2 MiB
     free = 0.9 * 141e9 - found.weight_bytes_per_device - slabs - 3 * 2**29 - 2**29 - 2**27
     assert 0.98 < found.kv_tokens / (free / (327_680 / 2)) < 1, "the rest are activations"
-    assert found.batch == found.kv_tokens // 4096
+    assert found.kv_tokens // 4096 == 75 and found.batch == LIMITS.max_running_requests
 
 
 def test_a_degree_whose_first_rank_has_no_room_for_slabs_is_refused() -> None:
@@ -157,7 +157,12 @@ def test_experts_stay_in_sixteen_bits() -> None:
 
 @pytest.mark.parametrize(
     ("weights", "kv", "why"),
-    [("int4", None, "loads weights of 16 or 32 bits"), (None, "int8", "keeps KV in the dtype")],
+    [
+        ("int4", None, "loads weights of 16 or 32 bits"),
+        (None, "int8", "keeps KV in the dtype"),
+        (None, "float32", "keeps KV in the dtype of the weights, here float16"),
+        ("float32", "float16", "keeps KV in the dtype of the weights, here float32"),
+    ],
 )
 def test_formats_that_no_worker_has_are_refused(
     weights: Dtype | None, kv: Dtype | None, why: str
@@ -165,19 +170,28 @@ def test_formats_that_no_worker_has_are_refused(
     assert why in find_facts("llama-2-7b", weights=weights, kv=kv).refusals.refused
 
 
-def test_kv_is_as_wide_as_weights_of_32_bits() -> None:
-    assert find_facts("llama-2-7b", weights="float32").kv_bytes_per_token == 2 * 524_288
+def test_everything_is_as_wide_as_weights_of_32_bits() -> None:
+    """KV, embeddings and head, and activations."""
+    usual, wide = (find_facts("llama-2-7b", weights=w) for w in (None, "float32"))
+    assert wide.kv_bytes_per_token == 2 * 524_288
+    assert wide.weight_bytes == 2 * usual.weight_bytes
+    for parallel in (Parallel(), Parallel(tensor=2)):
+        ones, others = (
+            facts.worker(known_device("h200-sxm"), parallel, LIMITS) for facts in (usual, wide)
+        )
+        assert others.weight_bytes == tuple(2 * each for each in ones.weight_bytes)
+        assert 1.7 < others.activation_bytes() / ones.activation_bytes() < 2
 
 
 def test_windows_of_some_layers_save_no_blocks() -> None:
     """Each kind of layers has as many."""
-    found = fitted(find_facts("gpt-oss-120b", weights="float4"), "h200-sxm", 8192)
-    assert found.batch == found.kv_tokens // 8192
+    found = fitted(find_facts("gpt-oss-120b", weights="float4"), "h200-sxm", 16384)
+    assert found.batch == found.kv_tokens // 16384
     seen = find_facts("llama-2-7b")
-    sliding = replace(seen.shape.attentions[0], window=1024)
+    sliding = replace(seen.shape.attentions[0], window=4096)
     windowed = replace(seen, shape=replace(seen.shape, attentions=(sliding,)))
-    found = fitted(windowed, "h200-sxm", 8192)
-    assert found.batch == found.kv_tokens // 1024
+    found = fitted(windowed, "h200-sxm", 16384)
+    assert found.batch == found.kv_tokens // 4096
 
 
 def test_the_smallest_copy_has_a_degree_that_a_worker_can_start() -> None:
@@ -193,11 +207,10 @@ def test_a_plan_has_the_weights_that_each_rank_loads(tmp_path: Path, is_tied: bo
     """The KV heads are on two ranks each."""
     folder = random_checkpoint(tmp_path, tie_word_embeddings=is_tied, vocab_size=4096)
     facts = find_facts(str(folder))
-    half = replace(facts, weight_bytes=facts.weight_bytes / 2)  # it is stored in float32
-    bare = bare_model(folder, device="cpu", dtype="bfloat16")
+    bare = bare_model(folder, device="cpu", dtype="float32")
     for degree in (1, 2, 4):
-        loaded = 2 * share_parameters(bare, degree)
-        (held,) = half.rank_bytes(Parallel(tensor=degree))
+        loaded = 4 * share_parameters(bare, degree)
+        (held,) = facts.rank_bytes(Parallel(tensor=degree))
         assert held == pytest.approx(loaded, rel=0.02)
 
 

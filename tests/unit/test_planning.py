@@ -42,6 +42,7 @@ from cluster.sim.planning.settle import Task, enough, fastest_rate
 from cluster.sim.profiles.capacity import Refusals
 from cluster.sim.profiles.load import known_device
 from cluster.sim.profiles.roofline import Parallel
+from cluster.sim.profiles.schema import Dtype
 from cluster.sim.simulation import kv_layout
 from cluster.sim.trace import TraceRequest
 from engine.core.step_times import decode_work, prefill_work
@@ -259,6 +260,21 @@ def test_a_worker_of_a_plan_has_the_limits_that_its_kv_was_sized_for(
     assert loaded.scheduler.chunk_tokens(on_gpu=True) <= limits.prefill_chunk_tokens
     assert loaded.scheduler.max_running_requests == limits.max_running_requests
     assert limits.sending_slabs == SEND_BUFFERS
+
+
+@pytest.mark.parametrize(
+    ("weights", "dtype"), [(None, "auto"), ("float16", "bfloat16"), ("float32", "float32")]
+)
+def test_a_file_serves_the_format_that_was_planned(
+    weights: Dtype | None, dtype: str, tmp_path: Path
+) -> None:
+    """Whatever the checkpoint is in."""
+    facts = find_facts("llama-3.1-8b", weights=weights)
+    fleet = CandidateFleet(of_role(possible({"h100-sxm": 2}), Role.BOTH))
+    raw = servable_file(fleet, "llama-3.1-8b", facts, OBJECTIVES, LIMITS)
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(raw))
+    loaded = load_config(tmp_path / "plan.yaml").model
+    assert (loaded.dtype, loaded.quantization) == (dtype, "none")
 
 
 def test_a_worker_has_a_rank_on_each_of_its_gpus(tmp_path: Path) -> None:

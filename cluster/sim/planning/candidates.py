@@ -212,9 +212,10 @@ def servable_file(
 ) -> dict[str, object]:
     """The same with the model, its devices, and the memory that was planned, for `kvrelay serve`
     and `kvrelay simulate`."""
-    eight = {"quantization": "fp8", "dtype": "bfloat16"}
+    dtype = {} if facts.dtype == "auto" else {"dtype": facts.dtype}
+    eight = {"quantization": "fp8"} if facts.precision.weights == "float8" else {}
     return {
-        "model": {"path": model} | (eight if facts.precision.weights == "float8" else {}),
+        "model": {"path": model} | dtype | eight,
         **cluster_file(fleet, model, facts, objectives),
         "workers": [_workers(pool) for pool in fleet.pools],
         "engine": {

@@ -27,8 +27,15 @@ def find_facts(model: str, weights: Dtype | None = None, kv: Dtype | None = None
     """Of a hub id only the configuration is fetched. `weights` and `kv` replace the formats that
     the configuration says. Raises ModelError."""
     facts = _found(model, weights, kv)
-    unserved = facts.refusals.refused or _unserved(weights, kv)
-    return replace(facts, refusals=replace(facts.refusals, refused=unserved))
+    unserved = facts.refusals.refused or _unserved(weights, kv, facts.precision)
+    refusals = replace(facts.refusals, refused=unserved)
+    return replace(facts, refusals=refusals, dtype=_dtype(weights, facts.precision))
+
+
+def _dtype(weights: Dtype | None, precision: Precision) -> str:
+    if weights is None and precision.weights != "float8":
+        return "auto"
+    return "float32" if precision.weights == "float32" else "bfloat16"
 
 
 def _found(model: str, weights: Dtype | None, kv: Dtype | None) -> PlannedModel:
@@ -58,17 +65,17 @@ def _precision(config: Mapping[str, object], weights: Dtype | None, kv: Dtype | 
     )
 
 
-def _unserved(weights: Dtype | None, kv: Dtype | None) -> str:
+def _unserved(weights: Dtype | None, kv: Dtype | None, found: Precision) -> str:
     """Why a worker can't have these formats; empty: it can."""
     if weights not in (None, *_SERVED):
         return (
             f"--weights {weights}: a worker loads weights of 16 or 32 bits, and converts them to "
             "float8 at most (model.quantization: fp8)"
         )
-    if kv not in (None, *_SERVED):
+    if kv not in (None, "float8", found.computed):
         return (
-            f"--kv {kv}: a worker keeps KV in the dtype of the weights, or as float8 "
-            "(engine.kv_dtype: fp8)"
+            f"--kv {kv}: a worker keeps KV in the dtype of the weights, here {found.computed}, or "
+            "as float8 (engine.kv_dtype: fp8)"
         )
     return ""
 

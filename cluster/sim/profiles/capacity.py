@@ -22,7 +22,6 @@ IDEAL = Efficiency(memory=1.0, compute=1.0, overhead_s=0.0, all_reduce_latency_s
 TENSOR_DEGREES = (1, 2, 4, 8)
 """The ranks of a worker are processes of one machine, with a device each."""
 STAGE_COUNTS = (1, 2, 4)
-_EMBEDDING_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +47,14 @@ class Refusals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
-    """`weight_bytes` are the checkpoint's own where it is here, else computed."""
+    """`weight_bytes` are the checkpoint's own where it is here, else computed. `dtype`: model.dtype
+    of a cluster file that serves it so."""
 
     shape: ModelShape
     precision: Precision
     weight_bytes: float
     refusals: Refusals
+    dtype: str = "auto"
 
     @staticmethod
     def of(shape: ModelShape, precision: Precision, refusals: Refusals) -> PlannedModel:
@@ -74,7 +75,7 @@ class PlannedModel:
         each rank of the last stage has a part."""
         if parallel.devices == 1:
             return (self.weight_bytes,)
-        whole = _EMBEDDING_BYTES * self.shape.head_parameters
+        whole = BYTES_PER_PARAMETER[self.precision.computed] * self.shape.head_parameters
         layers = self.weight_bytes - whole * (1 if self.shape.is_tied else 2)
         grid, total = Grid(tensor=parallel.tensor, stages=parallel.pipeline), self.shape.layers
         shares = [len(grid.layers(at, total)) / total for at in range(grid.stages)]
@@ -95,14 +96,17 @@ class PlannedModel:
             grid=Grid(tensor=parallel.tensor, stages=parallel.pipeline),
             weight_bytes=held,
             kv_element_bytes=BYTES_PER_PARAMETER[self.precision.kv],
+            computed_bytes=BYTES_PER_PARAMETER[self.precision.computed],
             memory_bytes=device.memory_bytes,
             limits=limits,
         )
 
     def _check_float8(self, device: DeviceProfile, parallel: Parallel) -> None:
-        """A worker loads 16 bits and converts them there."""
+        """A worker loads weights of 16 bits and converts them there."""
         if "float8" not in device.flops_per_s:
             raise ModelError("float8 needs a device of compute capability 8.9, which it has not")
+        if self.precision.weights != "float8":
+            return
         wide = PlannedModel.of(
             self.shape, replace(self.precision, weights="float16"), self.refusals
         )
@@ -200,9 +204,11 @@ def capacity(
 def _batch(
     facts: PlannedModel, parallel: Parallel, worker: PlannedWorker, blocks: int, context: int
 ) -> int:
-    """Each kind of layers has as many blocks as any other, so windows help only where all have
-    them. A state, which no worker can keep, is counted as if it took blocks."""
+    """At most as many as a worker runs. Each kind of layers has as many blocks as any other, so
+    windows help only where all have them. A state, which no worker can keep, is counted as if it
+    took blocks."""
     shape, layout = facts.shape, worker.layout
     kept = max(kind.kept_tokens(context) for kind in shape.attentions)
     state = shape.state_bytes_per_sequence / layout.bytes_per_block
-    return int(blocks / (layout.blocks_for(int(kept)) + state))
+    fit = int(blocks / (layout.blocks_for(int(kept)) + state))
+    return min(fit, worker.limits.max_running_requests)

@@ -39,6 +39,11 @@ class Precision:
     experts: Dtype = "float16"
     kv: Dtype = "float16"
 
+    @property
+    def computed(self) -> Dtype:
+        """Of embeddings, head and activations."""
+        return "float32" if self.weights == "float32" else "float16"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
@@ -171,11 +176,12 @@ def _flops_per_s(device: DeviceProfile, dtype: Dtype) -> float:
 
 
 def weight_bytes(shape: ModelShape, precision: Precision) -> float:
-    """Embeddings stay in float16 whatever the rest is in."""
+    """Embeddings and head have at least 16 bits, whatever the rest has."""
     each = BYTES_PER_PARAMETER
     layers = shape.dense_parameters * each[precision.weights]
     outside = shape.parameters - shape.dense_parameters - shape.expert_parameters
-    return layers + outside * each["float16"] + shape.expert_parameters * each[precision.experts]
+    experts = shape.expert_parameters * each[precision.experts]
+    return layers + outside * each[precision.computed] + experts
 
 
 _QUANTISED: dict[str, tuple[Dtype, Dtype]] = {

@@ -29,13 +29,12 @@ WORKSPACE_BYTES = 128 << 20
 as much again for tables and rounding."""
 GRAPH_BYTES = 512 << 20
 """Of recorded decode steps. Not measured."""
-_ELEMENT_BYTES = 2  # of activations
 _HIDDEN_COPIES = 8
 """Residual, inputs and outputs of a layer's parts, and those that norms widen to fp32."""
 _ROUTED_COPIES = 4
 """For each expert of a token: what goes in and what comes out, and copies of both."""
-_LOGIT_BYTES = 2 + 4
-"""As the model gives a logit, and in fp32."""
+_LOGIT_BYTES = 4
+"""Of a logit in fp32, beside the model's own."""
 _DRAW_BYTES = 3 * 4
 """Of a logit from which is drawn: scaled, with its noise, and a copy between."""
 _UNBOUNDED_TOKENS = 1 << 40
@@ -58,12 +57,14 @@ def planned_limits(memory_fraction: float) -> EngineLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedWorker:
-    """A rank on each GPU. `weight_bytes`: # stage |-> of each of its ranks"""
+    """A rank on each GPU. `weight_bytes`: # stage |-> of each of its ranks. `computed_bytes`: of an
+    element of activations."""
 
     shape: ModelShape
     grid: Grid
     weight_bytes: tuple[float, ...]
     kv_element_bytes: float
+    computed_bytes: float
     memory_bytes: int
     limits: EngineLimits
 
@@ -104,8 +105,11 @@ class PlannedWorker:
         tokens = limits.prefill_chunk_tokens + limits.max_running_requests
         scored = min(MOST_SCORED_TOKENS, limits.prefill_chunk_tokens) + limits.max_running_requests
         vocabulary = shape.head_parameters // shape.hidden
-        logits = scored * _LOGIT_BYTES + limits.max_running_requests * _DRAW_BYTES
-        return int(tokens * self._layer_elements() * _ELEMENT_BYTES + vocabulary * logits)
+        logits = (
+            scored * (self.computed_bytes + _LOGIT_BYTES)
+            + limits.max_running_requests * _DRAW_BYTES
+        )
+        return int(tokens * self._layer_elements() * self.computed_bytes + vocabulary * logits)
 
     def _layer_elements(self) -> float:
         """Of a token. Nearly every matrix has the hidden width at one end, and gives or takes the
