@@ -26,7 +26,7 @@ from cluster.sim.planning.candidates import (
 from cluster.sim.planning.estimate import PlanObjectives, Workload, copies, workload
 from cluster.sim.planning.settle import Settled, Task, parallel_enough, parallel_fastest
 from cluster.sim.profiles.capacity import PlannedModel
-from cluster.sim.profiles.load import known_device
+from cluster.sim.profiles.load import known_device, known_shape
 from cluster.sim.profiles.schema import DeviceProfile
 from cluster.sim.readers import read_trace
 from kvrelay.errors import ConfigError
@@ -170,7 +170,10 @@ def _search(task: Task, work: Workload, asked: Asked) -> Found:
 def _write(path: Path, settled: Settled, task: Task, memory_fraction: float) -> None:
     limits = fleet_limits(task.facts, memory_fraction)
     raw = servable_file(settled.fleet, task.model, task.facts, task.objectives, limits)
-    path.write_text(f"# {settled.fleet}\n{yaml.safe_dump(raw, sort_keys=False)}")
+    head = f"# {settled.fleet}\n"
+    if known_shape(task.model) is not None:
+        head += f"# {task.model} is a shape: kvrelay serve needs a folder or hub id as model.path\n"
+    path.write_text(head + yaml.safe_dump(raw, sort_keys=False))
 
 
 def _print_search(found: Found) -> None:
