@@ -13,20 +13,18 @@ from itertools import chain, repeat
 from math import inf
 from statistics import fmean
 
-from engine.core.step import SampleRequest, SequenceSlice, StepBatch
+from engine.core.fitting import Shape
+from engine.core.step import StepBatch
 from engine.flight import Launched
 from engine.runner import Engine
-from kvpool.core.layout.layout import BlockId, KvLayout
-from kvrelay.types import RequestKey, Sampling
+from engine.time_profile import slices_of
+from kvpool.core.layout.layout import KvLayout
 
 CONTEXT_TOKENS = 2000
 MOST_SEQUENCES = 64
 LEAST_GAIN = 0.05
 """The first of the backends is left only for one whose steps take so much less."""
 _WARM, _STEPS, _ROUNDS = 3, 16, 3
-_SAMPLE = SampleRequest(
-    sampling=Sampling(max_tokens=1, seed=0), choice=0, prompt_ids=(), emitted_ids=()
-)
 
 Times = tuple[float, ...]
 """Seconds of a step with one sequence, and with many."""
@@ -93,12 +91,13 @@ def _step_s(engine: Engine, sequences: int, steps: int, clock: Callable[[], floa
     batches = _decode_steps(engine, sequences, steps)
     engine.run(next(batches))  # nothing else is on the device
     begin = clock()
-    run = _run_behind if engine.can_follow else _run_apart
+    run = run_behind if engine.can_follow else run_apart
     run(engine, batches)
     return (clock() - begin) / steps
 
 
-def _run_behind(engine: Engine, batches: Iterable[StepBatch]) -> None:
+def run_behind(engine: Engine, batches: Iterable[StepBatch]) -> None:
+    """As a worker does it, in one thread: two steps at most are launched."""
     before: Launched | None = None
     for batch in batches:
         launched = engine.launch(batch, before=before)
@@ -109,29 +108,16 @@ def _run_behind(engine: Engine, batches: Iterable[StepBatch]) -> None:
         before.collect()
 
 
-def _run_apart(engine: Engine, batches: Iterable[StepBatch]) -> None:
+def run_apart(engine: Engine, batches: Iterable[StepBatch]) -> None:
     for batch in batches:
         engine.run(batch)
 
 
 def _decode_steps(engine: Engine, sequences: int, steps: int) -> Iterator[StepBatch]:
     """One, and `steps` at the same positions: only their tokens come from the step before."""
-    slices = tuple(_slice(engine, row) for row in range(sequences))
+    context = min(CONTEXT_TOKENS, engine.facts.max_model_len)
+    slices = slices_of(engine, Shape(rows=sequences, tokens=1, context=context - 1))
     if not engine.can_follow:
         return repeat(StepBatch(slices=slices), 1 + steps)
     behind = tuple(replace(piece, follows=row) for row, piece in enumerate(slices))
     return chain(repeat(StepBatch(slices=slices), 2), repeat(StepBatch(slices=behind), steps - 1))
-
-
-def _slice(engine: Engine, row: int) -> SequenceSlice:
-    context = min(CONTEXT_TOKENS, engine.facts.max_model_len)
-    needed, blocks = engine.layout.blocks_for(context), engine.memory.blocks
-    table = tuple(BlockId((row * needed + i) % blocks) for i in range(needed))
-    return SequenceSlice(
-        key=RequestKey("compared", row),
-        choice=0,
-        token_ids=(0,),
-        start=context - 1,
-        tables=(table,) * len(engine.layout.groups),
-        samples=(_SAMPLE,),
-    )

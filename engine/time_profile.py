@@ -72,7 +72,7 @@ def time_shape(
     engine: Engine, shape: Shape, clock: Callable[[], float] = time.perf_counter
 ) -> float:
     """Seconds of one such step. Only before the engine serves."""
-    batch = StepBatch(slices=tuple(_slice(engine, shape, row) for row in range(shape.rows)))
+    batch = StepBatch(slices=slices_of(engine, shape))
     _settle(engine)
     started_s = clock()
     engine.run(batch)
@@ -83,6 +83,11 @@ def time_shape(
 def _settle(engine: Engine) -> None:
     if engine.model.device.type == "cuda":
         torch.cuda.synchronize(engine.model.device)
+
+
+def slices_of(engine: Engine, shape: Shape) -> tuple[SequenceSlice, ...]:
+    """They all draw, and compute what nobody reads."""
+    return tuple(_slice(engine, shape, row) for row in range(shape.rows))
 
 
 def _slice(engine: Engine, shape: Shape, row: int) -> SequenceSlice:

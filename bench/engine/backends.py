@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from transformers import LlamaConfig
 
-from bench.engine.cuda.ahead import APART, BEHIND, run_apart, run_behind
+from bench.engine.cuda.ahead import APART, BEHIND
 from bench.engine.cuda.random_engine import (
     LLAMA_8B,
     TINY,
@@ -35,6 +35,7 @@ from engine.attention.choosing.needs import NEEDS
 from engine.core.step import StepBatch
 from engine.model.kv_layout import layer_places
 from engine.runner import Engine
+from engine.step_comparison import run_apart, run_behind
 
 RECORDED = "triton, recorded"
 _NAMES = ("triton", TORCH, "flashinfer", "flash")

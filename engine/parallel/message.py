@@ -69,7 +69,7 @@ class StepTeller:
         for piece in slices:
             row, known = self._row(piece)
             flags = _SAMPLES if piece.samples else 0
-            if known is not piece.tables and known != piece.tables:
+            if known != piece.tables:
                 flags |= _CHANGED
                 for table, old in zip(piece.tables, known or _nothing(piece), strict=True):
                     kept = len(old) if table[: len(old)] == old else 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -27,8 +27,8 @@ from bench.engine.cuda.random_engine import (
 )
 from bench.report import Reading, Row, interleave, print_table
 from engine.core.step import StepBatch
-from engine.flight import Launched
 from engine.runner import Engine
+from engine.step_comparison import run_apart, run_behind
 
 _STEPS, _WARM, _REPEATS = 50, 5, 5
 BEHIND, APART = "launched behind one another", "one at a time"
@@ -57,23 +57,6 @@ def _step_s(run: Callable[[int], None]) -> float:
     begin = time.perf_counter()
     run(_STEPS)
     return (time.perf_counter() - begin) / _STEPS
-
-
-def run_apart(engine: Engine, batches: Iterable[StepBatch]) -> None:
-    for batch in batches:
-        engine.run(batch)
-
-
-def run_behind(engine: Engine, batches: Iterable[StepBatch]) -> None:
-    """As a worker does it, in one thread: two steps at most are launched."""
-    flight: Launched | None = None
-    for batch in batches:
-        behind = engine.launch(batch, before=flight)
-        if flight is not None:
-            flight.collect()
-        flight = behind
-    if flight is not None:
-        flight.collect()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,8 +26,6 @@ from kvrelay.types import RequestKey, Sampling
 
 _TEXT = Path(__file__).parents[3] / "README.md"
 _BLOCK_SIZE = 16
-
-
 _KV_BYTES = 64 << 20
 """engine.kv_memory of a worker whose tokens are counted."""
 _MANY = EngineLimits(

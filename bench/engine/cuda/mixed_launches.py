@@ -22,15 +22,14 @@ from engine.core.step import SequenceSlice
 from engine.model.interface import AttentionState, Scores
 from kvpool.memory.kv_memory import KvMemory
 
+_Kind = tuple[int, int, int]
+"""Sequences, tokens of each and tokens before them."""
 MIXES = (
     ((64, 1, 2047), (1, 512, 1536)),
     ((64, 1, 2047), (1, 2048, 6144)),
     ((8, 1, 8191), (1, 2048, 2048)),
 )
-"""Sequences, tokens of each and tokens before them: of the decodes, and of the chunk."""
-
-
-_Kind = tuple[int, int, int]
+"""The decodes, and the chunk."""
 
 
 class Attention:

@@ -205,8 +205,7 @@ def _batch(
     facts: PlannedModel, parallel: Parallel, worker: PlannedWorker, blocks: int, context: int
 ) -> int:
     """At most as many as a worker runs. Each kind of layers has as many blocks as any other, so
-    windows help only where all have them. A state, which no worker can keep, is counted as if it
-    took blocks."""
+    windows help only where all have them. No worker can keep a state: it counts as blocks."""
     shape, layout = facts.shape, worker.layout
     kept = max(kind.kept_tokens(context) for kind in shape.attentions)
     state = shape.state_bytes_per_sequence / layout.bytes_per_block
